@@ -1,0 +1,100 @@
+"""Check and count the microbatches of a step, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .contract import Batch
+from .errors import BatchError
+from .loss import IGNORED_LABEL, targets
+from .mesh import Mesh
+
+
+def count_tokens(microbatches: Sequence[Batch], mesh: Mesh) -> Tensor:
+    """Count the unmasked targets of the global batch.
+
+    Args:
+        microbatches: this data-parallel rank's share of the step.
+        mesh: all of its ranks call this.
+
+    Returns:
+        int64 scalar on the CPU, equal on all ranks.
+
+    Raises:
+        BatchError: a microbatch of any rank is malformed.
+    """
+    defect = _defect(microbatches, None)
+    mesh.world.raise_together(BatchError(defect) if defect else None)
+    mine = sum(int((targets(batch["labels"]) != IGNORED_LABEL).sum()) for batch in microbatches)
+    (total,) = mesh.world.reduce_ints([mine if mesh.leads_data else 0])
+    return torch.tensor(total, dtype=torch.int64)
+
+
+def check_step(microbatches: Sequence[Batch], num_tokens: Tensor, mesh: Mesh, *, vocab_size: int | None) -> None:
+    """Make sure that all ranks can run this step together; one small all-reduce where they can.
+
+    Raises:
+        BatchError: on all ranks, as `StrategyManager.forward_backward` says.
+    """
+    defect = _defect(microbatches, vocab_size)
+    tokens = int(num_tokens)
+    if defect is None and tokens < 1:
+        defect = "num_tokens is 0: no rank has an unmasked target in this step. Leave the step out, or unmask labels."
+    count = len(microbatches) if defect is None else 0
+    # MIN over x and over -x agree (but for the sign) exactly when x is the same on all ranks.
+    values = [int(defect is None), count, -count, tokens, -tokens]
+    ok, low_count, high_count, low_tokens, high_tokens = mesh.world.reduce_ints(values, dist.ReduceOp.MIN)
+    if not ok:
+        mesh.world.raise_together(BatchError(defect) if defect else None)
+    if low_count != -high_count:
+        raise BatchError(
+            f"ranks disagree on the number of microbatches: between {low_count} and {-high_count}. "
+            f"Give every rank the same number; pad with microbatches whose labels are all {IGNORED_LABEL}."
+        )
+    if low_tokens != -high_tokens:
+        raise BatchError(
+            f"ranks disagree on num_tokens: between {low_tokens} and {-high_tokens}. It is the count over the global "
+            f"batch, equal on all ranks: use meshwright.count_tokens."
+        )
+
+
+def _defect(microbatches: Sequence[Batch], vocab_size: int | None) -> str | None:
+    """What is wrong with this rank's microbatches, or None."""
+    if not isinstance(microbatches, Sequence) or not microbatches:
+        return f"microbatches must be a non-empty sequence of mappings, not {type(microbatches).__name__} (or empty)."
+    for index, batch in enumerate(microbatches):
+        about = f"microbatch {index} of {len(microbatches)}"
+        for key in ("input_ids", "labels"):
+            value = batch.get(key)
+            if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.dim() != 2:
+                got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                return f"{about}: {key} must be an int64 tensor of shape (B, S), not {got}."
+        ids, labels = batch["input_ids"], batch["labels"]
+        if ids.shape != labels.shape or ids.shape[1] < 2 or ids.shape[0] < 1:
+            return (
+                f"{about}: input_ids {tuple(ids.shape)} and labels {tuple(labels.shape)} must have one shape (B, S), "
+                f"B >= 1, S >= 2."
+            )
+        if vocab_size is not None:
+            for key, tensor in (("input_ids", ids), ("labels", labels[labels != IGNORED_LABEL])):
+                defect = _outside(tensor, vocab_size)
+                if defect:
+                    return f"{about}: {key} {defect}"
+    return None
+
+
+def _outside(ids: Tensor, vocab_size: int) -> str | None:
+    # Ids on an accelerator are not looked at: that would wait for queued work.
+    if ids.device.type != "cpu" or ids.numel() == 0:
+        return None
+    low, high = (int(bound) for bound in ids.aminmax())
+    if 0 <= low and high < vocab_size:
+        return None
+    return (
+        f"range from {low} to {high}, but the model's vocabulary has {vocab_size} entries (0 to {vocab_size - 1}). "
+        f"Is this the model's own tokenizer?"
+    )

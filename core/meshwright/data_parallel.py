@@ -1,0 +1,227 @@
+"""The part that all strategies share in which each rank runs the whole model on its own microbatches.
+
+A strategy subclasses `DataParallelManager` and says in `shard` how the model is laid out, and in `sync_gradients` how
+the reduction waits for the last microbatch. `single` shows the smallest one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from .batch import check_step
+from .contract import Batch, OptimizerFactory, StrategyManager
+from .errors import ModelError, StrategyError
+from .layout import ModelLayout, model_layout
+from .loss import token_loss_sum
+from .mesh import Mesh
+from .norms import check_clip, scale_to_norm, total_grad_norm
+
+
+class DataParallelManager(StrategyManager):
+    """Forward, backward, clipping, stepping and state for strategies with one model part on every rank.
+
+    Attributes:
+        model: the Hugging Face model, unwrapped; its parameters may have been sharded in place.
+        module: what `parallelize` returned, which is called; a wrapper around `model`, or `model` itself.
+        layout: the model's structure as it was before sharding.
+    """
+
+    model: nn.Module
+    module: nn.Module
+    layout: ModelLayout
+
+    def __init__(self, config: BaseModel, mesh: Mesh) -> None:
+        self.config = config
+        self.mesh = mesh
+        self._optimizer: Optimizer | None = None
+        self._parallelized = False
+
+    # -- what a strategy says
+
+    @abstractmethod
+    def shard(self, model: nn.Module) -> nn.Module:
+        """Lay `model` out over the mesh, gradients reduced by SUM, and return the module to call."""
+
+    def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of one microbatch; defers the reduction unless `is_last`."""
+        return nullcontext()
+
+    def after_backward(self, *, is_last: bool) -> None:
+        """Called after each microbatch's backward."""
+
+    # -- the contract
+
+    @property
+    def model_parts(self) -> Sequence[nn.Module]:
+        self._require_model()
+        return [self.model]
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        if self._parallelized:
+            raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
+        check_trainable(model)
+        self.layout = model_layout(model)
+        self._config = getattr(model, "config", None)
+        self._forward_options = _forward_options(model)
+        copy_from_first_rank(model, self.mesh)
+        self.model = model
+        self.module = self.shard(model)
+        self._parallelized = True
+        return self.module
+
+    def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
+        self._require_model()
+        self._optimizer = factory([(name, p) for name, p in self.model.named_parameters() if p.requires_grad])
+        return self._optimizer
+
+    def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
+        self._require_model()
+        check_step(microbatches, num_tokens, self.mesh, vocab_size=self._vocab_size)
+        if any(parameter.grad is not None for parameter in self._trainable()):
+            # A second reduction would reduce the first one's result again.
+            raise StrategyError(
+                "forward_backward was called while gradients of the last call are pending. Give all microbatches of a "
+                "step in one call, and call optimizer_step (or set the gradients to None) before the next."
+            )
+        if not self.module.training:
+            self.module.train()
+        losses = []
+        for index, batch in enumerate(microbatches):
+            is_last = index == len(microbatches) - 1
+            with self.sync_gradients(is_last=is_last):
+                loss = self._share_of_loss(batch, num_tokens)
+                loss.backward()
+            self.after_backward(is_last=is_last)
+            losses.append(loss.detach())
+        return self._sum_over_ranks(losses)
+
+    def eval_loss(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
+        self._require_model()
+        check_step(microbatches, num_tokens, self.mesh, vocab_size=self._vocab_size)
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                losses = [self._share_of_loss(batch, num_tokens) for batch in microbatches]
+        finally:
+            self.module.train(was_training)
+        return self._sum_over_ranks(losses)
+
+    def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
+        check_clip(max_norm, norm_type)
+        gradients = [parameter.grad for parameter in self._trainable() if parameter.grad is not None]
+        norm = total_grad_norm(gradients, norm_type)
+        if max_norm is not None:
+            scale_to_norm(gradients, norm, max_norm)
+        return norm
+
+    def optimizer_step(self) -> None:
+        optimizer = self._require_optimizer()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    @contextmanager
+    def unshard(self) -> Iterator[Sequence[nn.Module]]:
+        self._require_model()
+        yield [self.model]
+
+    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
+        self._require_model()
+        options = StateDictOptions(full_state_dict=full, cpu_offload=full)
+        state: dict[str, Any] = {"model": get_model_state_dict(self.model, options=options)}
+        if self._optimizer is not None:
+            state["optimizer"] = get_optimizer_state_dict(self.model, self._optimizer, options=options)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], *, full: bool = False) -> None:
+        self._require_model()
+        options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full)
+        set_model_state_dict(self.model, state["model"], options=options)
+        if self._optimizer is not None:
+            set_optimizer_state_dict(self.model, self._optimizer, state["optimizer"], options=options)
+
+    # -- helpers
+
+    def _share_of_loss(self, batch: Batch, num_tokens: Tensor) -> Tensor:
+        device = self.mesh.device
+        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        labels = inputs.pop("labels")
+        outputs = self.module(**inputs, **self._forward_options)
+        return token_loss_sum(outputs.logits, labels) / num_tokens
+
+    def _sum_over_ranks(self, losses: Sequence[Tensor]) -> Tensor:
+        # In float64, so that the sum does not depend on how microbatches are spread over ranks.
+        total = torch.stack(list(losses)).sum(dtype=torch.float64)
+        dist.all_reduce(total, group=self.mesh.group("dp"))
+        return total.to(losses[0].dtype)
+
+    def _trainable(self) -> Iterator[nn.Parameter]:
+        return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+
+    @property
+    def _vocab_size(self) -> int | None:
+        return getattr(self._config, "vocab_size", None)
+
+    def _require_model(self) -> None:
+        if not self._parallelized:
+            raise StrategyError("the manager has no model yet: call manager.parallelize(model) first.")
+
+    def _require_optimizer(self) -> Optimizer:
+        if self._optimizer is None:
+            raise StrategyError("the manager has no optimizer yet: call manager.build_optimizer(factory) first.")
+        return self._optimizer
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Refuse what would train wrongly or not at all.
+
+    Raises:
+        ModelError: on all ranks alike, since all hold the same model.
+    """
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ModelError(
+            "the model is on the meta device and has no weights to train. Build it without `torch.device('meta')`."
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError("no parameter of the model requires a gradient. Unfreeze what is to be trained.")
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise ModelError(
+            "config.output_router_logits=True asks for a router loss beside the token loss, which is not supported "
+            "yet. Set it to False to train on the token loss alone."
+        )
+
+
+def copy_from_first_rank(model: nn.Module, mesh: Mesh) -> None:
+    """Give every data-parallel rank the parameters and buffers of the first one.
+
+    Copies from different seeds or files would else train as a chimera, without any error.
+    """
+    if mesh.degrees.dp == 1:
+        return
+    group = mesh.group("dp")
+    for tensor in (*model.parameters(), *model.buffers()):
+        staged = tensor.detach().to(mesh.device).contiguous()
+        dist.broadcast(staged, group=group, group_src=0)
+        tensor.data.copy_(staged)
+
+
+def _forward_options(model: nn.Module) -> dict[str, Any]:
+    """No key-value cache while training, for models whose forward knows one."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}

@@ -1,0 +1,73 @@
+"""The exceptions that meshwright raises on purpose.
+
+    MeshwrightError
+      ConfigError             a run file, an option or a strategy config holds a bad value
+      MeshError               sizes, axes and world do not fit together
+      StrategyError           a strategy cannot be used
+        UnknownStrategyError  no strategy of that name is installed
+      ModelError              the model cannot be built, loaded or parallelized
+      DataError               corpus, tokenizer or split cannot be used
+      BatchError              the microbatches of a step are malformed or differ in number between ranks
+      TrainingError           training cannot go on (a loss or gradient that is not finite)
+      RankError               a worker process failed; carries that rank's own report
+
+Every message says what is wrong, the value, what is allowed, and how to fix it. `exit_code` is what the
+command line returns: 2 for input that the user can correct, 1 for a failure while running.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MeshwrightError(Exception):
+    """Base of all errors raised on purpose; its message is meant for the user, without a traceback."""
+
+    exit_code = 2
+
+
+class ConfigError(MeshwrightError):
+    """A run file, an option or a strategy config holds a bad value."""
+
+
+class MeshError(MeshwrightError):
+    """Sizes, axes and world do not fit together."""
+
+
+class StrategyError(MeshwrightError):
+    """A strategy cannot be used."""
+
+
+class UnknownStrategyError(StrategyError):
+    """No strategy of that name is installed."""
+
+
+class ModelError(MeshwrightError):
+    """The model cannot be built, loaded or parallelized."""
+
+
+class DataError(MeshwrightError):
+    """Corpus, tokenizer or split cannot be used."""
+
+
+class BatchError(MeshwrightError):
+    """The microbatches of a step are malformed or differ in number between ranks."""
+
+
+class TrainingError(MeshwrightError):
+    """Training cannot go on."""
+
+    exit_code = 1
+
+
+class RankError(MeshwrightError):
+    """A worker process failed; the message carries that rank's own report."""
+
+    exit_code = 1
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return " Did you mean 'x'?" for the closest of `known`, or an empty string where none is close."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {matches[0]!r}?" if matches else ""

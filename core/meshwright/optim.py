@@ -1,0 +1,109 @@
+"""Optimizers and learning-rate schedules from a run file.
+
+Any optimizer of torch.optim, with weight decay by parameter name; any schedule of transformers.get_scheduler that
+follows from the step number alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from .contract import OptimizerFactory
+from .errors import ConfigError, nearest
+from .runfile import OptimizerConfig, ScheduleConfig
+
+
+def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
+    """Return a factory for `StrategyManager.build_optimizer`.
+
+    Raises:
+        ConfigError: no such optimizer, an argument that it does not take, or one that needs a closure.
+    """
+    cls = _optimizer_class(config)
+
+    def factory(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        groups = decay_groups(named_parameters, config.weight_decay, config.no_decay)
+        try:
+            return cls(groups, lr=config.lr, **config.options)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"optimizer {config.name!r} refuses its parameters or options: {error}") from error
+
+    return factory
+
+
+def decay_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float, no_decay: Iterable[str]
+) -> list[dict[str, Any]]:
+    """Split parameters into those that are decayed and those whose name a pattern of `no_decay` matches.
+
+    Without decay there is one group and no `weight_decay` key, so that optimizers which know none work too.
+    """
+    named = list(named_parameters)
+    if not weight_decay:
+        return [{"params": [parameter for _, parameter in named]}]
+    patterns = list(no_decay)
+    kept = [parameter for name, parameter in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    exempt = {id(parameter) for parameter in kept}
+    decayed = [parameter for _, parameter in named if id(parameter) not in exempt]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def build_scheduler(config: ScheduleConfig, optimizer: Optimizer, steps: int) -> LRScheduler:
+    """Make the learning-rate schedule over `steps` optimizer steps.
+
+    Raises:
+        ConfigError: no such schedule, a missing or unknown argument, or a schedule that follows a metric.
+    """
+    from transformers import SchedulerType, get_scheduler
+
+    # These two are driven by a metric at each step, not by the step number.
+    known = sorted(each.value for each in SchedulerType if each.value not in ("reduce_lr_on_plateau", "greedy"))
+    if config.name not in known:
+        raise ConfigError(f"schedule {config.name!r} is not one of {', '.join(known)}.{nearest(config.name, known)}")
+    try:
+        return get_scheduler(
+            config.name,
+            optimizer,
+            num_warmup_steps=config.warmup_steps,
+            num_training_steps=steps,
+            scheduler_specific_kwargs=dict(config.options),
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"schedule {config.name!r} refuses its options {config.options}: {error}") from error
+
+
+def _optimizer_class(config: OptimizerConfig) -> type[Optimizer]:
+    known = {
+        name: cls
+        for name, cls in vars(torch.optim).items()
+        if inspect.isclass(cls) and issubclass(cls, Optimizer) and cls is not Optimizer
+    }
+    cls = known.get(config.name)
+    if cls is None:
+        raise ConfigError(
+            f"optimizer {config.name!r} is not in torch.optim.{nearest(config.name, known)} "
+            f"Known: {', '.join(sorted(known))}."
+        )
+    if inspect.signature(cls.step).parameters["closure"].default is inspect.Parameter.empty:
+        raise ConfigError(f"optimizer {config.name!r} needs a closure that runs the model again; use another one.")
+    arguments = [name for name in inspect.signature(cls).parameters if name not in ("self", "params")]
+    given = {**config.options, **({"weight_decay": config.weight_decay} if config.weight_decay else {})}
+    for name in given:
+        if name not in arguments:
+            raise ConfigError(
+                f"optimizer {config.name!r} takes no argument {name!r}.{nearest(name, arguments)} "
+                f"It takes: {', '.join(arguments)}."
+            )
+    for name in ("lr", "weight_decay"):
+        if name in config.options:
+            raise ConfigError(f"optimizer.options holds {name!r}, which has a key of its own: set optimizer.{name}.")
+    return cls

@@ -1,0 +1,310 @@
+"""Find plugins, keep the failures of the broken ones, and look strategies up by name.
+
+[Note: isolation] Each entry point of the group `meshwright` is loaded by itself and tried in a plugin manager of its
+own first. What fails there (an import error, a misspelt hook, a wrong signature) is kept as a `Failure` and told
+when a strategy is looked up or listed; the other plugins go on working. Two plugins that bring one name are both
+refused for that name, since neither order nor luck may decide what trains a model.
+
+Listing imports no torch: plugins import it when they build. Source: pluggy, importlib.metadata.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import pluggy
+from pydantic import BaseModel
+
+from . import hookspecs
+from .contract import StrategySpec
+from .errors import StrategyError, UnknownStrategyError, nearest
+from .sizes import CLAIMABLE_AXES
+
+ENTRY_POINT_GROUP = "meshwright"
+
+# The strategies of this project that are packages of their own, and the extra that installs each.
+INSTALLABLE = {"ddp": "ddp", "fsdp2": "fsdp2"}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a plugin, or one strategy of it, cannot be used."""
+
+    plugin: str
+    reason: str
+    strategy: str | None = None
+    """The strategy it concerns; None: the whole plugin."""
+
+    def __str__(self) -> str:
+        about = f"{self.strategy} of plugin {self.plugin}" if self.strategy else f"plugin {self.plugin}"
+        return f"{about}: {self.reason}"
+
+
+def install_line(name: str) -> str:
+    """The pip line that installs one of the project's own strategies, run in a clone of the project."""
+    extra = INSTALLABLE[name]
+    return f"pip install -e '.[{extra}]' -e plugins/{name}"
+
+
+def normalized(name: str) -> str:
+    """Names are compared in lower case, with '-' as '_'."""
+    return name.strip().lower().replace("-", "_")
+
+
+class Registry:
+    """Plugins and the strategies they bring.
+
+    Args:
+        plugins: entry points to load; None: those of the installed distributions.
+        builtins: plugin modules that are part of core, by name.
+    """
+
+    def __init__(
+        self, plugins: Iterable[EntryPoint] | None = None, *, builtins: dict[str, Any] | None = None
+    ) -> None:
+        self.failures: list[Failure] = []
+        self._specs: dict[str, StrategySpec] = {}
+        self._owners: dict[str, str] = {}
+        self._aliases: dict[str, str] = {}
+        self._manager = _new_plugin_manager()
+        self._builtins = _core_plugins() if builtins is None else builtins
+        for name, plugin in self._builtins.items():
+            self.register(plugin, name=name)
+        found = entry_points(group=ENTRY_POINT_GROUP) if plugins is None else plugins
+        for entry_point in sorted(set(found), key=lambda point: (point.name, point.value)):
+            self._load(entry_point)
+
+    # -- plugins
+
+    def register(self, plugin: Any, *, name: str) -> None:
+        """Add a plugin module or object; what is wrong with it is kept in `failures`."""
+        reason = _defect(plugin, name)
+        if reason is not None:
+            self.failures.append(Failure(name, reason))
+            return
+        self._manager.register(plugin, name=name)
+        self._add_strategies(plugin, name)
+
+    @contextmanager
+    def observing(self, *observers: Any) -> Iterator[None]:
+        """Register objects with hook implementations for the duration of a with block.
+
+        Raises:
+            StrategyError: an observer has a defect (it is ours or the caller's own, so it is not set aside).
+        """
+        for observer in observers:
+            reason = _defect(observer, type(observer).__name__)
+            if reason is not None:
+                raise StrategyError(f"observer {observer!r} cannot be registered: {reason}")
+        for observer in observers:
+            self._manager.register(observer)
+        try:
+            yield
+        finally:
+            for observer in observers:
+                self._manager.unregister(observer)
+
+    @property
+    def hook(self) -> Any:
+        """Call a hook of `meshwright.hookspecs` on all plugins."""
+        return self._manager.hook
+
+    def _load(self, entry_point: EntryPoint) -> None:
+        name = _plugin_name(entry_point)
+        try:
+            plugin = entry_point.load()
+        except (Exception, SystemExit) as error:
+            # A plugin's import can fail in any way; see [Note: isolation].
+            self.failures.append(Failure(name, f"{type(error).__name__}: {error}", normalized(entry_point.name)))
+            return
+        if self._manager.get_plugin(name) is not None:
+            self.failures.append(Failure(name, "a plugin of this name is registered already"))
+            return
+        self.register(plugin, name=name)
+
+    # -- strategies
+
+    def _add_strategies(self, plugin: Any, owner: str) -> None:
+        try:
+            specs = _call_own(plugin, self._manager, "register_strategies")
+        except Exception as error:
+            self.failures.append(Failure(owner, f"register_strategies raised {type(error).__name__}: {error}"))
+            return
+        for spec in specs:
+            defects = _spec_defects(spec)
+            if defects:
+                label = spec.name if isinstance(spec, StrategySpec) and isinstance(spec.name, str) else None
+                self.failures.append(Failure(owner, "; ".join(defects), label))
+            else:
+                self._add(spec, owner)
+
+    def _add(self, spec: StrategySpec, owner: str) -> None:
+        other = self._owners.get(spec.name)
+        if other is not None and other in self._builtins:
+            self.failures.append(Failure(owner, f"the name {spec.name!r} belongs to core", spec.name))
+            return
+        if other is not None:
+            # Both are refused, see [Note: isolation]; the owner's entry stays so that a third is refused too.
+            self._specs.pop(spec.name, None)
+            self._aliases = {alias: name for alias, name in self._aliases.items() if name != spec.name}
+            for one, two in ((owner, other), (other, owner)):
+                reason = f"also registered by plugin {two}; uninstall one of them"
+                self.failures.append(Failure(one, reason, spec.name))
+            return
+        self._specs[spec.name] = spec
+        self._owners[spec.name] = owner
+        for alias in map(normalized, spec.aliases):
+            taken = self._aliases.get(alias)
+            if taken is not None:
+                reason = f"its alias {alias!r} already stands for {taken!r} and is not used"
+                self.failures.append(Failure(owner, reason, spec.name))
+            else:
+                self._aliases[alias] = spec.name
+
+    @property
+    def strategies(self) -> dict[str, StrategySpec]:
+        """The strategies that can be used, sorted by name."""
+        return dict(sorted(self._specs.items()))
+
+    def owner(self, name: str) -> str:
+        """The plugin that brought strategy `name`."""
+        return self._owners[name]
+
+    @property
+    def installable(self) -> dict[str, str]:
+        """Strategies of this project that are neither installed nor broken, with the line that installs each."""
+        present = set(self._specs) | {failure.strategy for failure in self.failures}
+        return {name: install_line(name) for name in sorted(INSTALLABLE) if name not in present}
+
+    def get(self, name: str) -> StrategySpec:
+        """Look a strategy up by name or alias.
+
+        Raises:
+            StrategyError: a plugin brings it, but it is broken; the text says why.
+            UnknownStrategyError: nothing brings it; the text lists what is there, what failed to load and how to
+                install it if it is one of the project's own.
+        """
+        key = normalized(name)
+        # A name wins over another strategy's alias.
+        spec = self._specs.get(key) or self._specs.get(self._aliases.get(key, ""))
+        if spec is not None:
+            return spec
+        broken = [failure for failure in self.failures if failure.strategy == key]
+        if broken:
+            reasons = "\n".join(f"  {failure}" for failure in broken)
+            raise StrategyError(f"strategy {name!r} cannot be used:\n{reasons}\n{self._others()}")
+        if key in INSTALLABLE:
+            raise UnknownStrategyError(
+                f"strategy {name!r} is not installed. Install it from a clone of meshwright: {install_line(key)}\n"
+                f"{self._others()}"
+            )
+        known = [*self._specs, *self._aliases, *INSTALLABLE]
+        raise UnknownStrategyError(f"strategy {name!r} is not installed.{nearest(key, known)} {self._others()}")
+
+    def _others(self) -> str:
+        lines = [f"Installed: {', '.join(self.strategies) or 'none'}."]
+        if self.installable:
+            lines.append(f"Installable: {', '.join(self.installable)}.")
+        if self.failures:
+            lines.append("Failed to load: " + "; ".join(map(str, self.failures)) + ".")
+        return "\n".join(lines)
+
+
+@functools.cache
+def get_registry() -> Registry:
+    """The registry of the installed plugins, made on first use."""
+    return Registry()
+
+
+def get_strategy(name: str) -> StrategySpec:
+    """`Registry.get` of the installed plugins."""
+    return get_registry().get(name)
+
+
+def list_strategies() -> dict[str, StrategySpec]:
+    """`Registry.strategies` of the installed plugins."""
+    return get_registry().strategies
+
+
+def _core_plugins() -> dict[str, Any]:
+    from . import single
+
+    return {"core": single}
+
+
+def _new_plugin_manager() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def _plugin_name(entry_point: EntryPoint) -> str:
+    distribution = entry_point.dist.name if entry_point.dist is not None else entry_point.value
+    return f"{entry_point.name} ({distribution})"
+
+
+def _defect(plugin: Any, name: str) -> str | None:
+    """Try a plugin in a plugin manager of its own; see [Note: isolation]."""
+    trial = _new_plugin_manager()
+    try:
+        trial.register(plugin, name=name)
+        trial.check_pending()
+    except Exception as error:
+        known = [hook for hook in vars(hookspecs) if hasattr(getattr(hookspecs, hook), "meshwright_spec")]
+        return f"{type(error).__name__}: {error}. Hooks: {', '.join(sorted(known))}"
+    if not trial.get_hookcallers(plugin):
+        return "it implements no hook of meshwright; mark its functions with meshwright.hookimpl"
+    return None
+
+
+def _call_own(plugin: Any, manager: pluggy.PluginManager, hook: str) -> list[Any]:
+    """Call one plugin's implementation of a hook, if it has one."""
+    others = [other for other in manager.get_plugins() if other is not plugin]
+    caller = manager.subset_hook_caller(hook, remove_plugins=others)
+    results = caller()
+    for result in results:
+        if not isinstance(result, list):
+            raise TypeError(f"it returned {type(result).__name__}, not a list of StrategySpec")
+    return [spec for result in results for spec in result]
+
+
+def _spec_defects(spec: Any) -> list[str]:
+    """What is missing or wrong in a spec, each as a sentence."""
+    if not isinstance(spec, StrategySpec):
+        return [f"{spec!r} is a {type(spec).__name__}, not a meshwright.StrategySpec"]
+    rules: list[tuple[Callable[[], bool], str]] = [
+        (
+            lambda: isinstance(spec.name, str) and spec.name.isidentifier() and spec.name == normalized(spec.name),
+            f"name {spec.name!r} is not a lower-case identifier",
+        ),
+        (lambda: isinstance(spec.summary, str) and bool(spec.summary.strip()), "summary is missing"),
+        (
+            lambda: not isinstance(spec.axes, str) and set(spec.axes) <= set(CLAIMABLE_AXES),
+            f"axes {spec.axes!r} are not a set out of {', '.join(CLAIMABLE_AXES)}",
+        ),
+        (
+            lambda: inspect.isclass(spec.config_cls) and issubclass(spec.config_cls, BaseModel),
+            f"config_cls {spec.config_cls!r} is not a pydantic model class",
+        ),
+        (lambda: callable(spec.build), f"build {spec.build!r} is not callable"),
+        (
+            lambda: not isinstance(spec.aliases, str) and all(isinstance(alias, str) for alias in spec.aliases),
+            f"aliases {spec.aliases!r} are not a tuple of strings",
+        ),
+        (lambda: spec.estimate is None or callable(spec.estimate), f"estimate {spec.estimate!r} is not callable"),
+    ]
+    return [text for holds, text in rules if not _safely(holds)]
+
+
+def _safely(rule: Callable[[], bool]) -> bool:
+    try:
+        return rule()
+    except TypeError:
+        # A part of a wholly wrong type (axes=None) fails the rule; it must not fail the registry.
+        return False

@@ -1,0 +1,230 @@
+"""The run file: a whole training run as one validated, frozen value. No torch in this module."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, field_validator, model_validator
+
+from .data.config import DataConfig
+from .errors import ConfigError
+from .registry import Registry, get_registry
+from .sizes import MeshSizes, Size
+from .validation import FrozenModel, validated
+
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+class OptimizerConfig(FrozenModel):
+    """Any optimizer of torch.optim."""
+
+    name: str = Field("AdamW", description="Class name in torch.optim.")
+    lr: PositiveFloat = Field(1e-3, description="Peak learning rate.")
+    weight_decay: float = Field(0.0, ge=0, description="Decay of the parameters that no_decay does not match.")
+    no_decay: list[str] = Field(
+        ["*bias", "*norm*", "*ln_*"],
+        description="Shell patterns of parameter names that are not decayed.",
+    )
+    options: dict[str, Any] = Field({}, description="Further arguments of the optimizer, such as betas or momentum.")
+
+
+class ScheduleConfig(FrozenModel):
+    """A learning-rate schedule of transformers.get_scheduler."""
+
+    name: str = Field("cosine", description="Schedule name, such as cosine, linear or constant_with_warmup.")
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
+    options: dict[str, Any] = Field({}, description="Further arguments of the schedule, such as num_cycles.")
+
+
+class EvalConfig(FrozenModel):
+    """Held-out loss."""
+
+    every: int | None = Field(None, ge=1, description="Steps between evaluations; null: only at the end.")
+    sequences: int | None = Field(None, ge=1, description="Sequences to evaluate on; null: the whole held-out split.")
+
+
+class SampleConfig(FrozenModel):
+    """The text generated at the end."""
+
+    prompt: str | None = Field("def ", description="Text to continue; null: no sample.")
+    max_new_tokens: int = Field(80, ge=1)
+    temperature: float = Field(0.7, ge=0, description="0: the likeliest token each time.")
+
+
+class RunConfig(MeshSizes):
+    """A training run. Sizes are at the top level; see `meshwright.sizes.MeshSizes`."""
+
+    strategy: str = Field("fsdp2", description="Name or alias of an installed strategy.")
+    strategy_config: dict[str, Any] = Field({}, description="Options of the strategy; `meshwright schema` lists them.")
+    wrapper_config: dict[str, dict[str, Any]] = Field({}, description="Options of wrapping strategies, by name.")
+
+    nproc: Size | Literal["auto"] = Field(
+        "auto",
+        description="Ranks to start on this node. auto: one per accelerator, 4 on a CPU; as many as the sizes fill "
+        "for a strategy without a data-parallel axis. Not used under torchrun.",
+    )
+    threads_per_rank: Size | Literal["auto"] = Field(
+        "auto", description="CPU threads of each rank; auto: the cores divided by the ranks of the node."
+    )
+    device: str | None = Field(None, description="cpu, cuda or cuda:0; null: the accelerator if there is one.")
+    timeout_s: PositiveFloat = Field(600.0, description="How long a collective waits for peers, in seconds.")
+    seed: int = Field(0, ge=0, description="Seed of weights, data order, dropout and sampling.")
+    output_dir: str = Field("runs/run", description="Where metrics, the loss curve and the model go.")
+    overwrite: bool = Field(False, description="Replace what an earlier run left in output_dir.")
+
+    model: dict[str, Any] = Field(
+        description="A configuration (model_type and its fields) or `path`, a local directory, with fields to change; "
+        "dtype is the dtype of the parameters."
+    )
+    data: DataConfig = DataConfig()
+
+    steps: int = Field(ge=1, description="Optimizer steps.")
+    batch_size: Size = Field(description="Sequences per optimizer step, over all ranks.")
+    micro_batch_size: Size | None = Field(
+        None, description="Sequences per forward pass on each rank; null: batch_size / dp_size, no accumulation."
+    )
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    max_grad_norm: PositiveFloat | None = Field(1.0, description="Clip the total gradient norm; null: only measure it.")
+    grad_norm_type: PositiveFloat = Field(2.0, description="p of the gradient norm; .inf: the largest absolute value.")
+    eval: EvalConfig = EvalConfig()
+    sample: SampleConfig = SampleConfig()
+    log_every: int = Field(10, ge=1, description="Steps between lines where no progress bar can be drawn.")
+
+    @field_validator("model")
+    @classmethod
+    def _model_has_a_source(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if ("path" in value) == ("model_type" in value):
+            raise ValueError("give either model_type, to train from new weights, or path, a local model directory")
+        return value
+
+    @model_validator(mode="after")
+    def _check_warmup(self) -> RunConfig:
+        if self.schedule.warmup_steps > self.steps:
+            raise ValueError(
+                f"schedule.warmup_steps={self.schedule.warmup_steps} is more than steps={self.steps}; lower it"
+            )
+        return self
+
+    def accumulation(self, dp: int) -> tuple[int, int]:
+        """(micro_batch_size, microbatches per step) for `dp` data-parallel ranks.
+
+        Raises:
+            ConfigError: the batch does not divide.
+        """
+        if self.batch_size % dp:
+            raise ConfigError(
+                f"batch_size={self.batch_size} is not divisible by the data-parallel degree {dp}. "
+                f"Use a multiple of {dp * (self.micro_batch_size or 1)}."
+            )
+        per_rank = self.batch_size // dp
+        micro = self.micro_batch_size or per_rank
+        if per_rank % micro:
+            fitting = ", ".join(str(n) for n in range(1, per_rank + 1) if per_rank % n == 0)
+            raise ConfigError(
+                f"batch_size={self.batch_size} over {dp} data-parallel ranks is {per_rank} sequences a rank, which "
+                f"micro_batch_size={micro} does not divide. Use one of {fitting}."
+            )
+        return micro, per_rank // micro
+
+    def processes(self, claims: frozenset[str], accelerators: int) -> int:
+        """How many ranks to start on this node."""
+        if self.nproc != "auto":
+            return self.nproc
+        known = self.known_product()
+        if self.dp_size is not None or not claims & {"dp_replicate", "dp_shard"}:
+            return known
+        wanted = accelerators or 4
+        return known * max(1, wanted // known)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 3e-4 as text; like YAML 1.2, this reads it as a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)
+
+
+def load_run(path: str | Path, assignments: Sequence[str] = ()) -> RunConfig:
+    """Read a run file and change single values.
+
+    Args:
+        path: a YAML file.
+        assignments: "key.of.value=yaml", for instance "model.num_hidden_layers=8".
+
+    Raises:
+        ConfigError: the file or an assignment cannot be read, or a value is not valid.
+    """
+    file = Path(path)
+    try:
+        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise ConfigError(f"cannot read the run file {file}: {error.strerror}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} must hold a mapping of keys to values, not {type(values).__name__}.")
+    for assignment in assignments:
+        _assign(values, assignment)
+    return validated(RunConfig, values, where=str(file))
+
+
+def _assign(values: dict[str, Any], assignment: str) -> None:
+    key, equals, text = assignment.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {assignment!r} is not of the form key=value, such as tp_size=2.")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {assignment!r}: the value is not valid YAML: {error}") from None
+    *parents, last = key.split(".")
+    for parent in parents:
+        child = values.get(parent)
+        if child is None:
+            child = values[parent] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {assignment!r}: {parent!r} holds {child!r}, which has no keys of its own.")
+        values = child
+    values[last] = value
+
+
+def run_schema(registry: Registry | None = None) -> dict[str, Any]:
+    """JSON schema of the run file, with the options of each installed strategy, for editors."""
+    registry = registry or get_registry()
+    schema = RunConfig.model_json_schema()
+    definitions = schema.setdefault("$defs", {})
+    branches = []
+    for spec in registry.strategies.values():
+        config_schema = spec.config_cls.model_json_schema(ref_template="#/$defs/{model}")
+        definitions.update(config_schema.pop("$defs", {}))
+        definitions[spec.config_cls.__name__] = config_schema
+        reference = {"$ref": f"#/$defs/{spec.config_cls.__name__}"}
+        if spec.wraps:
+            schema["properties"]["wrapper_config"].setdefault("properties", {})[spec.name] = reference
+        branches.append(
+            {
+                "if": {"properties": {"strategy": {"enum": [spec.name, *spec.aliases]}}, "required": ["strategy"]},
+                "then": {"properties": {"strategy_config": reference}},
+            }
+        )
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "meshwright run file"
+    schema["allOf"] = branches
+    return schema
+
+
+def as_plain(config: RunConfig) -> Mapping[str, Any]:
+    """The run as plain values, to be written beside its results."""
+    values = config.model_dump(mode="json")
+    if math.isinf(config.grad_norm_type):
+        values["grad_norm_type"] = ".inf"
+    return values

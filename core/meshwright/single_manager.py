@@ -1,0 +1,28 @@
+"""The manager of `single`: nothing is sharded and nothing is reduced."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .accumulate import WideSums
+from .data_parallel import DataParallelManager
+from .mesh import Mesh
+from .single import SingleConfig
+
+
+class SingleManager(DataParallelManager):
+    """See `DataParallelManager`."""
+
+    def __init__(self, config: SingleConfig, mesh: Mesh) -> None:
+        super().__init__(config, mesh)
+        self._sums = WideSums(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        return model.to(self.mesh.device)
+
+    def after_backward(self, *, is_last: bool) -> None:
+        if self._sums is not None:
+            self._sums.take(self._trainable())
+            if is_last:
+                self._sums.give()

@@ -1,0 +1,21 @@
+"""Distributed data parallel as a meshwright strategy: whole copies of the model, gradients summed over ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .config import DDPConfig
+
+if TYPE_CHECKING:
+    from .manager import DDPManager
+
+__all__ = ["DDPConfig", "DDPManager"]
+
+
+def __getattr__(name: str) -> object:
+    # The manager imports torch, which listing strategies and validating a config must not.
+    if name == "DDPManager":
+        from .manager import DDPManager
+
+        return DDPManager
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,49 @@
+"""The entry point of the distribution meshwright-fsdp2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshwright.contract import Estimate, ModelSize, StrategySpec
+from meshwright.hookspecs import hookimpl
+from meshwright.sizes import Degrees
+
+from .config import FSDP2Config
+
+if TYPE_CHECKING:
+    from meshwright.mesh import Mesh
+
+    from .manager import FSDP2Manager
+
+
+def build(config: FSDP2Config, mesh: Mesh) -> FSDP2Manager:
+    from .manager import FSDP2Manager
+
+    return FSDP2Manager(config, mesh)
+
+
+def estimate(config: FSDP2Config, degrees: Degrees, size: ModelSize) -> Estimate:
+    """Everything in 1/dp_shard; in flight, the block in use, the next one, and what stays gathered with the root."""
+    shards, width = degrees.dp_shard, size.bytes_per_element
+    trainable = size.trainable * width // shards
+    return Estimate(
+        parameters=size.parameters * width // shards,
+        gradients=trainable,
+        optimizer=2 * trainable,
+        gathered=2 * size.largest_block * width,
+    )
+
+
+@hookimpl
+def register_strategies() -> list[StrategySpec]:
+    return [
+        StrategySpec(
+            name="fsdp2",
+            aliases=("fsdp", "fully_shard"),
+            summary="Shards parameters, gradients and optimizer state (torch fully_shard); HSDP.",
+            axes=frozenset({"dp_replicate", "dp_shard"}),
+            config_cls=FSDP2Config,
+            build=build,
+            estimate=estimate,
+        )
+    ]
