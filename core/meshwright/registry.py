@@ -115,6 +115,16 @@ class Registry:
         """Call a hook of `meshwright.hookspecs` on all plugins."""
         return self._manager.hook
 
+    def extend_commands(self, app: Any) -> None:
+        """Let each plugin add its subcommands to the command line; one that fails is told in `failures`."""
+        for name, plugin in self._manager.list_name_plugin():
+            if plugin is None:
+                continue
+            try:
+                _call_own(plugin, self._manager, "register_commands", app=app)
+            except Exception as error:
+                self.failures.append(Failure(name, f"register_commands raised {type(error).__name__}: {error}"))
+
     def _load(self, entry_point: EntryPoint) -> None:
         name = _plugin_name(entry_point)
         try:
@@ -132,7 +142,8 @@ class Registry:
 
     def _add_strategies(self, plugin: Any, owner: str) -> None:
         try:
-            specs = _call_own(plugin, self._manager, "register_strategies")
+            results = _call_own(plugin, self._manager, "register_strategies")
+            specs = [spec for result in results for spec in result]
         except Exception as error:
             self.failures.append(Failure(owner, f"register_strategies raised {type(error).__name__}: {error}"))
             return
@@ -263,15 +274,10 @@ def _defect(plugin: Any, name: str) -> str | None:
     return None
 
 
-def _call_own(plugin: Any, manager: pluggy.PluginManager, hook: str) -> list[Any]:
-    """Call one plugin's implementation of a hook, if it has one."""
+def _call_own(plugin: Any, manager: pluggy.PluginManager, hook: str, **arguments: Any) -> list[Any]:
+    """Call one plugin's implementation of a hook, if it has one; its results that are not None."""
     others = [other for other in manager.get_plugins() if other is not plugin]
-    caller = manager.subset_hook_caller(hook, remove_plugins=others)
-    results = caller()
-    for result in results:
-        if not isinstance(result, list):
-            raise TypeError(f"it returned {type(result).__name__}, not a list of StrategySpec")
-    return [spec for result in results for spec in result]
+    return list(manager.subset_hook_caller(hook, remove_plugins=others)(**arguments))
 
 
 def _spec_defects(spec: Any) -> list[str]:

@@ -111,27 +111,6 @@ class RunConfig(MeshSizes):
             )
         return self
 
-    def accumulation(self, dp: int) -> tuple[int, int]:
-        """(micro_batch_size, microbatches per step) for `dp` data-parallel ranks.
-
-        Raises:
-            ConfigError: the batch does not divide.
-        """
-        if self.batch_size % dp:
-            raise ConfigError(
-                f"batch_size={self.batch_size} is not divisible by the data-parallel degree {dp}. "
-                f"Use a multiple of {dp * (self.micro_batch_size or 1)}."
-            )
-        per_rank = self.batch_size // dp
-        micro = self.micro_batch_size or per_rank
-        if per_rank % micro:
-            fitting = ", ".join(str(n) for n in range(1, per_rank + 1) if per_rank % n == 0)
-            raise ConfigError(
-                f"batch_size={self.batch_size} over {dp} data-parallel ranks is {per_rank} sequences a rank, which "
-                f"micro_batch_size={micro} does not divide. Use one of {fitting}."
-            )
-        return micro, per_rank // micro
-
     def processes(self, claims: frozenset[str], accelerators: int) -> int:
         """How many ranks to start on this node."""
         if self.nproc != "auto":

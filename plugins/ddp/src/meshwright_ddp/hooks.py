@@ -3,8 +3,7 @@
 Source: torch.distributed.GradBucket and DistributedDataParallel.register_comm_hook.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: DDP compares a hook's annotations with its own classes.
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from meshwright.accumulate import WideSums
 
-Hook: TypeAlias = "Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]"
+Hook: TypeAlias = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 
 
 def sum_hook(group: dist.ProcessGroup) -> Hook:

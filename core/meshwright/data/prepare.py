@@ -1,0 +1,199 @@
+"""Turn a corpus into packed sequences, once, and find them again.
+
+The cache key covers all that changes the token streams; `seq_len` does not, and only cuts them. Files of a corpus
+enter the key by path, size and time, so that a warm start reads none of them. The fingerprint is of the tokens
+themselves, and is equal wherever the same data were prepared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError, DataError
+from .cache import cache_root, cached_entry
+from .config import DEFAULT_VOCAB_SIZE, DataConfig
+from .corpus import Corpus, find_corpus
+from .packing import PackedSequences
+from .split import held_out_mask
+from .tokenizer import encode, load_tokenizer, train_tokenizer, vocab_size_of
+
+FORMAT = 1
+"""Raised with every change to what an entry holds, or to how the tokens are made."""
+
+_SPLITS = ("train", "held_out")
+_TOKENIZER_FILES = frozenset({".json", ".txt", ".model", ".tiktoken", ".jinja"})
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """A tokenized corpus, cut into sequences.
+
+    Attributes:
+        tokenizer_dir: for `AutoTokenizer.from_pretrained`; in the cache where the tokenizer was trained.
+        vocab_size: rows that the model's embedding needs.
+        directory: the cache entry.
+        documents: in both splits together.
+        fingerprint: of the tokens and their split, whatever the cache and `seq_len`; hexadecimal.
+    """
+
+    train: PackedSequences
+    held_out: PackedSequences
+    tokenizer_dir: Path
+    vocab_size: int
+    directory: Path
+    documents: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class _Meta:
+    """What an entry says of itself, written last."""
+
+    vocab_size: int
+    documents: dict[str, int]
+    fingerprint: str
+    sizes: dict[str, int]
+    """Bytes of each file of the entry, by relative path: an entry that lacks any is incomplete."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    meta: _Meta
+    tokens: dict[str, np.ndarray]
+
+
+def prepare(config: DataConfig, *, tokenizer_dir: str | Path | None = None) -> PreparedData:
+    """Find the corpus of `config`, tokenize it unless that was done before, and cut it into sequences.
+
+    Any number of processes may call this at once; one works and the others wait for it.
+
+    Args:
+        config: corpus, tokenizer and lengths.
+        tokenizer_dir: a model's own tokenizer, used where `config.tokenizer` is None. None trains one on the
+            training documents.
+
+    Raises:
+        ConfigError: `config.vocab_size` is set, but `tokenizer_dir` leaves nothing to train.
+        DataError: the corpus, the tokenizer or the cache cannot be used, or a split does not fill one sequence.
+    """
+    corpus = find_corpus(config.corpus, config.text_field)
+    source = _tokenizer_source(config, tokenizer_dir)
+    directory = cache_root(config.cache_dir) / "data" / _key(config, corpus, source)
+    entry = cached_entry(directory, load=_load, build=lambda place: _build(place, config, corpus, source))
+    for split in _SPLITS:
+        _check_length(split, entry, config)
+    return PreparedData(
+        train=PackedSequences(entry.tokens["train"], config.seq_len),
+        held_out=PackedSequences(entry.tokens["held_out"], config.seq_len),
+        tokenizer_dir=source or directory / "tokenizer",
+        vocab_size=entry.meta.vocab_size,
+        directory=directory,
+        documents=sum(entry.meta.documents.values()),
+        fingerprint=entry.meta.fingerprint,
+    )
+
+
+def _tokenizer_source(config: DataConfig, fallback: str | Path | None) -> Path | None:
+    if config.tokenizer is not None:
+        return Path(config.tokenizer).expanduser().absolute()
+    if fallback is None:
+        return None
+    if config.vocab_size != DEFAULT_VOCAB_SIZE:
+        raise ConfigError(
+            f"vocab_size={config.vocab_size} is the size of a trained tokenizer, but the model brings its own, in "
+            f"{fallback}. Leave vocab_size out."
+        )
+    return Path(fallback).expanduser().absolute()
+
+
+def _key(config: DataConfig, corpus: Corpus, source: Path | None) -> str:
+    """Hash everything that changes the token streams."""
+    parts: dict[str, Any] = {
+        "format": FORMAT,
+        "python": sys.version,
+        "tokenizers": version("tokenizers"),
+        "files": [(str(file.path), file.size, file.mtime_ns) for file in corpus.files],
+        "text_field": config.text_field,
+        "eval_fraction": config.eval_fraction,
+    }
+    if source is None:
+        parts["vocab_size"] = config.vocab_size
+    else:
+        parts["transformers"] = version("transformers")
+        parts["tokenizer"] = {
+            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(source.glob("*"))
+            if path.is_file() and path.suffix in _TOKENIZER_FILES and not path.name.endswith(".index.json")
+        }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _build(directory: Path, config: DataConfig, corpus: Corpus, source: Path | None) -> None:
+    """Fill an entry: the token stream of each split, the tokenizer if it is trained, and last what it holds."""
+    # An unusable tokenizer is found before the corpus is read.
+    tokenizer = load_tokenizer(source) if source else None
+    mask = held_out_mask(corpus.documents(), config.eval_fraction)
+    chosen = {"train": ~mask, "held_out": mask}
+
+    def texts(split: str) -> Iterator[str]:
+        return compress(corpus.documents(), chosen[split])
+
+    if tokenizer is None:
+        tokenizer = train_tokenizer(texts("train"), config.vocab_size)
+        tokenizer.save_pretrained(directory / "tokenizer")
+    digest = hashlib.sha256()
+    for split in _SPLITS:
+        tokens = encode(tokenizer, texts(split))
+        np.save(directory / f"{split}.npy", tokens)
+        digest.update(f"{split} {tokens.dtype.str} {len(tokens)} ".encode())
+        digest.update(tokens.data)
+    corpus.check_unchanged()
+
+    meta = _Meta(
+        vocab_size=vocab_size_of(tokenizer),
+        documents={split: int(chosen[split].sum()) for split in _SPLITS},
+        fingerprint=digest.hexdigest()[:32],
+        sizes=_sizes(directory),
+    )
+    (directory / "meta.json").write_text(json.dumps(asdict(meta), indent=1), encoding="utf-8")
+
+
+def _load(directory: Path) -> _Entry | None:
+    """Open an entry, the tokens memory-mapped; None where it is missing, incomplete or corrupt."""
+    try:
+        meta = _Meta(**json.loads((directory / "meta.json").read_text(encoding="utf-8")))
+        if not _sizes(directory).items() >= meta.sizes.items():
+            return None
+        tokens = {split: np.load(directory / f"{split}.npy", mmap_mode="r") for split in _SPLITS}
+    except (OSError, ValueError, TypeError):
+        return None
+    return _Entry(meta, tokens)
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name != "meta.json"]
+    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in sorted(files)}
+
+
+def _check_length(split: str, entry: _Entry, config: DataConfig) -> None:
+    tokens, documents = len(entry.tokens[split]), entry.meta.documents[split]
+    if tokens >= config.seq_len:
+        return
+    share = "larger" if split == "held_out" else "smaller"
+    shorter = f", seq_len of at most {tokens}" if tokens >= 2 else ""
+    raise DataError(
+        f"the {split} split does not fill one sequence: its {documents} documents hold {tokens} tokens, but "
+        f"seq_len={config.seq_len}. Give more documents{shorter}, or a {share} eval_fraction "
+        f"(now {config.eval_fraction}: {entry.meta.documents['train']} documents for training, "
+        f"{entry.meta.documents['held_out']} held out)."
+    )

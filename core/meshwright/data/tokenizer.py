@@ -1,0 +1,168 @@
+"""Train a byte-level BPE tokenizer, or load one from a local directory.
+
+[Note: no tokenizer threads] The `tokenizers` library runs on its own pool of threads, and a process that has used
+it warns, and may hang, once it forks (a data loader does). So all work here runs with that pool off; documents are
+encoded on Python threads instead, which end with the call, and the library releases the interpreter lock meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+EOS = "<|endoftext|>"
+_VARIABLE = "TOKENIZERS_PARALLELISM"
+_VOCABULARIES = (
+    "tokenizer.json",
+    "vocab.json",
+    "vocab.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+)
+_BATCH_CHARACTERS = 1 << 18
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """Train a byte-level BPE tokenizer in which no text is unknown and `EOS` ends a document.
+
+    Args:
+        documents: what to train on.
+        vocab_size: at least 257; the vocabulary is smaller where the documents hold fewer distinct merges.
+
+    Returns:
+        A fast tokenizer, to be saved with `save_pretrained`.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    with _no_tokenizer_threads():
+        tokenizer.train_from_iterator(documents, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, clean_up_tokenization_spaces=False)
+
+
+def holds_tokenizer(directory: str | Path) -> bool:
+    """Whether `directory` holds the vocabulary of a tokenizer; a model's directory may come without one."""
+    return any(any(Path(directory).glob(pattern)) for pattern in _VOCABULARIES)
+
+
+def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in a local directory.
+
+    Raises:
+        DataError: the directory is missing or holds no usable tokenizer, or the tokenizer has no eos token, which
+            separates documents.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(directory).expanduser()
+    if not path.is_dir():
+        raise DataError(
+            f"tokenizer directory {str(directory)!r} does not exist ({path.absolute()}). It must be a local directory; "
+            "nothing is downloaded. Leave tokenizer out to train one on the corpus."
+        )
+    # AutoTokenizer makes an empty tokenizer, without complaint, from a directory with only a model's config.json.
+    if not holds_tokenizer(path):
+        raise DataError(
+            f"{path} holds no tokenizer: none of {', '.join(_VOCABULARIES)}. Save one there with "
+            "`tokenizer.save_pretrained`, or leave tokenizer out to train one on the corpus."
+        )
+    try:
+        with _no_tokenizer_threads():
+            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # transformers raises whatever its parsers meet
+        raise DataError(f"the tokenizer in {path} cannot be loaded: {type(error).__name__}: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"the tokenizer in {path} has no eos token, which separates documents. Set eos_token in its "
+            "tokenizer_config.json to a token that ends a text."
+        )
+    return tokenizer
+
+
+def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The rows that an embedding needs: the largest token id and one. Added tokens count; ids may have gaps."""
+    return int(max(tokenizer.get_vocab().values())) + 1
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> np.ndarray:
+    """Encode documents into one stream, the eos token after each; see [Note: no tokenizer threads].
+
+    Returns:
+        (tokens,), uint16 where the vocabulary fits, else uint32.
+    """
+    dtype = np.uint16 if vocab_size_of(tokenizer) <= 1 << 16 else np.uint32
+    eos = tokenizer.eos_token_id
+    backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+    if backend is not None:
+        # A tokenizer saved with a maximum length would cut documents.
+        backend.no_truncation()
+        backend.no_padding()
+
+    def encode_batch(texts: list[str]) -> np.ndarray:
+        if backend is not None:
+            ids = [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        else:
+            ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+        return np.concatenate([np.array([*document, eos], dtype) for document in ids])
+
+    # Tokenizers written in Python are not known to be safe on several threads.
+    workers = (os.cpu_count() or 1) if backend is not None else 1
+    streams: list[np.ndarray] = []
+    pending: deque[Future[np.ndarray]] = deque()
+    with _no_tokenizer_threads(), ThreadPoolExecutor(workers) as pool:
+        for batch in _batches(documents):
+            pending.append(pool.submit(encode_batch, batch))
+            if len(pending) > 2 * workers:  # holds only so many documents in memory at once
+                streams.append(pending.popleft().result())
+        streams += [future.result() for future in pending]
+    return np.concatenate(streams) if streams else np.empty(0, dtype)
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    """Group documents until they hold enough characters to be worth a task."""
+    batch: list[str] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+@contextmanager
+def _no_tokenizer_threads() -> Iterator[None]:
+    """See [Note: no tokenizer threads]. The variable is the library's only switch, and it is read at each call."""
+    before = os.environ.get(_VARIABLE)
+    os.environ[_VARIABLE] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_VARIABLE]
+        else:
+            os.environ[_VARIABLE] = before

@@ -1,0 +1,264 @@
+"""One run, from its file to its directory: plan it, start its ranks, train, and leave behind what the user wants.
+
+[Note: plan first] `plan_run` finds all that can be wrong with a run before any process starts or any collective is
+issued. The launching process calls it, and each rank calls it again for its own node, where the files are cached.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+from rich.console import Console
+from torch import nn
+
+from .contract import StrategyManager
+from .data import DataOrder, PreparedData, check_batch_size, eval_microbatches, prepare, step_microbatches
+from .data.tokenizer import load_tokenizer
+from .errors import ConfigError, MeshwrightError
+from .export import generate_sample, plain_model, save_directory
+from .layout import model_layout, model_size
+from .mesh import Mesh, open_world
+from .model import build_model, model_config
+from .optim import build_scheduler, optimizer_factory
+from .rank import guarded, started_by_launcher
+from .registry import get_registry
+from .report import Reporter, draw_loss_curve
+from .runfile import RunConfig, as_plain
+from .sizes import Degrees
+from .stack import Stack, resolve
+from .train import Loop, StepResult, fit
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+METRICS, CURVE, MODEL, SUMMARY, RUN = "metrics.jsonl", "loss.png", "model", "summary.json", "run.yaml"
+AVERAGED_STEPS = 20
+"""Training loss is told as the mean over this many last steps."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that has been checked, as far as that is possible without ranks."""
+
+    stack: Stack
+    degrees: Degrees
+    micro_batch_size: int
+    data: PreparedData
+    model_config: Any
+
+
+def plan_run(config: RunConfig, world_size: int) -> Plan:
+    """Check a run and prepare its data; issues no collective.
+
+    Raises:
+        MeshwrightError: whatever is wrong with it; see `meshwright.errors`.
+    """
+    stack, degrees = resolve(
+        config.strategy,
+        config,
+        world_size,
+        config=config.strategy_config,
+        wrapper_config=config.wrapper_config,
+    )
+    micro_batch_size = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
+    check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=micro_batch_size)
+    _check_output(config)
+    _check_optimization(config)
+    data = prepare(config.data, tokenizer_dir=_own_tokenizer(config))
+    if config.eval.sequences is not None and config.eval.sequences > len(data.held_out):
+        raise ConfigError(
+            f"eval.sequences={config.eval.sequences}, but the held-out split has {len(data.held_out)}. "
+            f"Lower it, leave it out, or raise data.eval_fraction."
+        )
+    tokenizer = load_tokenizer(data.tokenizer_dir)
+    hf_config = model_config(config.model, tokenizer=tokenizer, seq_len=config.data.seq_len)
+    return Plan(stack, degrees, micro_batch_size, data, hf_config)
+
+
+def processes(config: RunConfig, accelerators: int) -> int:
+    """How many ranks `start` starts on this node."""
+    return config.processes(get_registry().get(config.strategy).axes, accelerators)
+
+
+def start(config: RunConfig, *, show_traceback: bool = False) -> int:
+    """Run `config`: join the ranks that torchrun started, or start them here.
+
+    Returns:
+        The exit code; what went wrong has been written to stderr.
+
+    Raises:
+        MeshwrightError: the run is not valid; nothing was started.
+    """
+    if started_by_launcher():
+        return guarded(run_rank, (config,), show_traceback=show_traceback)
+    wants_cpu = config.device is not None and torch.device(config.device).type == "cpu"
+    count = processes(config, 0 if wants_cpu else torch.accelerator.device_count())
+    with Console(stderr=True).status("preparing the run"):
+        plan_run(config, count)
+    if count == 1:
+        return guarded(run_rank, (config,), show_traceback=show_traceback)
+    from .launch import launch
+
+    return launch(run_rank, (config,), nproc=count, show_traceback=show_traceback)
+
+
+def run_rank(store: Store | None, config: RunConfig) -> None:
+    """What each rank does."""
+    if config.threads_per_rank != "auto":
+        torch.set_num_threads(config.threads_per_rank)
+    console = Console()
+    world_store = torch.distributed.PrefixStore("meshwright/world", store) if store is not None else None
+    with open_world(config.device, store=world_store, timeout_s=config.timeout_s) as world:
+        plan = world.together(lambda: plan_run(config, world.size))
+        mesh = Mesh(plan.degrees, world)
+        manager = plan.stack.build(mesh)
+        model = build_model(config.model, plan.model_config, seed=config.seed)
+        if world.rank == 0:
+            _prepare_output(config)
+            console.print(_headline(config, plan, model, mesh), highlight=False, soft_wrap=True)
+        manager.parallelize(model)
+        results = _train(manager, config, plan, console)
+        state = manager.state_dict(full=True)["model"]
+    # The other ranks are done: what is left needs no collective.
+    if world.rank == 0:
+        _finish(config, plan, results, state, console)
+
+
+def _train(manager: StrategyManager, config: RunConfig, plan: Plan, console: Console) -> list[StepResult]:
+    mesh, data = manager.mesh, plan.data
+    optimizer = manager.build_optimizer(optimizer_factory(config.optimizer))
+    scheduler = build_scheduler(config.schedule, optimizer, config.steps)
+    order = DataOrder(len(data.train), config.batch_size, config.seed)
+    place = {
+        "data_rank": mesh.data_rank,
+        "data_size": mesh.data_size,
+        "micro_batch_size": plan.micro_batch_size,
+    }
+    loop = Loop(
+        steps=config.steps,
+        batches=lambda step: step_microbatches(data.train, order, step, **place),
+        max_grad_norm=config.max_grad_norm,
+        grad_norm_type=config.grad_norm_type,
+        held_out=eval_microbatches(data.held_out, count=config.eval.sequences, **place),
+        eval_every=config.eval.every,
+    )
+    # Dropout differs between data ranks and is equal where ranks share a batch.
+    torch.manual_seed(config.seed + 1 + mesh.data_rank)
+    if mesh.rank != 0:
+        return fit(manager, scheduler, loop)
+    with Reporter(Path(config.output_dir) / METRICS, log_every=config.log_every, console=console) as reporter:
+        with get_registry().observing(reporter):
+            return fit(manager, scheduler, loop)
+
+
+def _own_tokenizer(config: RunConfig) -> Path | None:
+    """The model directory, where it brings a tokenizer."""
+    path = Path(config.model["path"]).expanduser() if "path" in config.model else None
+    return path if path is not None and (path / "tokenizer_config.json").is_file() else None
+
+
+def _check_output(config: RunConfig) -> None:
+    directory = Path(config.output_dir)
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"output_dir={config.output_dir!r} is a file. Name a directory.")
+    if not config.overwrite and directory.is_dir() and any(directory.iterdir()):
+        raise ConfigError(
+            f"output_dir={config.output_dir!r} holds the results of an earlier run. Name another directory, or set "
+            f"overwrite=true to replace them."
+        )
+
+
+def _check_optimization(config: RunConfig) -> None:
+    """Make optimizer and schedule once for a stand-in, so that their errors come before anything is started."""
+    stand_in = [("weight", nn.Parameter(torch.zeros(2, 2))), ("bias", nn.Parameter(torch.zeros(2)))]
+    optimizer = optimizer_factory(config.optimizer)(stand_in)
+    build_scheduler(config.schedule, optimizer, config.steps)
+
+
+def _prepare_output(config: RunConfig) -> None:
+    directory = Path(config.output_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in (METRICS, CURVE, SUMMARY, RUN):
+        (directory / name).unlink(missing_ok=True)
+    if (directory / MODEL).is_dir():
+        shutil.rmtree(directory / MODEL)
+    (directory / RUN).write_text(yaml.safe_dump(dict(as_plain(config)), sort_keys=False), encoding="utf-8")
+
+
+def _headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str:
+    layout = model_layout(model)
+    size = model_size(model, layout)
+    lines = [
+        f"{plan.stack} on {plan.degrees} ({mesh.device.type}): {plan.model_config.model_type} with "
+        f"{size.parameters:,} parameters in {len(layout.blocks)} blocks",
+        f"{plan.data.documents:,} documents: {len(plan.data.train):,} sequences of {config.data.seq_len} tokens to "
+        f"train on, {len(plan.data.held_out):,} held out; {config.batch_size} a step",
+    ]
+    estimate = plan.stack.estimate(plan.degrees, size)
+    if estimate is not None:
+        lines.append(
+            f"a rank holds {_megabytes(estimate.parameters)} of parameters, {_megabytes(estimate.gradients)} of "
+            f"gradients, {_megabytes(estimate.optimizer)} of AdamW state, {_megabytes(estimate.gathered)} gathered, "
+            f"and activations (estimate)"
+        )
+    return "\n".join(lines)
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"
+
+
+def _finish(config: RunConfig, plan: Plan, results: list[StepResult], state: dict[str, Any], console: Console) -> None:
+    """Write model, loss curve and summary; show a sample and what to do next."""
+    directory = Path(config.output_dir)
+    tokenizer = load_tokenizer(plan.data.tokenizer_dir)
+    model = plain_model(plan.model_config, state)
+    save_directory(model, tokenizer, directory / MODEL)
+    draw_loss_curve(results, directory / CURVE)
+    last = [result.loss for result in results[-AVERAGED_STEPS:]]
+    summary = {
+        "strategy": str(plan.stack),
+        "mesh": str(plan.degrees),
+        "steps": len(results),
+        "train_loss": sum(last) / len(last),
+        "train_loss_steps": len(last),
+        "held_out_loss": results[-1].held_out_loss,
+        "ln_vocab": math.log(len(tokenizer)),
+        "held_out": {
+            "tokens": str(plan.data.directory / "held_out.npy"),
+            "seq_len": config.data.seq_len,
+            "sequences": config.eval.sequences or len(plan.data.held_out),
+        },
+    }
+    (directory / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    console.print(
+        f"\ntraining loss {summary['train_loss']:.4f} (mean of the last {len(last)} steps; "
+        f"{summary['train_loss'] / summary['ln_vocab']:.2f} x ln(vocabulary)), "
+        f"held-out loss {summary['held_out_loss']:.6f}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if config.sample.prompt is not None:
+        text = generate_sample(model, tokenizer, config.sample, seed=config.seed)
+        console.print("\n[bold]sample[/bold]")
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"\n[bold]written[/bold] {directory / MODEL} (a Hugging Face directory), {directory / CURVE}, "
+        f"{directory / METRICS}, {directory / SUMMARY}\n"
+        f"[bold]next[/bold]\n"
+        f"  meshwright strategies\n"
+        f"  python -c \"from transformers import pipeline; "
+        f"print(pipeline('text-generation', '{directory / MODEL}')('import ')[0]['generated_text'])\"",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+__all__ = ["MeshwrightError", "Plan", "plan_run", "processes", "run_rank", "start"]

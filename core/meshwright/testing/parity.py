@@ -1,0 +1,224 @@
+"""Train the same case under a strategy and under `single`, and compare.
+
+In float64 correct code agrees to about 1e-12, where a real bug shows at 1e-3; in float32 the two overlap. So cases run
+in float64 and the tolerance is 1e-9. Every rank's full weights are compared, since copies can drift apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..batch import count_tokens
+from ..contract import Batch, StrategyManager
+from ..loss import IGNORED_LABEL
+from ..mesh import Mesh, open_world
+from ..optim import optimizer_factory
+from ..runfile import OptimizerConfig
+from ..sizes import MeshSizes
+from ..stack import resolve
+from .models import TINY, tiny_model
+from .pool import pool
+
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained: the same global batches under every layout.
+
+    Attributes:
+        model_type: key of `meshwright.testing.models.TINY`.
+        tied: embedding and head are one parameter.
+        steps: optimizer steps.
+        sequences: sequences of a step, over all ranks.
+        microbatches: microbatches of each rank in a step.
+        ragged: mask a random part of each sequence, so that ranks see different numbers of tokens.
+        empty: leading sequences of each step that are masked wholly, so that a rank has no token.
+        shares: sequences of each data rank, where they differ; None: equal shares.
+        max_norm, norm_type: clipping.
+        frozen: shell patterns of parameters that do not train.
+        optimizer: of the run file.
+        dtype: of the model.
+        eval_after: evaluate after each step, too.
+    """
+
+    model_type: str = "llama"
+    tied: bool = False
+    steps: int = 3
+    sequences: int = 12
+    microbatches: int = 1
+    ragged: bool = True
+    empty: int = 0
+    shares: tuple[int, ...] | None = None
+    max_norm: float | None = 0.5
+    norm_type: float = 2.0
+    frozen: tuple[str, ...] = ()
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-2, weight_decay=0.1))
+    dtype: str = "float64"
+    eval_after: bool = False
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank saw: losses and norms of each step, and the full weights at the end."""
+
+    losses: list[float]
+    norms: list[float]
+    eval_losses: list[float]
+    weights: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest absolute differences between a strategy's ranks and the reference."""
+
+    loss: float
+    norm: float
+    weight: float
+    eval_loss: float = 0.0
+
+    @property
+    def worst(self) -> float:
+        return max(self.loss, self.norm, self.weight, self.eval_loss)
+
+
+def global_batch(case: Case, step: int) -> dict[str, Tensor]:
+    """`input_ids` and `labels` of one step, int64, (sequences, 16)."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    shape = (case.sequences, 16)
+    ids = torch.randint(0, TINY[case.model_type]["vocab_size"], shape, generator=generator)
+    labels = ids.clone()
+    if case.ragged:
+        # Each sequence keeps a share of its own, between almost nothing and everything.
+        keep = torch.rand(case.sequences, 1, generator=generator)
+        labels[torch.rand(shape, generator=generator) > keep] = IGNORED_LABEL
+    labels[: case.empty] = IGNORED_LABEL
+    return {"input_ids": ids, "labels": labels}
+
+
+def share(case: Case, step: int, data_rank: int, data_size: int) -> list[Batch]:
+    """One data rank's microbatches of a step."""
+    sizes = case.shares or (case.sequences // data_size,) * data_size
+    if len(sizes) != data_size or sum(sizes) != case.sequences:
+        raise ValueError(f"shares {sizes} do not split {case.sequences} sequences over {data_size} ranks")
+    start = sum(sizes[:data_rank])
+    mine = {key: value[start : start + sizes[data_rank]] for key, value in global_batch(case, step).items()}
+    parts = {key: value.chunk(case.microbatches) for key, value in mine.items()}
+    return [{key: chunks[index] for key, chunks in parts.items()} for index in range(case.microbatches)]
+
+
+def build_manager(
+    strategy: str, config: Mapping[str, Any], sizes: Mapping[str, Any], case: Case, *, seed: int = 0
+) -> StrategyManager:
+    """On every rank: the manager of `strategy` with the case's model and optimizer, ready to train."""
+    world = open_world("cpu")
+    stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size, config=config)
+    manager = stack.build(Mesh(degrees, world))
+    model = tiny_model(case.model_type, tied=case.tied, seed=seed, dtype=getattr(torch, case.dtype))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in case.frozen))
+    manager.parallelize(model)
+    manager.build_optimizer(optimizer_factory(case.optimizer))
+    return manager
+
+
+def train_steps(manager: StrategyManager, case: Case, steps: range) -> tuple[list[float], list[float], list[float]]:
+    """Losses, norms and evaluation losses of some steps of the case."""
+    losses, norms, eval_losses = [], [], []
+    for step in steps:
+        microbatches = share(case, step, manager.mesh.data_rank, manager.mesh.data_size)
+        num_tokens = count_tokens(microbatches, manager.mesh)
+        losses.append(float(manager.forward_backward(microbatches, num_tokens=num_tokens)))
+        norms.append(float(manager.clip_grad_norm(case.max_norm, case.norm_type)))
+        manager.optimizer_step()
+        if case.eval_after:
+            eval_losses.append(float(manager.eval_loss(microbatches, num_tokens=num_tokens)))
+    return losses, norms, eval_losses
+
+
+def full_weights(manager: StrategyManager) -> dict[str, Tensor]:
+    """Every parameter of the model, whole, on this rank."""
+    with manager.unshard() as parts:
+        return {name: p.detach().clone() for part in parts for name, p in part.named_parameters()}
+
+
+def train_case(strategy: str, config: Mapping[str, Any], sizes: Mapping[str, Any], case: Case) -> Outcome:
+    """The task of one rank."""
+    manager = build_manager(strategy, config, sizes, case)
+    losses, norms, eval_losses = train_steps(manager, case, range(case.steps))
+    return Outcome(losses, norms, eval_losses, full_weights(manager))
+
+
+@functools.lru_cache(maxsize=64)
+def reference(case: Case) -> Outcome:
+    """The case under `single`, on one rank."""
+    whole = Case(**{**vars(case), "shares": None, "microbatches": 1})
+    return pool(1).run(train_case, "single", {}, {}, whole)[0]
+
+
+def compare(
+    strategy: str,
+    case: Case,
+    *,
+    world_size: int,
+    config: Mapping[str, Any] | None = None,
+    sizes: Mapping[str, Any] | None = None,
+) -> Difference:
+    """Train `case` under `strategy` on `world_size` ranks and under `single`.
+
+    Raises:
+        RankError: a rank failed.
+        AssertionError: the ranks do not hold the parameters that the reference holds.
+    """
+    outcomes = pool(world_size).run(train_case, strategy, config or {}, sizes or {}, case)
+    return difference(outcomes, reference(case))
+
+
+def difference(outcomes: list[Outcome], expected: Outcome) -> Difference:
+    """Largest difference of any rank's outcome from the expected one."""
+    for outcome in outcomes:
+        if outcome.weights.keys() != expected.weights.keys():
+            raise AssertionError(f"parameters differ: {outcome.weights.keys() ^ expected.weights.keys()}")
+    return Difference(
+        loss=max(_apart(outcome.losses, expected.losses) for outcome in outcomes),
+        norm=max(_apart(outcome.norms, expected.norms) for outcome in outcomes),
+        eval_loss=max(_apart(outcome.eval_losses, expected.eval_losses) for outcome in outcomes),
+        weight=max(
+            float((outcome.weights[name] - weight).abs().max())
+            for outcome in outcomes
+            for name, weight in expected.weights.items()
+        ),
+    )
+
+
+def assert_parity(
+    strategy: str,
+    case: Case,
+    *,
+    world_size: int,
+    config: Mapping[str, Any] | None = None,
+    sizes: Mapping[str, Any] | None = None,
+    tolerance: float = TOLERANCE,
+) -> None:
+    """Fail unless `compare` stays within the tolerance."""
+    found = compare(strategy, case, world_size=world_size, config=config, sizes=sizes)
+    # A NaN is not above any tolerance.
+    if not found.worst <= tolerance:
+        raise AssertionError(f"{strategy} on {world_size} ranks differs from single: {found} > {tolerance}")
+
+
+def _apart(values: list[float], expected: list[float]) -> float:
+    if len(values) != len(expected):
+        return math.inf
+    return max((abs(a - b) if a == a and b == b else math.nan for a, b in zip(values, expected, strict=True)), default=0.0)

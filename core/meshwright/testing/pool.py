@@ -1,0 +1,153 @@
+"""Worker ranks that stay alive between tests.
+
+Starting a process that imports torch and transformers takes seconds, a task on a running worker half a second. Each
+task gets a fresh process group over a file store, so tests share no state and no port. After a failure the workers are
+thrown away, since peers of the failed rank may be stuck in a collective.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..errors import RankError
+
+T = TypeVar("T")
+
+GROUP_TIMEOUT_S = 60.0
+"""How long a collective of a task waits for its peers."""
+
+
+class WorkerPool:
+    """`size` processes, each a rank. Use `pool(size)` to share one.
+
+    Args:
+        size: world size of every task.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+
+    def run(self, task: Callable[..., T], *args: Any, timeout_s: float = 120.0) -> list[T]:
+        """Run `task(*args)` on every rank, inside a process group over gloo.
+
+        Args:
+            task: a function that workers can import by its module and name; it and `args` are pickled.
+            timeout_s: limit for the whole task.
+
+        Returns:
+            Results in order of rank.
+
+        Raises:
+            RankError: a rank failed, died or took too long; carries the traceback of the first one that did.
+        """
+        if not self._workers:
+            self._start()
+        with tempfile.TemporaryDirectory(prefix="meshwright-") as directory:
+            message = pickle.dumps((str(Path(directory) / "store"), task, args))
+            for _, connection in self._workers:
+                connection.send((sys.path, message))
+            try:
+                return self._collect(timeout_s)
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """End the workers; the next task starts new ones."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+        for process, _ in self._workers:
+            process.join()
+        self._workers = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "transformers", "meshwright.testing.preload"])
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def _collect(self, timeout_s: float) -> list[Any]:
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
+        results: list[Any] = [None] * self.size
+        deadline = time.monotonic() + timeout_s
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                stuck = ", ".join(map(str, waiting.values()))
+                raise RankError(f"the task took more than {timeout_s:.0f} s on rank {stuck} of {self.size}.")
+            for connection in ready:
+                rank = waiting.pop(connection)  # type: ignore[call-overload]
+                results[rank] = self._receive(rank, connection)  # type: ignore[arg-type]
+        return results
+
+    def _receive(self, rank: int, connection: Connection) -> Any:
+        try:
+            succeeded, value = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            process = self._workers[rank][0]
+            process.join(5)
+            code = process.exitcode
+            how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+            raise RankError(f"rank {rank} of {self.size} died with {how}.") from None
+        if not succeeded:
+            # The first report is the cause: peers of a failed rank are stuck, not failed, until they are ended.
+            raise RankError(f"rank {rank} of {self.size} failed:\n{value}")
+        return value
+
+
+@functools.cache
+def pool(size: int) -> WorkerPool:
+    """The shared pool of this process for a world size."""
+    workers = WorkerPool(size)
+    atexit.register(workers.close)
+    return workers
+
+
+def _serve(rank: int, size: int, connection: Connection) -> None:
+    """A worker's life: tasks until the other end closes."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    while True:
+        try:
+            path, message = connection.recv()
+        except (EOFError, OSError):
+            return
+        sys.path[:] = path
+        try:
+            store, task, args = pickle.loads(message)
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, size),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+            )
+            answer = (True, task(*args))
+            reply = pickle.dumps(answer)
+            dist.destroy_process_group()
+        except Exception:
+            reply = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(reply)

@@ -1,0 +1,136 @@
+"""Jobs for test_launch.py, run as a script: `python launch_targets.py CASE NPROC`, or `... serve`.
+
+A script, so that ranks can import the functions again (as `__mp_main__`) and that stderr holds all that a user sees.
+Under torchrun, which sets RANK, it runs the case as that rank. `serve` launches each "CASE NPROC" that it reads from
+stdin, with one fork server for all, and answers with "exit code N" on stdout.
+"""
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+from meshwright.errors import ModelError
+from meshwright.launch import launch, warm_up
+from meshwright.rank import guarded, leave, started_by_launcher
+
+GROUP_TIMEOUT_S = 300
+"""Far longer than any test may take: a test that has to wait for it fails."""
+
+
+def join_world(store):
+    """Form the process group and prove it by a collective; return (rank, world size)."""
+    import torch
+    from torch import distributed as dist
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("world", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+    )
+    total = torch.tensor(rank)
+    dist.all_reduce(total)
+    if total != world_size * (world_size - 1) // 2:
+        raise RuntimeError(f"all_reduce over {world_size} ranks gave {total}")
+    return rank, world_size
+
+
+def reduce_forever(rank, at_step_10=lambda: None):
+    """Run collectives; call `at_step_10` in the middle."""
+    import torch
+    from torch import distributed as dist
+
+    for step in range(10**9):
+        if step == 10:
+            at_step_10()
+        dist.all_reduce(torch.ones(1000))
+
+
+def start_and_finish(store, started_s):
+    import torch
+    from torch import distributed as dist
+
+    rank, _ = join_world(store)
+    sys.stdout.write(f"rank {rank} ready after {time.time() - started_s:.1f} s, {torch.get_num_threads()} threads\n")
+    dist.destroy_process_group()
+
+
+def value_error_on_rank_2(store, started_s):
+    rank, _ = join_world(store)
+
+    def fail():
+        raise ValueError("a bad value in step 10")
+
+    reduce_forever(rank, fail if rank == 2 else lambda: None)
+
+
+def model_error_on_all_ranks(store, started_s):
+    join_world(store)
+    raise ModelError("no such model")
+
+
+def model_error_on_rank_1(store, started_s):
+    rank, _ = join_world(store)
+
+    def fail():
+        raise ModelError("no such model")
+
+    reduce_forever(rank, fail if rank == 1 else lambda: None)
+
+
+def rank_0_heeds_no_sigterm(store, started_s):
+    rank, _ = join_world(store)
+    if rank == 1:
+        raise ValueError("a bad value")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(GROUP_TIMEOUT_S)
+
+
+def kill_rank_1(store, started_s):
+    rank, _ = join_world(store)
+    reduce_forever(rank, (lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == 1 else lambda: None)
+
+
+def run_until_stopped(store, started_s):
+    rank, _ = join_world(store)
+    sys.stdout.write(f"pid {os.getpid()}\n")
+    sys.stdout.flush()
+    reduce_forever(rank)
+
+
+def echo_without_cause(store, started_s):
+    """Rank 1 closes its connections and says nothing: the peer's error is all that there is to tell."""
+    rank, _ = join_world(store)
+    if rank == 1:
+        from torch import distributed as dist
+
+        dist.destroy_process_group()
+        time.sleep(GROUP_TIMEOUT_S)
+    reduce_forever(rank)
+
+
+def serve():
+    warm_up()
+    for line in sys.stdin:
+        name, nproc = line.split()
+        exit_code = launch(globals()[name], (time.time(),), nproc=int(nproc))
+        sys.stdout.write(f"exit code {exit_code}\n")
+        sys.stdout.flush()
+
+
+def main():
+    if sys.argv[1] == "serve":
+        return serve()
+    case, nproc, started_s = globals()[sys.argv[1]], int(sys.argv[2]), time.time()
+    if started_by_launcher():
+        leave(guarded(case, (started_s,)))
+    warm_up()
+    sys.exit(launch(case, (started_s,), nproc=nproc))
+
+
+if __name__ == "__main__":
+    main()
