@@ -638,10 +638,14 @@ def build(directory, *args):
 module._build = build
 mode, config = sys.argv[1], DataConfig.model_validate_json(sys.argv[2])
 print("ready", flush=True)
+count_threads = lambda: len(os.listdir("/proc/self/task"))
+before = count_threads() if mode == "threads" else 0
 data = prepare(config)
 print(data.fingerprint, flush=True)
 if mode == "imports":
     print("torch" in sys.modules)
+if mode == "threads":
+    print(count_threads() - before)
 if mode == "fork":
     child = os.fork()
     if child == 0:
@@ -702,6 +706,12 @@ def test_fork_after_preparing_gives_no_warning_and_children_can_tokenize(tmp_pat
     assert output.split()[-1] == "2"
     assert "fork" not in errors
     assert process.returncode == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts the threads of a process in /proc")
+def test_preparing_leaves_no_threads_that_a_fork_would_lose(tmp_path: Path, corpus: Path) -> None:
+    output, errors = start("threads", config_for(tmp_path)).communicate(timeout=60)
+    assert output.split()[-1] == "0", errors
 
 
 def test_preparing_imports_no_torch(tmp_path: Path, corpus: Path) -> None:

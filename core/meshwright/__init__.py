@@ -9,74 +9,90 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .batch import count_tokens
-    from .contract import (
-        Batch,
-        Estimate,
-        ModelSize,
-        OptimizerFactory,
-        StrategyConfig,
-        StrategyManager,
-        StrategySpec,
-    )
-    from .data_parallel import DataParallelManager
-    from .errors import (
-        BatchError,
-        ConfigError,
-        DataError,
-        MeshError,
-        MeshwrightError,
-        ModelError,
-        RankError,
-        StrategyError,
-        TrainingError,
-        UnknownStrategyError,
-    )
-    from .hookspecs import hookimpl
-    from .layout import ModelLayout, model_layout
-    from .mesh import Mesh, World, open_world
-    from .registry import Registry, get_registry, get_strategy, list_strategies
-    from .sizes import Degrees, MeshSizes
-    from .stack import Stack, resolve
-    from .train import Loop, StepResult, fit
+    from .batch import count_tokens as count_tokens
+    from .contract import Batch as Batch
+    from .contract import Estimate as Estimate
+    from .contract import ModelSize as ModelSize
+    from .contract import OptimizerFactory as OptimizerFactory
+    from .contract import StrategyConfig as StrategyConfig
+    from .contract import StrategyManager as StrategyManager
+    from .contract import StrategySpec as StrategySpec
+    from .data_parallel import DataParallelManager as DataParallelManager
+    from .errors import BatchError as BatchError
+    from .errors import ConfigError as ConfigError
+    from .errors import DataError as DataError
+    from .errors import MeshError as MeshError
+    from .errors import MeshwrightError as MeshwrightError
+    from .errors import ModelError as ModelError
+    from .errors import RankError as RankError
+    from .errors import StrategyError as StrategyError
+    from .errors import TrainingError as TrainingError
+    from .errors import UnknownStrategyError as UnknownStrategyError
+    from .hookspecs import hookimpl as hookimpl
+    from .layout import ModelLayout as ModelLayout
+    from .layout import model_layout as model_layout
+    from .mesh import Mesh as Mesh
+    from .mesh import World as World
+    from .mesh import open_world as open_world
+    from .optim import optimizer_factory as optimizer_factory
+    from .registry import Registry as Registry
+    from .registry import get_registry as get_registry
+    from .registry import get_strategy as get_strategy
+    from .registry import list_strategies as list_strategies
+    from .runfile import OptimizerConfig as OptimizerConfig
+    from .runfile import RunConfig as RunConfig
+    from .runfile import load_run as load_run
+    from .sizes import Degrees as Degrees
+    from .sizes import MeshSizes as MeshSizes
+    from .stack import Stack as Stack
+    from .stack import resolve as resolve
+    from .train import Loop as Loop
+    from .train import StepResult as StepResult
+    from .train import fit as fit
 
-_HOME = {
-    "batch": ["count_tokens"],
-    "contract": [
-        "Batch",
-        "Estimate",
-        "ModelSize",
-        "OptimizerFactory",
-        "StrategyConfig",
-        "StrategyManager",
-        "StrategySpec",
-    ],
-    "data_parallel": ["DataParallelManager"],
-    "errors": [
-        "BatchError",
-        "ConfigError",
-        "DataError",
-        "MeshError",
-        "MeshwrightError",
-        "ModelError",
-        "RankError",
-        "StrategyError",
-        "TrainingError",
-        "UnknownStrategyError",
-    ],
-    "hookspecs": ["hookimpl"],
-    "layout": ["ModelLayout", "model_layout"],
-    "mesh": ["Mesh", "World", "open_world"],
-    "registry": ["Registry", "get_registry", "get_strategy", "list_strategies"],
-    "sizes": ["Degrees", "MeshSizes"],
-    "stack": ["Stack", "resolve"],
-    "train": ["Loop", "StepResult", "fit"],
+_MODULE_OF = {
+    "count_tokens": "batch",
+    "Batch": "contract",
+    "Estimate": "contract",
+    "ModelSize": "contract",
+    "OptimizerFactory": "contract",
+    "StrategyConfig": "contract",
+    "StrategyManager": "contract",
+    "StrategySpec": "contract",
+    "DataParallelManager": "data_parallel",
+    "BatchError": "errors",
+    "ConfigError": "errors",
+    "DataError": "errors",
+    "MeshError": "errors",
+    "MeshwrightError": "errors",
+    "ModelError": "errors",
+    "RankError": "errors",
+    "StrategyError": "errors",
+    "TrainingError": "errors",
+    "UnknownStrategyError": "errors",
+    "hookimpl": "hookspecs",
+    "ModelLayout": "layout",
+    "model_layout": "layout",
+    "Mesh": "mesh",
+    "World": "mesh",
+    "open_world": "mesh",
+    "optimizer_factory": "optim",
+    "Registry": "registry",
+    "get_registry": "registry",
+    "get_strategy": "registry",
+    "list_strategies": "registry",
+    "OptimizerConfig": "runfile",
+    "RunConfig": "runfile",
+    "load_run": "runfile",
+    "Degrees": "sizes",
+    "MeshSizes": "sizes",
+    "Stack": "stack",
+    "resolve": "stack",
+    "Loop": "train",
+    "StepResult": "train",
+    "fit": "train",
 }
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
-__all__ = [  # noqa: PLE0604 (a computed list)
-    *_MODULE_OF,
-]
 __version__ = "0.1.0"
 
 

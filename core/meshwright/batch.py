@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .contract import Batch
+from .contract import IGNORED_LABEL, Batch
 from .errors import BatchError
-from .loss import IGNORED_LABEL, targets
+from .loss import targets
 from .mesh import Mesh
 
 

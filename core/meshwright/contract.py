@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 Batch: TypeAlias = "Mapping[str, Tensor]"
 """`input_ids` and `labels`, int64, (B, S); labels of -100 are masked. Further tensors go to the model's forward."""
 
+IGNORED_LABEL = -100
+"""The label of a token that counts for no loss."""
+
 OptimizerFactory: TypeAlias = "Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]"
 """Makes an optimizer from (fully qualified name, parameter) pairs; see `meshwright.optim.optimizer_factory`."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-IGNORED_LABEL = -100
+from .contract import IGNORED_LABEL
 
 
 def targets(labels_BS: Tensor) -> Tensor:

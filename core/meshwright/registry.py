@@ -65,9 +65,7 @@ class Registry:
         builtins: plugin modules that are part of core, by name.
     """
 
-    def __init__(
-        self, plugins: Iterable[EntryPoint] | None = None, *, builtins: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, plugins: Iterable[EntryPoint] | None = None, *, builtins: dict[str, Any] | None = None) -> None:
         self.failures: list[Failure] = []
         self._specs: dict[str, StrategySpec] = {}
         self._owners: dict[str, str] = {}

@@ -19,9 +19,17 @@ from rich.console import Console
 from torch import nn
 
 from .contract import StrategyManager
-from .data import DataOrder, PreparedData, check_batch_size, eval_microbatches, prepare, step_microbatches
-from .data.tokenizer import load_tokenizer
-from .errors import ConfigError, MeshwrightError
+from .data import (
+    DataOrder,
+    PreparedData,
+    check_batch_size,
+    eval_microbatches,
+    holds_tokenizer,
+    load_tokenizer,
+    prepare,
+    step_microbatches,
+)
+from .errors import ConfigError
 from .export import generate_sample, plain_model, save_directory
 from .layout import model_layout, model_size
 from .mesh import Mesh, open_world
@@ -161,7 +169,7 @@ def _train(manager: StrategyManager, config: RunConfig, plan: Plan, console: Con
 def _own_tokenizer(config: RunConfig) -> Path | None:
     """The model directory, where it brings a tokenizer."""
     path = Path(config.model["path"]).expanduser() if "path" in config.model else None
-    return path if path is not None and (path / "tokenizer_config.json").is_file() else None
+    return path if path is not None and holds_tokenizer(path) else None
 
 
 def _check_output(config: RunConfig) -> None:
@@ -223,14 +231,15 @@ def _finish(config: RunConfig, plan: Plan, results: list[StepResult], state: dic
     save_directory(model, tokenizer, directory / MODEL)
     draw_loss_curve(results, directory / CURVE)
     last = [result.loss for result in results[-AVERAGED_STEPS:]]
+    train_loss, ln_vocab = sum(last) / len(last), math.log(len(tokenizer))
     summary = {
         "strategy": str(plan.stack),
         "mesh": str(plan.degrees),
         "steps": len(results),
-        "train_loss": sum(last) / len(last),
+        "train_loss": train_loss,
         "train_loss_steps": len(last),
         "held_out_loss": results[-1].held_out_loss,
-        "ln_vocab": math.log(len(tokenizer)),
+        "ln_vocab": ln_vocab,
         "held_out": {
             "tokens": str(plan.data.directory / "held_out.npy"),
             "seq_len": config.data.seq_len,
@@ -239,9 +248,8 @@ def _finish(config: RunConfig, plan: Plan, results: list[StepResult], state: dic
     }
     (directory / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     console.print(
-        f"\ntraining loss {summary['train_loss']:.4f} (mean of the last {len(last)} steps; "
-        f"{summary['train_loss'] / summary['ln_vocab']:.2f} x ln(vocabulary)), "
-        f"held-out loss {summary['held_out_loss']:.6f}",
+        f"\ntraining loss {train_loss:.4f} (mean of the last {len(last)} steps; "
+        f"{train_loss / ln_vocab:.2f} x ln(vocabulary)), held-out loss {results[-1].held_out_loss:.6f}",
         highlight=False,
         soft_wrap=True,
     )
@@ -254,11 +262,8 @@ def _finish(config: RunConfig, plan: Plan, results: list[StepResult], state: dic
         f"{directory / METRICS}, {directory / SUMMARY}\n"
         f"[bold]next[/bold]\n"
         f"  meshwright strategies\n"
-        f"  python -c \"from transformers import pipeline; "
+        f'  python -c "from transformers import pipeline; '
         f"print(pipeline('text-generation', '{directory / MODEL}')('import ')[0]['generated_text'])\"",
         highlight=False,
         soft_wrap=True,
     )
-
-
-__all__ = ["MeshwrightError", "Plan", "plan_run", "processes", "run_rank", "start"]

@@ -116,9 +116,7 @@ class MeshSizes(FrozenModel):
                 f"{dp_shard * cp * tp}, the ranks that share the experts. "
                 f"Use one of {_divisors(dp_shard * cp * tp)} for ep_size."
             )
-        return Degrees(
-            pp=sizes["pp_size"], dp_replicate=replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=self.ep_size
-        )
+        return Degrees(pp=sizes["pp_size"], dp_replicate=replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=self.ep_size)
 
     def _inferred(self, world_size: int) -> dict[str, int]:
         given = {name: getattr(self, name) for name in ("pp_size", "dp_size", "cp_size", "tp_size")}

@@ -125,9 +125,7 @@ def _layer(spec: StrategySpec, config: Mapping[str, Any] | BaseModel | None, whe
     if isinstance(config, spec.config_cls):
         return Layer(spec, config)
     if isinstance(config, BaseModel):
-        raise ConfigError(
-            f"strategy {spec.name!r} takes a {spec.config_cls.__name__}, not a {type(config).__name__}."
-        )
+        raise ConfigError(f"strategy {spec.name!r} takes a {spec.config_cls.__name__}, not a {type(config).__name__}.")
     return Layer(spec, validated(spec.config_cls, config or {}, where=f"{where} of {spec.name!r}"))
 
 
@@ -160,9 +158,7 @@ def _nobody_claims(axis: str, stack: Stack, degrees: Degrees, registry: Registry
     if missing:
         lines.append("More can be installed from a clone of meshwright: " + "; ".join(missing) + ".")
     if axis == "dp_shard" and "dp_replicate" in stack.claims:
-        lines.append(
-            f"{stack} keeps whole copies: leave dp_replicate_size out, or set it to dp_size={degrees.dp}."
-        )
+        lines.append(f"{stack} keeps whole copies: leave dp_replicate_size out, or set it to dp_size={degrees.dp}.")
     elif axis in ("dp_shard", "dp_replicate"):
         lines.append("Or start one rank, with dp_size=1.")
     else:

@@ -66,7 +66,9 @@ class Loop:
     start: int = 0
 
 
-def fit(manager: StrategyManager, scheduler: LRScheduler, loop: Loop, registry: Registry | None = None) -> list[StepResult]:
+def fit(
+    manager: StrategyManager, scheduler: LRScheduler, loop: Loop, registry: Registry | None = None
+) -> list[StepResult]:
     """Train until `loop.steps` and tell every step to the hook `on_step_end`.
 
     Raises:

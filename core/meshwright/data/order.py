@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..contract import IGNORED_LABEL
 from ..errors import ConfigError
 from .packing import PackedSequences
 
 if TYPE_CHECKING:
     from ..contract import Batch
-
-MASKED = -100
-"""The label of a token that counts for no loss."""
 
 
 class DataOrder:
@@ -194,5 +192,5 @@ def _batch(sequences: PackedSequences, rows: np.ndarray, *, masked: np.ndarray |
     input_ids_BS = sequences.take(rows)
     labels_BS = input_ids_BS.clone()
     if masked is not None:
-        labels_BS[torch.from_numpy(masked)] = MASKED
+        labels_BS[torch.from_numpy(masked)] = IGNORED_LABEL
     return {"input_ids": input_ids_BS, "labels": labels_BS}

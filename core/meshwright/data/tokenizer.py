@@ -1,8 +1,9 @@
 """Train a byte-level BPE tokenizer, or load one from a local directory.
 
-[Note: no tokenizer threads] The `tokenizers` library runs on its own pool of threads, and a process that has used
-it warns, and may hang, once it forks (a data loader does). So all work here runs with that pool off; documents are
-encoded on Python threads instead, which end with the call, and the library releases the interpreter lock meanwhile.
+[Note: no tokenizer threads] The `tokenizers` library runs on its own pool of threads, which stays, and a fork (of a
+data loader, say) loses it: older releases warn then, and the child may hang. So all work here runs with that
+pool off. Documents are encoded on Python threads instead, which end with the call; the library releases the
+interpreter lock meanwhile.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from ..batch import count_tokens
-from ..contract import Batch, StrategyManager
-from ..loss import IGNORED_LABEL
+from ..contract import IGNORED_LABEL, Batch, StrategyManager
 from ..mesh import Mesh, open_world
 from ..optim import optimizer_factory
 from ..runfile import OptimizerConfig
@@ -114,7 +113,7 @@ def share(case: Case, step: int, data_rank: int, data_size: int) -> list[Batch]:
         raise ValueError(f"shares {sizes} do not split {case.sequences} sequences over {data_size} ranks")
     start = sum(sizes[:data_rank])
     mine = {key: value[start : start + sizes[data_rank]] for key, value in global_batch(case, step).items()}
-    parts = {key: value.chunk(case.microbatches) for key, value in mine.items()}
+    parts = {key: value.tensor_split(case.microbatches) for key, value in mine.items()}
     return [{key: chunks[index] for key, chunks in parts.items()} for index in range(case.microbatches)]
 
 
@@ -221,4 +220,6 @@ def assert_parity(
 def _apart(values: list[float], expected: list[float]) -> float:
     if len(values) != len(expected):
         return math.inf
-    return max((abs(a - b) if a == a and b == b else math.nan for a, b in zip(values, expected, strict=True)), default=0.0)
+    return max(
+        (abs(a - b) if a == a and b == b else math.nan for a, b in zip(values, expected, strict=True)), default=0.0
+    )

@@ -1,0 +1,240 @@
+"""fsdp2 and ddp against single: loss, total gradient norm and every rank's full weights after AdamW steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from meshwright.testing import Case, assert_parity, compare
+from meshwright.testing.parity import build_manager, full_weights, reference, share, train_steps
+
+HSDP = {"dp_replicate_size": 2}
+LAYOUTS = [
+    pytest.param("ddp", 1, {}, id="ddp-1"),
+    pytest.param("ddp", 2, {}, id="ddp-2"),
+    pytest.param("ddp", 3, {}, id="ddp-3"),
+    pytest.param("ddp", 4, {}, id="ddp-4"),
+    pytest.param("fsdp2", 1, {}, id="fsdp2-1"),
+    pytest.param("fsdp2", 2, {}, id="fsdp2-2"),
+    pytest.param("fsdp2", 3, {}, id="fsdp2-3"),
+    pytest.param("fsdp2", 4, {}, id="fsdp2-4"),
+    pytest.param("fsdp2", 4, HSDP, id="fsdp2-2x2"),
+    pytest.param("fsdp2", 4, {"dp_replicate_size": 4}, id="fsdp2-4x1"),
+]
+WIDE_LAYOUTS = [layout for layout in LAYOUTS if layout.id in ("ddp-4", "fsdp2-4", "fsdp2-2x2")]
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "sizes"), LAYOUTS)
+def test_ragged_masks_with_different_token_counts_per_rank(strategy: str, ranks: int, sizes: dict[str, int]) -> None:
+    assert_parity(strategy, Case(), world_size=ranks, sizes=sizes)
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "sizes"), WIDE_LAYOUTS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(microbatches=3), id="accumulation"),
+        pytest.param(Case(empty=4), id="a-rank-without-tokens"),
+        pytest.param(Case(empty=3, microbatches=3), id="a-rank-without-tokens-accumulating"),
+        pytest.param(Case(shares=(1, 2, 4, 5)), id="uneven-shares"),
+        pytest.param(Case(shares=(3, 4, 5, 6), sequences=18, microbatches=3), id="uneven-microbatches"),
+        pytest.param(Case(tied=True), id="tied"),
+        pytest.param(Case(tied=True, microbatches=3), id="tied-accumulating"),
+        pytest.param(Case(max_norm=None), id="unclipped"),
+        pytest.param(Case(norm_type=1.0, max_norm=5.0), id="norm-1"),
+        pytest.param(Case(norm_type=3.0, max_norm=0.2), id="norm-3"),
+        pytest.param(Case(norm_type=math.inf, max_norm=0.05), id="norm-inf"),
+        pytest.param(Case(frozen=("*embed_tokens*", "*layers.1.*")), id="frozen-block-and-embedding"),
+        pytest.param(Case(frozen=("*proj*", "lm_head*")), id="only-norms-and-embedding-train"),
+        pytest.param(Case(eval_after=True), id="eval-between-steps"),
+        pytest.param(Case(model_type="gpt2", tied=True), id="gpt2"),
+    ],
+)
+def test_options_under_four_ranks(strategy: str, ranks: int, sizes: dict[str, int], case: Case) -> None:
+    assert_parity(strategy, case, world_size=ranks, sizes=sizes)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "Adagrad", "RMSprop"])
+def test_other_optimizers(optimizer: str) -> None:
+    from meshwright.runfile import OptimizerConfig
+
+    options = {"momentum": 0.9} if optimizer == "SGD" else {}
+    case = Case(optimizer=OptimizerConfig(name=optimizer, lr=1e-2, weight_decay=0.1, options=options))
+    assert_parity("fsdp2", case, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "config"),
+    [
+        ("fsdp2", {"reshard_after_forward": True}),
+        ("fsdp2", {"reshard_after_forward": False}),
+        ("fsdp2", {"defer_fsdp_grad_sync": False}),
+        ("fsdp2", {"reduce_dtype": "float64"}),
+        ("ddp", {"gradient_as_bucket_view": True}),
+        ("ddp", {"find_unused_parameters": True}),
+        ("ddp", {"bucket_cap_mb": 1}),
+        ("ddp", {"reduce_dtype": "float64"}),
+        ("ddp", {"reduce_dtype": "float64", "gradient_as_bucket_view": True}),
+    ],
+)
+def test_every_option_accumulating(strategy: str, config: dict[str, Any]) -> None:
+    assert_parity(strategy, Case(microbatches=3, tied=True), world_size=4, config=config)
+
+
+def test_hsdp_reduces_on_every_microbatch_alike() -> None:
+    assert_parity("fsdp2", Case(microbatches=3), world_size=4, sizes=HSDP, config={"defer_fsdp_grad_sync": False})
+
+
+# -- bit for bit: float32 with gradients summed in float64
+
+WIDE = {"reduce_dtype": "float64"}
+FLOAT32 = Case(dtype="float32", steps=8)
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "sizes"), WIDE_LAYOUTS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_float32_losses_are_those_of_single_to_the_last_bit_with_wide_sums(
+    strategy: str, ranks: int, sizes: dict[str, int], tied: bool
+) -> None:
+    from meshwright.testing import pool
+    from meshwright.testing.parity import difference, train_case
+
+    case = Case(**{**vars(FLOAT32), "tied": tied, "microbatches": 3})
+    # The same microbatches of one sequence under every layout, so that only the order of the sums differs.
+    whole = Case(**{**vars(case), "microbatches": 12})
+    expected = pool(1).run(train_case, "single", WIDE, {}, whole)[0]
+    found = difference(pool(ranks).run(train_case, strategy, WIDE, sizes, case), expected)
+    assert found.loss == 0.0, found
+    assert found.weight == 0.0, found
+    # The norm is a float64 sum of many terms; clipping rounds what it gives to float32.
+    assert found.norm <= 1e-12, found
+
+
+def test_float32_losses_differ_without_wide_sums() -> None:
+    """The test above would prove nothing if float32 sums agreed by themselves."""
+    from meshwright.testing import pool
+    from meshwright.testing.parity import difference, train_case
+
+    case = Case(**{**vars(FLOAT32), "microbatches": 3})
+    whole = Case(**{**vars(case), "microbatches": 12})
+    expected = pool(1).run(train_case, "single", {}, {}, whole)[0]
+    assert difference(pool(4).run(train_case, "ddp", {}, {}, case), expected).worst > 0.0
+
+
+# -- state: out of one strategy and into another, in the middle of training
+
+
+def _half(strategy: str, sizes: dict[str, int], case: Case) -> dict[str, Any]:
+    manager = build_manager(strategy, {}, sizes, case)
+    train_steps(manager, case, range(2))
+    return manager.state_dict(full=True)
+
+
+def _rest(strategy: str, sizes: dict[str, int], case: Case, state: dict[str, Any]) -> Any:
+    from meshwright.testing.parity import Outcome
+
+    # Another seed: what is not loaded shows.
+    manager = build_manager(strategy, {}, sizes, case, seed=7)
+    train_steps(manager, case, range(5, 6))
+    manager.load_state_dict(state if manager.mesh.rank == 0 else {"model": {}, "optimizer": {}}, full=True)
+    losses, norms, _ = train_steps(manager, case, range(2, 4))
+    return Outcome(losses, norms, [], full_weights(manager))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("single", 1, {}), ("fsdp2", 4, HSDP)),
+        (("fsdp2", 4, {}), ("ddp", 2, {})),
+        (("ddp", 2, {}), ("fsdp2", 3, {})),
+        (("fsdp2", 4, HSDP), ("single", 1, {})),
+    ],
+)
+def test_state_moves_between_strategies_with_the_optimizer(
+    first: tuple[str, int, dict[str, int]], second: tuple[str, int, dict[str, int]], tied: bool
+) -> None:
+    from meshwright.testing import pool
+    from meshwright.testing.parity import Outcome, difference
+
+    case = Case(steps=4, tied=tied)
+    state, *others = pool(first[1]).run(_half, first[0], first[2], case)
+    assert all(not other["model"] for other in others)
+    outcomes = pool(second[1]).run(_rest, second[0], second[2], case, state)
+    whole = reference(case)
+    expected = Outcome(whole.losses[2:], whole.norms[2:], [], whole.weights)
+    found = difference(outcomes, expected)
+    assert found.worst <= 1e-9, found
+
+
+def _sharded_round_trip(strategy: str, sizes: dict[str, int], case: Case) -> float:
+    manager = build_manager(strategy, {}, sizes, case)
+    train_steps(manager, case, range(2))
+    state = {
+        "model": {name: tensor.clone() for name, tensor in manager.state_dict()["model"].items()},
+        "optimizer": manager.state_dict()["optimizer"],
+    }
+    before = full_weights(manager)
+    train_steps(manager, case, range(2, 3))
+    manager.load_state_dict({**state, "optimizer": manager.state_dict()["optimizer"]})
+    after = full_weights(manager)
+    return max(float((before[name] - after[name]).abs().max()) for name in before)
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "sizes"), WIDE_LAYOUTS)
+def test_sharded_state_loads_back(strategy: str, ranks: int, sizes: dict[str, int]) -> None:
+    from meshwright.testing import pool
+
+    assert max(pool(ranks).run(_sharded_round_trip, strategy, sizes, Case(tied=True))) == 0.0
+
+
+# -- weights at the start
+
+
+def _loss_from_seeds(strategy: str, case: Case) -> list[float]:
+    import torch.distributed as dist
+
+    manager = build_manager(strategy, {}, {}, case, seed=dist.get_rank())
+    return train_steps(manager, case, range(case.steps))[0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_copies_built_from_different_seeds_start_from_the_first_rank(strategy: str) -> None:
+    from meshwright.testing import pool
+
+    for losses in pool(3).run(_loss_from_seeds, strategy, Case()):
+        assert losses == pytest.approx(reference(Case()).losses, abs=1e-9)
+
+
+# -- the harness itself
+
+
+def test_harness_sees_a_wrong_option() -> None:
+    """A different clipping limit is a different training."""
+    from meshwright.testing import pool
+    from meshwright.testing.parity import difference, train_case
+
+    outcomes = pool(2).run(train_case, "ddp", {}, {}, Case(max_norm=0.4))
+    assert difference(outcomes, reference(Case(max_norm=0.5))).worst > 1e-4
+
+
+def test_shares_cover_the_global_batch_in_order() -> None:
+    import torch
+
+    from meshwright.testing.parity import global_batch
+
+    case = Case(shares=(1, 2, 4, 5))
+    parts = [batch["input_ids"] for rank in range(4) for batch in share(case, 0, rank, 4)]
+    assert torch.equal(torch.cat(parts), global_batch(case, 0)["input_ids"])
+
+
+def test_difference_of_nan_is_no_parity() -> None:
+    from dataclasses import replace
+
+    from meshwright.testing.parity import difference
+
+    outcome = reference(Case())
+    assert not difference([replace(outcome, losses=[math.nan] * 3)], outcome).worst <= 1e-9
+    assert compare("single", Case(), world_size=1).worst == 0.0
