@@ -92,7 +92,7 @@ def _outside(ids: Tensor, vocab_size: int) -> str | None:
     if ids.device.type != "cpu" or ids.numel() == 0:
         return None
     low, high = (int(bound) for bound in ids.aminmax())
-    if 0 <= low and high < vocab_size:
+    if low >= 0 and high < vocab_size:
         return None
     return (
         f"range from {low} to {high}, but the model's vocabulary has {vocab_size} entries (0 to {vocab_size - 1}). "

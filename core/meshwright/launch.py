@@ -6,7 +6,7 @@ that failed (see [Note: one report per failure] in `meshwright.rank`), or here w
 
 [Note: nobody is left behind] Each way for a rank to outlive the job is closed by one thing: a failed peer, by the
 agent's SIGTERM, and by `_Reaper` for a rank that does not heed it; a signal to the parent, by the agent, which
-passes it on and then kills; an exception in the parent, by the sweep at the end of `launch`; the parent's own
+passes it on and then kills; an exception in the parent, by `_sweep`; the parent's own
 sudden death, by a thread in each rank that waits for it.
 
 This module imports torch only where it is used, so that the fork server can import it while the parent validates.
@@ -67,13 +67,12 @@ def warm_up(preload: Sequence[str] = ()) -> None:
     threads = os.environ.get("OMP_NUM_THREADS")
     # With one thread, torch and numpy start no thread pool on import: threads do not survive the fork into a rank.
     os.environ["OMP_NUM_THREADS"] = "1"
-    resource_tracker.ensure_running()  # the server would start it otherwise, and that ends with SIGINT unblocked
-    # The server inherits the mask, so that Ctrl-C during its imports prints no traceback; ranks lift it in _run_rank.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        forkserver.ensure_running()
+        resource_tracker.ensure_running()  # the server would start it otherwise, and that ends with SIGINT let through
+        # The server inherits the mask, so that Ctrl-C prints no traceback of its imports; _run_rank lifts it again.
+        with _interrupts_held():
+            forkserver.ensure_running()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if threads is None:
             del os.environ["OMP_NUM_THREADS"]
         else:
@@ -98,22 +97,35 @@ def launch(main: Callable[..., object], args: tuple[Any, ...], *, nproc: int, sh
     """
     if nproc < 1:
         raise ConfigError(f"no rank to start: nproc={nproc}. It must be at least 1.")
-    warm_up()
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    others = set(multiprocessing.active_children())
-    # [Note: nobody is left behind] The sweep is on the main thread: elsewhere, polling a child races with the agent.
     try:
-        with _own_signals(), _quiet():
+        warm_up()
+        with _interrupts_held():  # torch's import can swallow a KeyboardInterrupt
+            from torch.distributed.elastic.multiprocessing import SignalException
+        _await_fork_server()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    try:
+        with _own_signals(), _quiet(), _sweep():
             return _run_agent(main, args, nproc, show_traceback)
     except SignalException as stop:
         return 128 + stop.sigval
     except KeyboardInterrupt:
         return INTERRUPTED
-    finally:
-        for child in set(multiprocessing.active_children()) - others:
-            child.kill()
-            child.join()
+
+
+def _await_fork_server() -> None:
+    """Return when the fork server is done importing.
+
+    Without this the agent would wait for the server with a rank half started, and Ctrl-C would make it forget that
+    rank, which then starts into a world that is gone and says so with a traceback.
+    """
+    probe = multiprocessing.get_context("forkserver").Process(target=_do_nothing, daemon=True)
+    probe.start()
+    probe.join()
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _run_agent(main: Callable[..., object], args: tuple[Any, ...], nproc: int, show_traceback: bool) -> int:
@@ -260,6 +272,28 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal has no name
         return f"signal {number}"
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Keep Ctrl-C waiting until the end of the context."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextmanager
+def _sweep() -> Iterator[None]:
+    """Kill what the context has started and left behind; on the main thread, since polling races with the agent's."""
+    others = set(multiprocessing.active_children())
+    try:
+        yield
+    finally:
+        for child in set(multiprocessing.active_children()) - others:
+            child.kill()
+            child.join()
 
 
 @contextmanager

@@ -109,7 +109,9 @@ def open_world(
     Raises:
         MeshError: the device does not exist, or the existing group cannot serve it.
     """
-    chosen = _find_device(device)
+    chosen = find_device(device)
+    if chosen.type != "cpu":
+        torch.accelerator.set_device_index(chosen.index)
     if dist.is_initialized():
         _check_backend(chosen)
         return World(chosen, owns_group=False)
@@ -127,7 +129,12 @@ def open_world(
     return World(chosen, owns_group=True)
 
 
-def _find_device(device: str | torch.device | None) -> torch.device:
+def find_device(device: str | torch.device | None) -> torch.device:
+    """The device of this rank; see `open_world`.
+
+    Raises:
+        MeshError: there is no such device.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     try:
         chosen = torch.device(device) if device is not None else (accelerator or torch.device("cpu"))
@@ -143,7 +150,6 @@ def _find_device(device: str | torch.device | None) -> torch.device:
     index = chosen.index if chosen.index is not None else int(os.environ.get("LOCAL_RANK", "0")) % count
     if index >= count:
         raise MeshError(f"device index {index} does not exist: this node has {count} {chosen.type} devices.")
-    torch.accelerator.set_device_index(index)
     return torch.device(chosen.type, index)
 
 

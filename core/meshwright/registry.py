@@ -3,7 +3,8 @@
 [Note: isolation] Each entry point of the group `meshwright` is loaded by itself and tried in a plugin manager of its
 own first. What fails there (an import error, a misspelt hook, a wrong signature) is kept as a `Failure` and told
 when a strategy is looked up or listed; the other plugins go on working. Two plugins that bring one name are both
-refused for that name, since neither order nor luck may decide what trains a model.
+refused for that name, and an alias that two strategies claim stands for neither, since neither order nor luck may
+decide what trains a model.
 
 Listing imports no torch: plugins import it when they build. Source: pluggy, importlib.metadata.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -66,10 +67,9 @@ class Registry:
     """
 
     def __init__(self, plugins: Iterable[EntryPoint] | None = None, *, builtins: dict[str, Any] | None = None) -> None:
-        self.failures: list[Failure] = []
+        self._failures: list[Failure] = []
         self._specs: dict[str, StrategySpec] = {}
         self._owners: dict[str, str] = {}
-        self._aliases: dict[str, str] = {}
         self._manager = _new_plugin_manager()
         self._builtins = _core_plugins() if builtins is None else builtins
         for name, plugin in self._builtins.items():
@@ -80,14 +80,20 @@ class Registry:
 
     # -- plugins
 
-    def register(self, plugin: Any, *, name: str) -> None:
-        """Add a plugin module or object; what is wrong with it is kept in `failures`."""
-        reason = _defect(plugin, name)
+    def register(self, plugin: Any, *, name: str, strategy: str | None = None) -> None:
+        """Add a plugin module or object; what is wrong with it is kept in `failures`.
+
+        Args:
+            plugin: implements hooks of `meshwright.hookspecs`.
+            name: how it is called in errors.
+            strategy: what it is expected to bring, so that looking that up tells why it cannot be used.
+        """
+        reason = _defect(plugin, name) or self._clash(plugin, name)
         if reason is not None:
-            self.failures.append(Failure(name, reason))
+            self._failures.append(Failure(name, reason, strategy))
             return
         self._manager.register(plugin, name=name)
-        self._add_strategies(plugin, name)
+        self._add_strategies(plugin, name, strategy)
 
     @contextmanager
     def observing(self, *observers: Any) -> Iterator[None]:
@@ -98,15 +104,15 @@ class Registry:
         """
         for observer in observers:
             reason = _defect(observer, type(observer).__name__)
+            if self._manager.is_registered(observer):
+                reason = "it is registered already"
             if reason is not None:
                 raise StrategyError(f"observer {observer!r} cannot be registered: {reason}")
-        for observer in observers:
-            self._manager.register(observer)
-        try:
-            yield
-        finally:
+        with ExitStack() as registered:
             for observer in observers:
-                self._manager.unregister(observer)
+                self._manager.register(observer)
+                registered.callback(self._manager.unregister, observer)
+            yield
 
     @property
     def hook(self) -> Any:
@@ -120,61 +126,86 @@ class Registry:
                 continue
             try:
                 _call_own(plugin, self._manager, "register_commands", app=app)
-            except Exception as error:
-                self.failures.append(Failure(name, f"register_commands raised {type(error).__name__}: {error}"))
+            except (Exception, SystemExit) as error:
+                self._failures.append(Failure(name, f"register_commands raised {type(error).__name__}: {error}"))
 
     def _load(self, entry_point: EntryPoint) -> None:
-        name = _plugin_name(entry_point)
+        name, strategy = _plugin_name(entry_point), normalized(entry_point.name)
         try:
             plugin = entry_point.load()
         except (Exception, SystemExit) as error:
             # A plugin's import can fail in any way; see [Note: isolation].
-            self.failures.append(Failure(name, f"{type(error).__name__}: {error}", normalized(entry_point.name)))
+            self._failures.append(Failure(name, f"{type(error).__name__}: {error}", strategy))
             return
+        self.register(plugin, name=name, strategy=strategy)
+
+    def _clash(self, plugin: Any, name: str) -> str | None:
         if self._manager.get_plugin(name) is not None:
-            self.failures.append(Failure(name, "a plugin of this name is registered already"))
-            return
-        self.register(plugin, name=name)
+            return "a plugin of this name is registered already"
+        if self._manager.is_registered(plugin):
+            return f"it is the same module as plugin {self._manager.get_name(plugin)}"
+        return None
 
     # -- strategies
 
-    def _add_strategies(self, plugin: Any, owner: str) -> None:
+    def _add_strategies(self, plugin: Any, owner: str, expected: str | None) -> None:
+        if not _implements(plugin, "register_strategies", self._manager):
+            return
         try:
-            results = _call_own(plugin, self._manager, "register_strategies")
-            specs = [spec for result in results for spec in result]
-        except Exception as error:
-            self.failures.append(Failure(owner, f"register_strategies raised {type(error).__name__}: {error}"))
+            specs = _listed(_call_own(plugin, self._manager, "register_strategies"))
+        except (Exception, SystemExit) as error:
+            reason = f"register_strategies raised {type(error).__name__}: {error}"
+            self._failures.append(Failure(owner, reason, expected))
             return
         for spec in specs:
             defects = _spec_defects(spec)
             if defects:
-                label = spec.name if isinstance(spec, StrategySpec) and isinstance(spec.name, str) else None
-                self.failures.append(Failure(owner, "; ".join(defects), label))
+                named = isinstance(spec, StrategySpec) and isinstance(spec.name, str)
+                label = normalized(spec.name) if named else expected
+                self._failures.append(Failure(owner, "; ".join(defects), label))
             else:
                 self._add(spec, owner)
 
     def _add(self, spec: StrategySpec, owner: str) -> None:
         other = self._owners.get(spec.name)
-        if other is not None and other in self._builtins:
-            self.failures.append(Failure(owner, f"the name {spec.name!r} belongs to core", spec.name))
-            return
-        if other is not None:
+        if other is None:
+            self._specs[spec.name] = spec
+            self._owners[spec.name] = owner
+        elif other in self._builtins:
+            self._failures.append(Failure(owner, f"the name {spec.name!r} belongs to core", spec.name))
+        else:
             # Both are refused, see [Note: isolation]; the owner's entry stays so that a third is refused too.
             self._specs.pop(spec.name, None)
-            self._aliases = {alias: name for alias, name in self._aliases.items() if name != spec.name}
             for one, two in ((owner, other), (other, owner)):
                 reason = f"also registered by plugin {two}; uninstall one of them"
-                self.failures.append(Failure(one, reason, spec.name))
-            return
-        self._specs[spec.name] = spec
-        self._owners[spec.name] = owner
-        for alias in map(normalized, spec.aliases):
-            taken = self._aliases.get(alias)
-            if taken is not None:
-                reason = f"its alias {alias!r} already stands for {taken!r} and is not used"
-                self.failures.append(Failure(owner, reason, spec.name))
-            else:
-                self._aliases[alias] = spec.name
+                self._failures.append(Failure(one, reason, spec.name))
+
+    @property
+    def failures(self) -> list[Failure]:
+        """What cannot be used, and why: plugins, strategies, and aliases that more than one strategy claims."""
+        return [*self._failures, *self._alias_failures()]
+
+    def _alias_failures(self) -> Iterator[Failure]:
+        for alias, names in self._claimed_aliases().items():
+            for name in names:
+                if self._is_name(alias):
+                    yield Failure(self._owners[name], f"its alias {alias!r} is the name of another strategy", name)
+                elif len(names) > 1:
+                    others = ", ".join(each for each in names if each != name)
+                    yield Failure(self._owners[name], f"its alias {alias!r} is claimed by {others} too", name)
+
+    def _claimed_aliases(self) -> dict[str, list[str]]:
+        """The names of the usable strategies that claim each alias."""
+        claimed: dict[str, list[str]] = {}
+        for spec in self.strategies.values():
+            for alias in dict.fromkeys(map(normalized, spec.aliases)):
+                if alias != spec.name:
+                    claimed.setdefault(alias, []).append(spec.name)
+        return claimed
+
+    def _is_name(self, key: str) -> bool:
+        """Whether a strategy is called so, be it usable or broken: a name wins over an alias."""
+        return key in self._specs or any(failure.strategy == key for failure in self._failures)
 
     @property
     def strategies(self) -> dict[str, StrategySpec]:
@@ -188,8 +219,7 @@ class Registry:
     @property
     def installable(self) -> dict[str, str]:
         """Strategies of this project that are neither installed nor broken, with the line that installs each."""
-        present = set(self._specs) | {failure.strategy for failure in self.failures}
-        return {name: install_line(name) for name in sorted(INSTALLABLE) if name not in present}
+        return {name: install_line(name) for name in sorted(INSTALLABLE) if not self._is_name(name)}
 
     def get(self, name: str) -> StrategySpec:
         """Look a strategy up by name or alias.
@@ -200,21 +230,25 @@ class Registry:
                 install it if it is one of the project's own.
         """
         key = normalized(name)
-        # A name wins over another strategy's alias.
-        spec = self._specs.get(key) or self._specs.get(self._aliases.get(key, ""))
-        if spec is not None:
-            return spec
-        broken = [failure for failure in self.failures if failure.strategy == key]
+        if key in self._specs:
+            return self._specs[key]
+        broken = [failure for failure in self._failures if failure.strategy == key]
         if broken:
             reasons = "\n".join(f"  {failure}" for failure in broken)
             raise StrategyError(f"strategy {name!r} cannot be used:\n{reasons}\n{self._others()}")
+        aliases = self._claimed_aliases()
+        claimants = aliases.get(key, [])
+        if len(claimants) > 1:
+            raise StrategyError(f"{name!r} is an alias of {' and of '.join(claimants)}. Use one of these names.")
+        if claimants:
+            return self._specs[claimants[0]]
         if key in INSTALLABLE:
             raise UnknownStrategyError(
                 f"strategy {name!r} is not installed. Install it from a clone of meshwright: {install_line(key)}\n"
                 f"{self._others()}"
             )
-        known = [*self._specs, *self._aliases, *INSTALLABLE]
-        raise UnknownStrategyError(f"strategy {name!r} is not installed.{nearest(key, known)} {self._others()}")
+        known = [*self._specs, *aliases, *INSTALLABLE]
+        raise UnknownStrategyError(f"strategy {name!r} is not installed.{nearest(key, known)}\n{self._others()}")
 
     def _others(self) -> str:
         lines = [f"Installed: {', '.join(self.strategies) or 'none'}."]
@@ -264,12 +298,26 @@ def _defect(plugin: Any, name: str) -> str | None:
     try:
         trial.register(plugin, name=name)
         trial.check_pending()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         known = [hook for hook in vars(hookspecs) if hasattr(getattr(hookspecs, hook), "meshwright_spec")]
         return f"{type(error).__name__}: {error}. Hooks: {', '.join(sorted(known))}"
     if not trial.get_hookcallers(plugin):
         return "it implements no hook of meshwright; mark its functions with meshwright.hookimpl"
     return None
+
+
+def _implements(plugin: Any, hook: str, manager: pluggy.PluginManager) -> bool:
+    return any(caller.name == hook for caller in manager.get_hookcallers(plugin) or ())
+
+
+def _listed(results: list[Any]) -> list[Any]:
+    """The specs in what one plugin's `register_strategies` returned."""
+    if not results:
+        raise TypeError("it returned None, not a list of meshwright.StrategySpec")
+    (result,) = results
+    if isinstance(result, str) or not isinstance(result, Iterable):
+        raise TypeError(f"it returned {result!r}, not a list of meshwright.StrategySpec")
+    return list(result)
 
 
 def _call_own(plugin: Any, manager: pluggy.PluginManager, hook: str, **arguments: Any) -> list[Any]:
@@ -289,7 +337,7 @@ def _spec_defects(spec: Any) -> list[str]:
         ),
         (lambda: isinstance(spec.summary, str) and bool(spec.summary.strip()), "summary is missing"),
         (
-            lambda: not isinstance(spec.axes, str) and set(spec.axes) <= set(CLAIMABLE_AXES),
+            lambda: isinstance(spec.axes, (set, frozenset)) and spec.axes <= set(CLAIMABLE_AXES),
             f"axes {spec.axes!r} are not a set out of {', '.join(CLAIMABLE_AXES)}",
         ),
         (
@@ -298,7 +346,7 @@ def _spec_defects(spec: Any) -> list[str]:
         ),
         (lambda: callable(spec.build), f"build {spec.build!r} is not callable"),
         (
-            lambda: not isinstance(spec.aliases, str) and all(isinstance(alias, str) for alias in spec.aliases),
+            lambda: not isinstance(spec.aliases, str) and all(alias.strip() for alias in spec.aliases),
             f"aliases {spec.aliases!r} are not a tuple of strings",
         ),
         (lambda: spec.estimate is None or callable(spec.estimate), f"estimate {spec.estimate!r} is not callable"),
@@ -309,6 +357,6 @@ def _spec_defects(spec: Any) -> list[str]:
 def _safely(rule: Callable[[], bool]) -> bool:
     try:
         return rule()
-    except TypeError:
-        # A part of a wholly wrong type (axes=None) fails the rule; it must not fail the registry.
+    except (TypeError, AttributeError):
+        # A part of a wholly wrong type (aliases=None) fails the rule; it must not fail the registry.
         return False

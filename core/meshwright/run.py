@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 import yaml
 from rich.console import Console
 from torch import nn
@@ -32,7 +33,7 @@ from .data import (
 from .errors import ConfigError
 from .export import generate_sample, plain_model, save_directory
 from .layout import model_layout, model_size
-from .mesh import Mesh, open_world
+from .mesh import Mesh, find_device, open_world
 from .model import build_model, model_config
 from .optim import build_scheduler, optimizer_factory
 from .rank import guarded, started_by_launcher
@@ -106,8 +107,8 @@ def start(config: RunConfig, *, show_traceback: bool = False) -> int:
     """
     if started_by_launcher():
         return guarded(run_rank, (config,), show_traceback=show_traceback)
-    wants_cpu = config.device is not None and torch.device(config.device).type == "cpu"
-    count = processes(config, 0 if wants_cpu else torch.accelerator.device_count())
+    on_cpu = find_device(config.device).type == "cpu"
+    count = processes(config, 0 if on_cpu else torch.accelerator.device_count())
     with Console(stderr=True).status("preparing the run"):
         plan_run(config, count)
     if count == 1:
@@ -226,6 +227,7 @@ def _megabytes(count: int) -> str:
 def _finish(config: RunConfig, plan: Plan, results: list[StepResult], state: dict[str, Any], console: Console) -> None:
     """Write model, loss curve and summary; show a sample and what to do next."""
     directory = Path(config.output_dir)
+    transformers.utils.logging.disable_progress_bar()
     tokenizer = load_tokenizer(plan.data.tokenizer_dir)
     model = plain_model(plan.model_config, state)
     save_directory(model, tokenizer, directory / MODEL)

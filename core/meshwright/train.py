@@ -101,7 +101,7 @@ def train_step(manager: StrategyManager, scheduler: LRScheduler, loop: Loop, ste
     if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
         raise TrainingError(
             f"step {step + 1}: the loss is {loss_value} and the gradient norm {norm_value}. The parameters were not "
-            f"changed by this step. Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the data of the step."
+            f"changed by this step. Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the step's data."
         )
     learning_rate = scheduler.get_last_lr()[0]
     manager.optimizer_step()

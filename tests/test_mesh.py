@@ -1,0 +1,185 @@
+"""The mesh on real ranks: degrees, views, groups, data coordinates, the expert mesh and agreement between ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright import Mesh, MeshError, MeshSizes, open_world
+from meshwright.errors import BatchError, ConfigError, DataError
+from meshwright.testing import pool
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+def _mesh(sizes: dict[str, Any]) -> Mesh:
+    world = open_world("cpu")
+    return Mesh(MeshSizes(**sizes).resolve(world.size), world)
+
+
+def _sums(sizes: dict[str, Any], names: list[str]) -> dict[str, list[int]]:
+    """For each axis or view: the ranks of this rank's group, found by communicating."""
+    mesh = _mesh(sizes)
+    found = {}
+    for name in names:
+        group = mesh.group(name)
+        mine = torch.tensor([mesh.rank])
+        parts = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, mine, group=group)
+        found[name] = [int(part) for part in parts]
+    return found
+
+
+def test_axes_are_laid_out_with_pp_outermost_and_tp_innermost() -> None:
+    groups = pool(4).run(_sums, {"pp_size": 2, "tp_size": 2}, ["pp", "tp", "dp", "cp"])
+    assert groups[0] == {"pp": [0, 2], "tp": [0, 1], "dp": [0], "cp": [0]}
+    assert groups[3] == {"pp": [1, 3], "tp": [2, 3], "dp": [3], "cp": [3]}
+
+
+def test_views_join_neighbouring_axes() -> None:
+    sizes = {"dp_replicate_size": 2, "cp_size": 2, "dp_size": 2}
+    groups = pool(4).run(_sums, sizes, ["dp", "dp_cp", "dp_shard_cp", "dp_replicate"])
+    assert groups[1] == {"dp": [1, 3], "dp_cp": [0, 1, 2, 3], "dp_shard_cp": [0, 1], "dp_replicate": [1, 3]}
+
+
+def test_all_axes_of_size_one_work_alike() -> None:
+    (groups,) = pool(1).run(_sums, {}, [*AXES, "dp", "dp_cp", "dp_shard_cp"])
+    assert all(ranks == [0] for ranks in groups.values())
+
+
+def _data_coordinates(sizes: dict[str, Any]) -> tuple[int, int, bool]:
+    mesh = _mesh(sizes)
+    return mesh.data_rank, mesh.data_size, mesh.leads_data
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"tp_size": 2}, [(0, 2, True), (0, 2, False), (1, 2, True), (1, 2, False)]),
+        ({"pp_size": 2}, [(0, 2, True), (1, 2, True), (0, 2, False), (1, 2, False)]),
+        ({"cp_size": 4}, [(0, 1, True), (0, 1, False), (0, 1, False), (0, 1, False)]),
+        ({"dp_replicate_size": 2}, [(0, 4, True), (1, 4, True), (2, 4, True), (3, 4, True)]),
+    ],
+)
+def test_ranks_that_must_see_one_batch_share_a_data_rank(sizes: dict[str, Any], expected: list[Any]) -> None:
+    assert pool(4).run(_data_coordinates, sizes) == expected
+
+
+def _expert_ranks(sizes: dict[str, Any]) -> dict[str, list[int]]:
+    mesh = _mesh(sizes)
+    return {
+        axis: mesh.expert_mesh[axis].mesh.tolist() for axis in ("pp", "dp_replicate", "ep_shard", "ep")
+    }
+
+
+def test_expert_mesh_covers_the_same_ranks() -> None:
+    first, *_, last = pool(4).run(_expert_ranks, {"tp_size": 2, "ep_size": 2})
+    assert first == {"pp": [0], "dp_replicate": [0], "ep_shard": [0, 2], "ep": [0, 1]}
+    assert last == {"pp": [3], "dp_replicate": [3], "ep_shard": [1, 3], "ep": [2, 3]}
+
+
+def test_experts_may_spread_over_more_ranks_than_tp_and_over_the_whole_world() -> None:
+    first = pool(4).run(_expert_ranks, {"tp_size": 2, "ep_size": 4})[0]
+    assert first["ep"] == [0, 1, 2, 3]
+
+
+def _unknown_view() -> str:
+    with pytest.raises(MeshError) as caught:
+        _mesh({})["dp_cq"]
+    return str(caught.value)
+
+
+def test_unknown_axis_error_names_axes_and_views() -> None:
+    (text,) = pool(1).run(_unknown_view)
+    assert "'dp_cq'" in text
+    assert "dp_shard_cp" in text
+    assert "tp" in text
+
+
+def _wrong_degrees() -> str:
+    with pytest.raises(MeshError) as caught:
+        Mesh(MeshSizes().resolve(3), open_world("cpu"))
+    return str(caught.value)
+
+
+def test_degrees_that_do_not_fill_the_world_are_refused() -> None:
+    (text,) = pool(1).run(_wrong_degrees)
+    assert "3 ranks" in text
+    assert "the world has 1" in text
+
+
+# -- worlds
+
+
+def test_a_process_without_launcher_is_a_world_of_one_and_ends_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with open_world("cpu") as world:
+        assert (world.rank, world.size, world.owns_group) == (0, 1, True)
+        assert dist.is_initialized()
+        with open_world("cpu") as inner:
+            assert not inner.owns_group
+        assert dist.is_initialized(), "a world that was joined must not be ended"
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "xpu"])
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="looks at a machine without accelerator")
+def test_device_that_is_not_there_is_refused(device: str) -> None:
+    with pytest.raises(MeshError, match="not available here. Available: cpu"):
+        open_world(device)
+
+
+def test_device_that_is_no_device_is_refused() -> None:
+    with pytest.raises(MeshError, match="'gpu' is no device name"):
+        open_world("gpu")
+
+
+# -- agreement
+
+
+def _together(culprits: tuple[int, ...], text: str) -> str:
+    world = open_world("cpu")
+
+    def work() -> int:
+        if world.rank in culprits:
+            raise DataError(text.format(rank=world.rank))
+        return world.rank
+
+    try:
+        return str(world.together(work))
+    except DataError as error:
+        return f"raised {error}"
+
+
+def test_an_error_of_one_rank_is_raised_on_all_with_one_text() -> None:
+    texts = pool(4).run(_together, (2,), "corpus missing on {rank}")
+    assert len(set(texts)) == 1
+    assert "corpus missing on 2" in texts[0]
+    assert "found on rank 2" in texts[0]
+
+
+def test_an_error_of_all_ranks_is_told_once_without_ranks() -> None:
+    assert pool(2).run(_together, (0, 1), "corpus missing") == ["raised corpus missing"] * 2
+
+
+def test_without_error_each_rank_gets_its_own_result() -> None:
+    assert pool(3).run(_together, (), "") == ["0", "1", "2"]
+
+
+def _mixed_errors() -> str:
+    world = open_world("cpu")
+    try:
+        world.raise_together([None, BatchError("batch"), ConfigError("config")][world.rank])
+    except BatchError as error:
+        return str(error)
+    return "not raised"
+
+
+def test_different_errors_become_that_of_the_lowest_rank() -> None:
+    texts = pool(3).run(_mixed_errors)
+    assert len(set(texts)) == 1
+    assert "ranks with an error: 1, 2 of 3" in texts[0]
