@@ -1,0 +1,82 @@
+"""The total norm over mixed placements equals torch's norm of the whole gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from meshwright import ConfigError
+from meshwright.norms import check_clip, scale_to_norm, total_grad_norm
+from meshwright.testing import pool
+
+
+def _whole() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    # Rows that four ranks do not divide, fewer rows than ranks (empty parts), a vector and an empty tensor.
+    shapes = [(7, 3), (2, 5), (9,), (0, 4), (6, 8)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def _norms(norm_type: float) -> tuple[float, list[torch.Tensor]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    layouts = [
+        (mesh["shard"], [Shard(0)]),
+        (mesh, [Replicate(), Shard(0)]),
+        (mesh, [Shard(0), Shard(0)]),
+        (mesh["shard"], [Shard(1)]),
+        (mesh, [Replicate(), Replicate()]),
+    ]
+    gradients = [distribute_tensor(g.clone(), m, p) for g, (m, p) in zip(_whole(), layouts, strict=True)]
+    gradients.append(torch.full((3,), 0.5, dtype=torch.float64))
+    norm = total_grad_norm(gradients, norm_type)
+    scale_to_norm(gradients, norm, 0.25)
+    scaled = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients]
+    return float(norm), scaled
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 2.5, math.inf])
+def test_norm_and_scale_over_mixed_placements(norm_type: float) -> None:
+    whole = [*_whole(), torch.full((3,), 0.5, dtype=torch.float64)]
+    expected = torch.linalg.vector_norm(torch.cat([g.flatten() for g in whole]), norm_type)
+    factor = 0.25 / (expected + 1e-6)
+    for norm, scaled in pool(4).run(_norms, norm_type):
+        assert norm == pytest.approx(float(expected), rel=1e-14)
+        for got, gradient in zip(scaled, whole, strict=True):
+            torch.testing.assert_close(got, gradient * factor, rtol=1e-14, atol=0)
+
+
+def test_gradients_below_the_limit_stay_as_they_are() -> None:
+    gradient = torch.tensor([3.0, 4.0])
+    scale_to_norm([gradient], total_grad_norm([gradient]), 5.1)
+    assert gradient.tolist() == [3.0, 4.0]
+
+
+def test_half_precision_is_summed_in_float64() -> None:
+    """Ten thousand bfloat16 ones have norm 100; summed in bfloat16 they would stop growing at 256."""
+    assert float(total_grad_norm([torch.ones(10_000, dtype=torch.bfloat16)], 1.0)) == 10_000.0
+
+
+def test_mixed_dtypes_are_scaled_each_in_its_own() -> None:
+    gradients = [torch.full((4,), 2.0), torch.full((4,), 2.0, dtype=torch.bfloat16)]
+    scale_to_norm(gradients, torch.tensor(4.0, dtype=torch.float64), 1.0)
+    assert [g.dtype for g in gradients] == [torch.float32, torch.bfloat16]
+    assert gradients[1].tolist() == [0.5] * 4
+
+
+def test_without_gradients_the_norm_is_zero() -> None:
+    assert float(total_grad_norm([])) == 0.0
+
+
+def test_nan_is_not_hidden_by_any_norm() -> None:
+    for norm_type in (1.0, 2.0, math.inf):
+        assert math.isnan(float(total_grad_norm([torch.ones(3), torch.tensor([1.0, math.nan])], norm_type)))
+
+
+@pytest.mark.parametrize(("max_norm", "norm_type"), [(0.0, 2.0), (-1.0, 2.0), (math.nan, 2.0), (1.0, 0.0), (1.0, -2.0)])
+def test_limits_that_mean_nothing_are_refused(max_norm: float, norm_type: float) -> None:
+    with pytest.raises(ConfigError, match="must be above 0"):
+        check_clip(max_norm, norm_type)

@@ -1,0 +1,70 @@
+"""The pool of worker ranks that all parity tests stand on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright import RankError
+from meshwright.testing import pool
+
+
+def _sum() -> int:
+    total = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(total)
+    return int(total)
+
+
+def _pid() -> int:
+    return os.getpid()
+
+
+def _fail_on(rank: int) -> int:
+    if dist.get_rank() == rank:
+        raise ValueError(f"planted on rank {rank}")
+    return _sum()
+
+
+def _die_on(rank: int) -> int:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _sum()
+
+
+def _hang_on(rank: int) -> int:
+    if dist.get_rank() == rank:
+        time.sleep(60)
+    return dist.get_rank()
+
+
+def test_results_come_in_order_of_rank_from_one_process_group() -> None:
+    assert pool(3).run(_sum) == [6, 6, 6]
+
+
+def test_workers_stay_between_tasks() -> None:
+    assert pool(2).run(_pid) == pool(2).run(_pid)
+
+
+def test_the_failing_rank_is_told_and_the_next_task_gets_new_workers() -> None:
+    before = pool(2).run(_pid)
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed:\n(.|\n)*planted on rank 1"):
+        pool(2).run(_fail_on, 1)
+    assert time.monotonic() - start < 30, "peers of a failed rank must not wait for their collective to time out"
+    assert not set(before) & set(pool(2).run(_pid))
+
+
+def test_a_killed_rank_is_told() -> None:
+    # Rank 0 may see the closed connection before the parent sees the death.
+    with pytest.raises(RankError, match=r"rank 1 of 2 died with signal SIGKILL|rank 0 of 2 failed"):
+        pool(2).run(_die_on, 1)
+
+
+def test_a_hanging_rank_is_told_by_number() -> None:
+    with pytest.raises(RankError, match="more than 1 s on rank 1 of 2"):
+        pool(2).run(_hang_on, 1, timeout_s=1.0)

@@ -1,0 +1,174 @@
+"""The loop: what it tells observers, when it evaluates, how it goes on, and how it stops."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright import Loop, Registry, StepResult, TrainingError, fit, hookimpl
+from meshwright.contract import StrategyManager
+from meshwright.optim import build_scheduler
+from meshwright.runfile import ScheduleConfig
+from meshwright.testing import Case, pool
+from meshwright.testing.parity import build_manager, full_weights, share
+
+STEPS = 6
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.seen: list[StepResult] = []
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        self.seen.append(result)
+
+
+def _loop(manager: StrategyManager, case: Case, **changes: Any) -> Loop:
+    mesh = manager.mesh
+
+    def batches(step: int) -> Any:
+        return share(case, step, mesh.data_rank, mesh.data_size)
+
+    return Loop(**{"steps": STEPS, "batches": batches, "held_out": batches(99), "eval_every": 4, **changes})
+
+
+def _scheduler(manager: StrategyManager) -> Any:
+    return build_scheduler(ScheduleConfig(name="linear", warmup_steps=2), manager._optimizer, STEPS)
+
+
+def _fit(strategy: str) -> tuple[list[StepResult], list[StepResult]]:
+    case = Case(microbatches=3)
+    manager = build_manager(strategy, {}, {}, case)
+    registry, recorder = Registry(plugins=[]), Recorder()
+    with registry.observing(recorder):
+        results = fit(manager, _scheduler(manager), _loop(manager, case), registry)
+    registry.hook.on_step_end(result=results[0])
+    return results, recorder.seen
+
+
+def test_observers_see_every_step_while_they_are_registered() -> None:
+    for rank, (results, seen) in enumerate(pool(2).run(_fit, "ddp")):
+        assert seen == results
+        assert [r.step for r in results] == [1, 2, 3, 4, 5, 6]
+        assert {r.rank for r in results} == {rank}
+        assert [r.held_out_loss is not None for r in results] == [False, False, False, True, False, True]
+        assert [r.learning_rate for r in results] == pytest.approx([0, 5e-3, 1e-2, 7.5e-3, 5e-3, 2.5e-3])
+
+
+def test_every_strategy_gives_one_run() -> None:
+    (reference, _), *_ = pool(1).run(_fit, "single")
+    for strategy, ranks in (("ddp", 2), ("fsdp2", 4)):
+        for results, _ in pool(ranks).run(_fit, strategy):
+            for got, expected in zip(results, reference, strict=True):
+                assert got.loss == pytest.approx(expected.loss, abs=1e-9)
+                assert got.grad_norm == pytest.approx(expected.grad_norm, abs=1e-9)
+                assert got.num_tokens == expected.num_tokens
+                assert (got.held_out_loss is None) == (expected.held_out_loss is None)
+                if expected.held_out_loss is not None:
+                    assert got.held_out_loss == pytest.approx(expected.held_out_loss, abs=1e-9)
+
+
+def _fit_in_parts() -> list[float]:
+    case = Case()
+    manager = build_manager("fsdp2", {}, {}, case)
+    scheduler = _scheduler(manager)
+    first = fit(manager, scheduler, _loop(manager, case, steps=3, held_out=()))
+    second = fit(manager, scheduler, _loop(manager, case, start=3, held_out=()))
+    return [r.loss for r in [*first, *second]]
+
+
+def _fit_at_once() -> list[float]:
+    case = Case()
+    manager = build_manager("fsdp2", {}, {}, case)
+    return [r.loss for r in fit(manager, _scheduler(manager), _loop(manager, case, held_out=()))]
+
+
+def test_a_run_in_two_parts_is_the_run_at_once() -> None:
+    assert pool(2).run(_fit_in_parts) == pool(2).run(_fit_at_once)
+
+
+def _poisoned() -> tuple[str, bool, int]:
+    case = Case()
+    manager = build_manager("fsdp2", {}, {}, case)
+    scheduler = _scheduler(manager)
+    fit(manager, scheduler, _loop(manager, case, steps=2, held_out=()))
+    before = full_weights(manager)
+    if manager.mesh.rank == 1:
+        # One rank's parameter goes bad: the loss of all ranks shows it at once.
+        with torch.no_grad():
+            next(manager.model_parts[0].parameters()).to_local().fill_(math.nan)
+    with pytest.raises(TrainingError) as caught:
+        fit(manager, scheduler, _loop(manager, case, start=2, held_out=()))
+    after = full_weights(manager)
+    same = all(torch.equal(after[name], before[name]) for name in before if "embed_tokens" not in name)
+    return str(caught.value), same, caught.value.exit_code
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_parameters_change() -> None:
+    texts, same, codes = zip(*pool(2).run(_poisoned), strict=True)
+    assert len(set(texts)) == 1
+    assert "step 3: the loss is nan" in texts[0]
+    assert all(same)
+    assert set(codes) == {1}
+
+
+# -- report
+
+
+def _result(step: int, **changes: Any) -> StepResult:
+    values = {"steps": 3, "loss": 2.5 / step, "grad_norm": 1.0, "learning_rate": 1e-3, "num_tokens": 100}
+    return StepResult(**{"step": step, "seconds": 0.5, "rank": 0, **values, **changes})
+
+
+def test_reporter_writes_a_line_of_json_per_step_and_prints_where_no_bar_fits(tmp_path: Path) -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    from meshwright.report import Reporter
+
+    screen = StringIO()
+    with Reporter(tmp_path / "m.jsonl", log_every=2, console=Console(file=screen, width=200)) as reporter:
+        for step in (1, 2, 3):
+            reporter.on_step_end(_result(step, held_out_loss=0.7 if step == 3 else None))
+    records = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == [1, 2, 3]
+    assert records[1]["loss"] == 1.25
+    assert records[1]["tokens_per_second"] == 200.0
+    assert ["held_out_loss" in r for r in records] == [False, False, True]
+    assert [line.split()[1] for line in screen.getvalue().splitlines()] == ["1/3", "2/3", "3/3"]
+    assert "held-out 0.700000" in screen.getvalue()
+
+
+def test_reporter_draws_a_bar_on_a_terminal(tmp_path: Path) -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    from meshwright.report import Reporter
+
+    screen = StringIO()
+    console = Console(file=screen, width=120, force_terminal=True)
+    with Reporter(tmp_path / "m.jsonl", log_every=1, console=console) as reporter:
+        reporter.on_step_end(_result(2))
+    assert "2/3" in screen.getvalue()
+    assert "loss 1.25" in screen.getvalue()
+    assert "tokens/s" in screen.getvalue()
+
+
+def test_loss_curve_is_a_picture_that_shows_the_losses(tmp_path: Path) -> None:
+    from matplotlib import image
+
+    from meshwright.report import draw_loss_curve
+
+    draw_loss_curve([_result(1), _result(2), _result(3, held_out_loss=1.0)], tmp_path / "full.png")
+    draw_loss_curve([_result(1)], tmp_path / "short.png")
+    full, short = (image.imread(tmp_path / name) for name in ("full.png", "short.png"))
+    assert full.shape == short.shape
+    assert (full != short).any()
