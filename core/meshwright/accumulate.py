@@ -21,13 +21,16 @@ class WideSums:
         self._sums: dict[nn.Parameter, Tensor] = {}
 
     def take(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Move each parameter's gradient into its sum."""
+        """Move each parameter's gradient into its sum and leave zeros.
+
+        Zeros and not None: DDP reduces a parameter that the last microbatch leaves out only if it has a gradient.
+        """
         for parameter in parameters:
             if parameter.grad is not None:
-                wide = parameter.grad.to(self.dtype)
+                wide = parameter.grad.to(self.dtype, copy=True)
                 self.add_waiting(parameter, wide)
                 self._sums[parameter] = wide
-                parameter.grad = None
+                parameter.grad.zero_()
 
     def add_waiting(self, parameter: nn.Parameter, wide: Tensor) -> None:
         """Add the parameter's sum to `wide` in place, if one waits; it waits no longer."""
