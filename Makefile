@@ -1,0 +1,30 @@
+# The two commands of the README are `make train` and `make test`; each sets up .venv when it has to.
+PYTHON ?= python3
+BIN := .venv/bin
+PACKAGES := -e '.[all,dev]' -e plugins/fsdp2 -e plugins/ddp
+
+.PHONY: train test lint types check clean
+
+.venv/installed: pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PACKAGES)
+	touch $@
+
+train: .venv/installed
+	$(BIN)/meshwright train examples/stdlib.yaml
+	$(BIN)/python examples/load_back.py runs/stdlib
+
+test: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/installed
+	$(BIN)/mypy
+
+check: lint types test
+
+clean:
+	rm -rf .venv runs

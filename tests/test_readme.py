@@ -1,0 +1,71 @@
+"""What the documents print is true: code blocks run, the example is the file, named tests and paths exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from meshwright import get_registry
+from meshwright.testing import Case, pool
+from meshwright.testing.parity import difference, reference, train_case
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_loop_of_the_readme_is_the_example() -> None:
+    example = (ROOT / "examples" / "loop.py").read_text(encoding="utf-8")
+    assert example.split('"""\n\n', 1)[1] == BLOCKS[0]
+
+
+def test_the_loop_runs_and_the_loss_falls() -> None:
+    run = subprocess.run(
+        [sys.executable, ROOT / "examples" / "loop.py"], capture_output=True, text=True, timeout=120, check=True
+    )
+    losses = [float(line.split()[3]) for line in run.stdout.splitlines()]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+
+
+def _parity_of_block(source: str, case: Case) -> object:
+    plugin = types.ModuleType("plain_plugin")
+    exec(compile(source, "README.md", "exec"), plugin.__dict__)
+    if "plain" not in get_registry().strategies:
+        get_registry().register(plugin, name="plain_plugin")
+    return train_case("plain", {}, {}, case)
+
+
+def test_the_strategy_of_the_readme_reaches_parity() -> None:
+    case = Case(microbatches=3, tied=True)
+    found = difference(pool(4).run(_parity_of_block, BLOCKS[1], case), reference(case))
+    assert found.worst <= 1e-9, found
+
+
+def test_the_last_block_imports_what_exists() -> None:
+    assert "assert_parity" in BLOCKS[2]
+    exec(BLOCKS[2].splitlines()[0], {})
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "plugins/fsdp2/README.md", "plugins/ddp/README.md"])
+def test_linked_paths_exist(document: str) -> None:
+    path = ROOT / document
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
+        assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("plugin", ["fsdp2", "ddp"])
+def test_option_tables_name_every_option_and_tests_that_exist(plugin: str) -> None:
+    from meshwright import get_strategy
+
+    table = (ROOT / "plugins" / plugin / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| .* \| `(test_\w+)` \|$", table, flags=re.MULTILINE)
+    assert {option for option, _ in rows} == set(get_strategy(plugin).config_cls.model_fields)
+    sources = "".join(p.read_text() for p in [*ROOT.glob("tests/test_*.py"), *ROOT.glob("plugins/*/tests/test_*.py")])
+    for _, test in rows:
+        assert f"def {test}(" in sources, test
