@@ -12,11 +12,11 @@ with mw.open_world() as world:  # torchrun's ranks, or a world of one
 
     config = AutoConfig.for_model("llama", vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     manager.parallelize(AutoModelForCausalLM.from_config(config))
-    manager.build_optimizer(mw.optimizer_factory(mw.OptimizerConfig(lr=1e-3)))
+    manager.build_optimizer(mw.optimizer_factory(mw.OptimizerConfig(lr=3e-3)))
 
     for step in range(10):
         seed = torch.Generator().manual_seed(step * mesh.data_size + mesh.data_rank)
-        ids = torch.randint(0, 256, (4, 64), generator=seed)
+        ids = (torch.randint(0, 256, (4, 1), generator=seed) + torch.arange(64)) % 256
         batch = [{"input_ids": ids, "labels": ids}]  # this data-parallel rank's microbatches
         loss = manager.forward_backward(batch, num_tokens=mw.count_tokens(batch, mesh))
         norm = manager.clip_grad_norm(1.0)

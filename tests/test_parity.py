@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from meshwright.testing import Case, assert_parity, compare
-from meshwright.testing.parity import build_manager, full_weights, reference, share, train_steps
+import torch
+import torch.distributed as dist
+
+from meshwright.runfile import OptimizerConfig
+from meshwright.testing import Case, assert_parity, compare, pool
+from meshwright.testing.parity import (
+    Outcome,
+    build_manager,
+    difference,
+    full_weights,
+    global_batch,
+    reference,
+    share,
+    train_case,
+    train_steps,
+)
 
 HSDP = {"dp_replicate_size": 2}
 LAYOUTS = [
@@ -58,8 +73,6 @@ def test_options_under_four_ranks(strategy: str, ranks: int, sizes: dict[str, in
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "Adagrad", "RMSprop"])
 def test_other_optimizers(optimizer: str) -> None:
-    from meshwright.runfile import OptimizerConfig
-
     options = {"momentum": 0.9} if optimizer == "SGD" else {}
     case = Case(optimizer=OptimizerConfig(name=optimizer, lr=1e-2, weight_decay=0.1, options=options))
     assert_parity("fsdp2", case, world_size=4)
@@ -98,9 +111,6 @@ FLOAT32 = Case(dtype="float32", steps=8)
 def test_float32_losses_are_those_of_single_to_the_last_bit_with_wide_sums(
     strategy: str, ranks: int, sizes: dict[str, int], tied: bool
 ) -> None:
-    from meshwright.testing import pool
-    from meshwright.testing.parity import difference, train_case
-
     case = Case(**{**vars(FLOAT32), "tied": tied, "microbatches": 3})
     # The same microbatches of one sequence under every layout, so that only the order of the sums differs.
     whole = Case(**{**vars(case), "microbatches": 12})
@@ -112,11 +122,18 @@ def test_float32_losses_are_those_of_single_to_the_last_bit_with_wide_sums(
     assert found.norm <= 1e-12, found
 
 
+@pytest.mark.parametrize(("strategy", "ranks", "sizes"), WIDE_LAYOUTS)
+def test_bfloat16_with_float32_sums_is_single_to_the_last_bit(strategy: str, ranks: int, sizes: dict[str, int]) -> None:
+    case = Case(dtype="bfloat16", microbatches=3, optimizer=OptimizerConfig(lr=1e-2))
+    whole = Case(**{**vars(case), "microbatches": 12})
+    config = {"reduce_dtype": "float32"}
+    expected = pool(1).run(train_case, "single", config, {}, whole)[0]
+    found = difference(pool(ranks).run(train_case, strategy, config, sizes, case), expected)
+    assert (found.loss, found.weight) == (0.0, 0.0), found
+
+
 def test_float32_losses_differ_without_wide_sums() -> None:
     """The test above would prove nothing if float32 sums agreed by themselves."""
-    from meshwright.testing import pool
-    from meshwright.testing.parity import difference, train_case
-
     case = Case(**{**vars(FLOAT32), "microbatches": 3})
     whole = Case(**{**vars(case), "microbatches": 12})
     expected = pool(1).run(train_case, "single", {}, {}, whole)[0]
@@ -133,8 +150,6 @@ def _half(strategy: str, sizes: dict[str, int], case: Case) -> dict[str, Any]:
 
 
 def _rest(strategy: str, sizes: dict[str, int], case: Case, state: dict[str, Any]) -> Any:
-    from meshwright.testing.parity import Outcome
-
     # Another seed: what is not loaded shows.
     manager = build_manager(strategy, {}, sizes, case, seed=7)
     train_steps(manager, case, range(5, 6))
@@ -156,9 +171,6 @@ def _rest(strategy: str, sizes: dict[str, int], case: Case, state: dict[str, Any
 def test_state_moves_between_strategies_with_the_optimizer(
     first: tuple[str, int, dict[str, int]], second: tuple[str, int, dict[str, int]], tied: bool
 ) -> None:
-    from meshwright.testing import pool
-    from meshwright.testing.parity import Outcome, difference
-
     case = Case(steps=4, tied=tied)
     state, *others = pool(first[1]).run(_half, first[0], first[2], case)
     assert all(not other["model"] for other in others)
@@ -185,8 +197,6 @@ def _sharded_round_trip(strategy: str, sizes: dict[str, int], case: Case) -> flo
 
 @pytest.mark.parametrize(("strategy", "ranks", "sizes"), WIDE_LAYOUTS)
 def test_sharded_state_loads_back(strategy: str, ranks: int, sizes: dict[str, int]) -> None:
-    from meshwright.testing import pool
-
     assert max(pool(ranks).run(_sharded_round_trip, strategy, sizes, Case(tied=True))) == 0.0
 
 
@@ -194,16 +204,12 @@ def test_sharded_state_loads_back(strategy: str, ranks: int, sizes: dict[str, in
 
 
 def _loss_from_seeds(strategy: str, case: Case) -> list[float]:
-    import torch.distributed as dist
-
     manager = build_manager(strategy, {}, {}, case, seed=dist.get_rank())
     return train_steps(manager, case, range(case.steps))[0]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_copies_built_from_different_seeds_start_from_the_first_rank(strategy: str) -> None:
-    from meshwright.testing import pool
-
     for losses in pool(3).run(_loss_from_seeds, strategy, Case()):
         assert losses == pytest.approx(reference(Case()).losses, abs=1e-9)
 
@@ -213,28 +219,17 @@ def test_copies_built_from_different_seeds_start_from_the_first_rank(strategy: s
 
 def test_harness_sees_a_wrong_option() -> None:
     """A different clipping limit is a different training."""
-    from meshwright.testing import pool
-    from meshwright.testing.parity import difference, train_case
-
     outcomes = pool(2).run(train_case, "ddp", {}, {}, Case(max_norm=0.4))
     assert difference(outcomes, reference(Case(max_norm=0.5))).worst > 1e-4
 
 
 def test_shares_cover_the_global_batch_in_order() -> None:
-    import torch
-
-    from meshwright.testing.parity import global_batch
-
     case = Case(shares=(1, 2, 4, 5))
     parts = [batch["input_ids"] for rank in range(4) for batch in share(case, 0, rank, 4)]
     assert torch.equal(torch.cat(parts), global_batch(case, 0)["input_ids"])
 
 
 def test_difference_of_nan_is_no_parity() -> None:
-    from dataclasses import replace
-
-    from meshwright.testing.parity import difference
-
     outcome = reference(Case())
     assert not difference([replace(outcome, losses=[math.nan] * 3)], outcome).worst <= 1e-9
     assert compare("single", Case(), world_size=1).worst == 0.0

@@ -52,7 +52,9 @@ def test_the_last_block_imports_what_exists() -> None:
     exec(BLOCKS[2].splitlines()[0], {})
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "plugins/fsdp2/README.md", "plugins/ddp/README.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", "plugins/fsdp2/README.md", "plugins/ddp/README.md"]
+)
 def test_linked_paths_exist(document: str) -> None:
     path = ROOT / document
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):

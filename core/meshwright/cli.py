@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback as tracebacks
 from pathlib import Path
+from textwrap import indent, wrap
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from .contract import StrategySpec
 from .errors import MeshwrightError
 from .rank import leave, started_by_launcher
-from .registry import get_registry
+from .registry import Registry, get_registry
 from .runfile import load_run, run_schema
+from .sizes import CLAIMABLE_AXES
 
 app = typer.Typer(
     name="meshwright",
@@ -52,20 +54,7 @@ def train(
 @app.command()
 def strategies() -> None:
     """List the strategies: installed, broken (with the reason), and installable."""
-    registry, console = get_registry(), Console()
-    table = Table("strategy", "shards", "summary", "aliases", "plugin", box=None, pad_edge=False)
-    for name, spec in registry.strategies.items():
-        axes = ", ".join(sorted(spec.axes)) or "-"
-        table.add_row(name, axes, spec.summary, ", ".join(spec.aliases) or "-", registry.owner(name))
-    console.print(table)
-    for title, lines in (
-        ("broken", [str(failure) for failure in registry.failures]),
-        ("installable, from a clone of meshwright", [f"{n}: {line}" for n, line in registry.installable.items()]),
-    ):
-        if lines:
-            console.print(f"\n{title}")
-            for line in lines:
-                console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+    sys.stdout.write(described(get_registry()))
 
 
 @app.command()
@@ -74,8 +63,33 @@ def schema() -> None:
     sys.stdout.write(json.dumps(run_schema(), indent=2) + "\n")
 
 
+def described(registry: Registry) -> str:
+    """What `meshwright strategies` prints: a block for each strategy, wrapped at 80 columns."""
+    blocks = [_block(spec, registry.owner(name)) for name, spec in registry.strategies.items()]
+    for title, lines in (
+        ("broken", [str(failure) for failure in registry.failures]),
+        ("installable, from a clone of meshwright", [f"{n}: {line}" for n, line in registry.installable.items()]),
+    ):
+        if lines:
+            # Not wrapped: reasons and commands are to be copied whole.
+            blocks.append("\n".join([f"{title}:", *(indent(line, "  ") for line in lines)]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _block(spec: StrategySpec, owner: str) -> str:
+    rows = {
+        "aliases": ", ".join(spec.aliases),
+        "shards": ", ".join(axis for axis in CLAIMABLE_AXES if axis in spec.axes) or "nothing",
+        "wraps": "another strategy" if spec.wraps else "",
+        "plugin": owner,
+    }
+    told = [f"{label}: {text}" for label, text in rows.items() if text]
+    lines = [line for text in (spec.summary, *told) for line in wrap(text, 76, break_long_words=False)]
+    return "\n".join([spec.name, *(f"    {line}" for line in lines)])
+
+
 class _told:
-    """Show an error of the user's making as one message, once for all ranks, and exit with its code."""
+    """Show an error of the user's making as one message, once for all ranks of a node, and exit with its code."""
 
     def __init__(self, traceback: bool) -> None:
         self._traceback = traceback
@@ -84,9 +98,11 @@ class _told:
         return None
 
     def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, MeshwrightError) and not self._traceback:
-            if os.environ.get("RANK", "0") == "0":
-                sys.stderr.write(f"error: {error}\n")
+        if isinstance(error, MeshwrightError):
+            # Each node has its own files, so each tells what is wrong with them.
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                frames = "".join(tracebacks.format_exception(error)[:-1]) if self._traceback else ""
+                sys.stderr.write(f"{frames}error: {error}\n")
             raise SystemExit(error.exit_code) from None
 
 

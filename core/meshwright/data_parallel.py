@@ -94,7 +94,7 @@ class DataParallelManager(StrategyManager):
     def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
         self._require_model()
         check_step(microbatches, num_tokens, self.mesh, vocab_size=self._vocab_size)
-        if any(parameter.grad is not None for parameter in self._trainable()):
+        if any(parameter.grad is not None for parameter in self.trainable()):
             # A second reduction would reduce the first one's result again.
             raise StrategyError(
                 "forward_backward was called while gradients of the last call are pending. Give all microbatches of a "
@@ -126,7 +126,7 @@ class DataParallelManager(StrategyManager):
 
     def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
         check_clip(max_norm, norm_type)
-        gradients = [parameter.grad for parameter in self._trainable() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self.trainable() if parameter.grad is not None]
         norm = total_grad_norm(gradients, norm_type)
         if max_norm is not None:
             scale_to_norm(gradients, norm, max_norm)
@@ -172,7 +172,8 @@ class DataParallelManager(StrategyManager):
         dist.all_reduce(total, group=self.mesh.group("dp"))
         return total.to(losses[0].dtype)
 
-    def _trainable(self) -> Iterator[nn.Parameter]:
+    def trainable(self) -> Iterator[nn.Parameter]:
+        """The parameters that train, each once, as they are after sharding."""
         return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,28 @@ def build_model(section: Mapping[str, Any], config: Any, *, seed: int) -> nn.Mod
     dtype = dtype_of(section)
     torch.manual_seed(seed)
     try:
-        if "path" in section:
-            path = Path(section["path"]).expanduser()
-            return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, local_files_only=True)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
-        raise ModelError(f"transformers cannot build the model {dict(section)}: {error}") from error
+        if "path" not in section:
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            Path(section["path"]).expanduser(),
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        # Each model class checks its configuration in its own way, with errors of all kinds.
+        reason = f"{type(error).__name__}: {error}"
+        raise ModelError(f"transformers cannot build the model {dict(section)}: {reason}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"model.path={section['path']!r} lacks {len(missing)} weights of the model, which would start at random: "
+            f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}. "
+            f"Remove the fields that make the model larger than the saved one, or use a complete directory."
+        )
+    return model
 
 
 def dtype_of(section: Mapping[str, Any]) -> torch.dtype:
@@ -75,13 +92,12 @@ def dtype_of(section: Mapping[str, Any]) -> torch.dtype:
 
 
 def _config_from_fields(model_type: str, fields: dict[str, Any], tokenizer: Any) -> Any:
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     if model_type not in CONFIG_MAPPING:
         hint = nearest(model_type, CONFIG_MAPPING.keys())
         raise ModelError(f"model.model_type={model_type!r} is not a model type of transformers.{hint}")
-    if CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"model.model_type={model_type!r} has no causal language model in transformers.")
+    _check_causal_lm(CONFIG_MAPPING[model_type], model_type)
     default = AutoConfig.for_model(model_type)
     _check_fields(default, fields)
     # The ids of a trained tokenizer replace those that the defaults of a published model name.
@@ -98,20 +114,44 @@ def _config_from_directory(path: Path, fields: dict[str, Any]) -> Any:
         raise ModelError(f"model.path={str(path)!r} is not a directory. Give a local Hugging Face model directory.")
     if not (path / "config.json").is_file():
         raise ModelError(f"model.path={str(path)!r} holds no config.json, so it is no Hugging Face model directory.")
-    config = _made(lambda: AutoConfig.from_pretrained(path, local_files_only=True), fields)
+    if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+        raise ModelError(f"model.path={str(path)!r} holds no weights: no .safetensors or .bin file.")
+
+    def load(**changes: Any) -> Any:
+        # Code that comes with a model is never run: transformers would ask on the terminal.
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **changes)
+
+    config = _made(load, {})
+    _check_causal_lm(type(config), config.model_type)
     _check_fields(config, fields)
-    return _made(lambda: AutoConfig.from_pretrained(path, local_files_only=True, **fields), fields)
+    return _made(lambda: load(**fields), fields)
 
 
-def _check_fields(config: Any, fields: Mapping[str, Any]) -> None:
+def _check_causal_lm(config_cls: type, model_type: str) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if config_cls not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"the model type {model_type!r} has no causal language model in transformers.")
+
+
+def _check_fields(config: Any, fields: Mapping[str, Any], where: str = "model") -> None:
+    from transformers import PreTrainedConfig
+
     # A configuration takes any keyword, so a misspelt one would be kept and ignored.
-    known = [key for key in config.to_dict() if not key.startswith("_")]
-    for key in fields:
-        if key not in known and not hasattr(config, key):
+    known = {key for key in config.to_dict() if not key.startswith("_")}
+    known |= {*inspect.signature(type(config)).parameters, *config.attribute_map, "attn_implementation"} - {"kwargs"}
+    if "rope_parameters" in known:
+        # Older names, which transformers reads into rope_parameters.
+        known |= {"rope_theta", "rope_scaling"}
+    for key, value in fields.items():
+        if key not in known:
             raise ModelError(
-                f"model.{key} is not a field of the {config.model_type} configuration.{nearest(key, known)} "
+                f"{where}.{key} is not a field of the {config.model_type} configuration.{nearest(key, known)} "
                 f"Fields: {', '.join(sorted(known))}."
             )
+        nested = getattr(config, key, None)
+        if isinstance(value, Mapping) and isinstance(nested, PreTrainedConfig):
+            _check_fields(nested, value, f"{where}.{key}")
 
 
 def _made(make: Any, fields: Mapping[str, Any]) -> Any:

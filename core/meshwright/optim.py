@@ -28,12 +28,15 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
         ConfigError: no such optimizer, an argument that it does not take, or one that needs a closure.
     """
     cls = _optimizer_class(config)
+    # The groups say who is decayed; an optimizer's own default (0.01 for AdamW) must not decay the others.
+    decay = {"weight_decay": 0.0} if "weight_decay" in inspect.signature(cls).parameters else {}
 
     def factory(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         groups = decay_groups(named_parameters, config.weight_decay, config.no_decay)
         try:
-            return cls(groups, lr=config.lr, **config.options)
-        except (TypeError, ValueError) as error:
+            return cls(groups, lr=config.lr, **decay, **config.options)
+        except Exception as error:
+            # Each optimizer checks its arguments in its own way.
             raise ConfigError(f"optimizer {config.name!r} refuses its parameters or options: {error}") from error
 
     return factory
@@ -69,6 +72,7 @@ def build_scheduler(config: ScheduleConfig, optimizer: Optimizer, steps: int) ->
     known = sorted(each.value for each in SchedulerType if each.value not in ("reduce_lr_on_plateau", "greedy"))
     if config.name not in known:
         raise ConfigError(f"schedule {config.name!r} is not one of {', '.join(known)}.{nearest(config.name, known)}")
+    _check_schedule_is_heeded(config)
     try:
         return get_scheduler(
             config.name,
@@ -77,12 +81,27 @@ def build_scheduler(config: ScheduleConfig, optimizer: Optimizer, steps: int) ->
             num_training_steps=steps,
             scheduler_specific_kwargs=dict(config.options),
         )
-    except (TypeError, ValueError) as error:
+    except Exception as error:
+        # Each schedule checks its options in its own way, or at its first value.
         raise ConfigError(f"schedule {config.name!r} refuses its options {config.options}: {error}") from error
 
 
+def _check_schedule_is_heeded(config: ScheduleConfig) -> None:
+    """Refuse what get_scheduler would drop without a word."""
+    if config.name == "constant" and config.warmup_steps:
+        raise ConfigError(
+            f"schedule 'constant' knows no warm-up, but schedule.warmup_steps={config.warmup_steps}. "
+            f"Set schedule.name=constant_with_warmup, or warmup_steps=0."
+        )
+    if config.name in ("constant", "constant_with_warmup") and config.options:
+        raise ConfigError(
+            f"schedule {config.name!r} takes no options, but schedule.options holds {', '.join(config.options)}. "
+            f"Remove them, or use another schedule."
+        )
+
+
 def _optimizer_class(config: OptimizerConfig) -> type[Optimizer]:
-    known = {
+    known: dict[str, type[Optimizer]] = {
         name: cls
         for name, cls in vars(torch.optim).items()
         if inspect.isclass(cls) and issubclass(cls, Optimizer) and cls is not Optimizer

@@ -12,6 +12,7 @@ This module imports no torch, so that `meshwright.launch.warm_up` can run before
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -138,11 +139,17 @@ def leave(exit_code: int) -> NoReturn:
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a rank's main: the exit code, what to show (nothing where empty), and whether a peer caused it."""
+    """What ended a rank's main.
+
+    Attributes:
+        exit_code: what the process is to leave with.
+        text: what to show; may be empty.
+        echo: "Type: message" where it reads like the consequence of a peer's death, otherwise empty.
+    """
 
     exit_code: int
     text: str
-    echo: bool = False
+    echo: str = ""
 
     @classmethod
     def of(cls, error: BaseException, show_traceback: bool) -> Failure:
@@ -153,7 +160,7 @@ class Failure:
             if error.code is None or isinstance(error.code, int):
                 return cls(error.code or 0, "")
             return cls(1, f"{error.code}\n")
-        echo = _is_echo(error)
+        echo = _headline(error) if _is_echo(error) else ""
         if isinstance(error, MeshwrightError):
             return cls(error.exit_code, _render(error, f"error: {error}", with_traceback=show_traceback), echo)
         rank = f"rank {_rank()} failed: " if started_by_launcher() else ""
@@ -168,8 +175,8 @@ def _settle(failure: Failure) -> int:
     try:
         first = _Board().first(failure.exit_code, patience_s=ECHO_WAIT_S if failure.echo else 0.0)
     except (RankError, RuntimeError):
-        # The store went away with the rank that hosted it. Twice told is better than never.
-        _say(failure.text)
+        # The store went away with the rank that hosted it. Twice told is better than never, but need not be long.
+        _say(f"rank {_rank()} lost its peers and their store: {failure.echo}\n" if failure.echo else failure.text)
         return failure.exit_code
     if first is None:
         lost = "This rank lost a peer, and no rank has said why: one may have been killed.\n" if failure.echo else ""
@@ -189,6 +196,7 @@ class _Board:
     def __init__(self) -> None:
         from torch.distributed import PrefixStore
 
+        _require_listener()
         self._store = PrefixStore("meshwright/failure", connect_store(BOARD_TIMEOUT_S))
 
     def first(self, exit_code: int, *, patience_s: float) -> int | None:
@@ -199,6 +207,15 @@ class _Board:
         mine = f"{_rank()} {exit_code}"
         first = self._store.compare_set(self._KEY, "", mine).decode()
         return None if first == mine else int(first.split()[1])
+
+
+def _require_listener() -> None:
+    """Raise RankError where nobody listens at the store's address: torch would say so with pages of C++ frames."""
+    address = (os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0")))
+    try:
+        socket.create_connection(address, timeout=BOARD_TIMEOUT_S).close()
+    except OSError as error:
+        raise RankError(f"no rendezvous store at {address[0]}:{address[1]} any more: {error}.") from error
 
 
 def _is_echo(error: BaseException) -> bool:

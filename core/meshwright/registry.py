@@ -154,7 +154,7 @@ class Registry:
         try:
             specs = _listed(_call_own(plugin, self._manager, "register_strategies"))
         except (Exception, SystemExit) as error:
-            reason = f"register_strategies raised {type(error).__name__}: {error}"
+            reason = f"register_strategies failed: {type(error).__name__}: {error}"
             self._failures.append(Failure(owner, reason, expected))
             return
         for spec in specs:
@@ -254,8 +254,8 @@ class Registry:
         lines = [f"Installed: {', '.join(self.strategies) or 'none'}."]
         if self.installable:
             lines.append(f"Installable: {', '.join(self.installable)}.")
-        if self.failures:
-            lines.append("Failed to load: " + "; ".join(map(str, self.failures)) + ".")
+        if self._failures:
+            lines.append("Failed to load: " + "; ".join(map(str, self._failures)) + ".")
         return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,6 +178,9 @@ def _check_output(config: RunConfig) -> None:
     directory = Path(config.output_dir)
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"output_dir={config.output_dir!r} is a file. Name a directory.")
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not os.access(existing, os.W_OK):
+        raise ConfigError(f"output_dir={config.output_dir!r} cannot be written: {existing} is read-only for you.")
     if not config.overwrite and directory.is_dir() and any(directory.iterdir()):
         raise ConfigError(
             f"output_dir={config.output_dir!r} holds the results of an earlier run. Name another directory, or set "

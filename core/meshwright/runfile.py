@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, Field, PydanticInvalidForJsonSchema, field_validator, model_validator
 
 from .data.config import DataConfig
 from .errors import ConfigError
@@ -18,14 +17,17 @@ from .sizes import MeshSizes, Size
 from .validation import FrozenModel, validated
 
 PositiveFloat = Annotated[float, Field(gt=0)]
+FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class OptimizerConfig(FrozenModel):
     """Any optimizer of torch.optim."""
 
     name: str = Field("AdamW", description="Class name in torch.optim.")
-    lr: PositiveFloat = Field(1e-3, description="Peak learning rate.")
-    weight_decay: float = Field(0.0, ge=0, description="Decay of the parameters that no_decay does not match.")
+    lr: FinitePositive = Field(1e-3, description="Peak learning rate.")
+    weight_decay: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="Decay of the parameters that no_decay does not match."
+    )
     no_decay: list[str] = Field(
         ["*bias", "*norm*", "*ln_*"],
         description="Shell patterns of parameter names that are not decayed.",
@@ -53,7 +55,7 @@ class SampleConfig(FrozenModel):
 
     prompt: str | None = Field("def ", description="Text to continue; null: no sample.")
     max_new_tokens: int = Field(80, ge=1)
-    temperature: float = Field(0.7, ge=0, description="0: the likeliest token each time.")
+    temperature: float = Field(0.7, ge=0, allow_inf_nan=False, description="0: the likeliest token each time.")
 
 
 class RunConfig(MeshSizes):
@@ -72,8 +74,8 @@ class RunConfig(MeshSizes):
         "auto", description="CPU threads of each rank; auto: the cores divided by the ranks of the node."
     )
     device: str | None = Field(None, description="cpu, cuda or cuda:0; null: the accelerator if there is one.")
-    timeout_s: PositiveFloat = Field(600.0, description="How long a collective waits for peers, in seconds.")
-    seed: int = Field(0, ge=0, description="Seed of weights, data order, dropout and sampling.")
+    timeout_s: FinitePositive = Field(600.0, description="How long a collective waits for peers, in seconds.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of weights, data order, dropout and sampling.")
     output_dir: str = Field("runs/run", description="Where metrics, the loss curve and the model go.")
     overwrite: bool = Field(False, description="Replace what an earlier run left in output_dir.")
 
@@ -101,6 +103,9 @@ class RunConfig(MeshSizes):
     def _model_has_a_source(cls, value: dict[str, Any]) -> dict[str, Any]:
         if ("path" in value) == ("model_type" in value):
             raise ValueError("give either model_type, to train from new weights, or path, a local model directory")
+        for key in ("path", "model_type", "dtype"):
+            if not isinstance(value.get(key, ""), str):
+                raise ValueError(f"{key} must be a string, not {value[key]!r}")
         return value
 
     @model_validator(mode="after")
@@ -123,13 +128,24 @@ class RunConfig(MeshSizes):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 3e-4 as text; like YAML 1.2, this reads it as a number."""
+    """Reads 3e-4 as a number, which YAML 1.1 reads as text, and refuses a key that is given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[str, yaml.Node] = {}
+        for key, _ in node.value:
+            # `<<` merges other mappings, whose keys may be given again.
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    problem = f"the key {key.value!r} is given twice"
+                    raise yaml.MarkedYAMLError("first", seen[key.value].start_mark, problem, key.start_mark)
+                seen[key.value] = key
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
-    list("-+0123456789"),
+    re.compile(r"^[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
 )
 
 
@@ -148,7 +164,8 @@ def load_run(path: str | Path, assignments: Sequence[str] = ()) -> RunConfig:
         values = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
         raise ConfigError(f"cannot read the run file {file}: {error.strerror}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
+        # ValueError: bytes that are not UTF-8, or a date that does not exist.
         raise ConfigError(f"{file} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file} must hold a mapping of keys to values, not {type(values).__name__}.")
@@ -163,7 +180,7 @@ def _assign(values: dict[str, Any], assignment: str) -> None:
         raise ConfigError(f"--set {assignment!r} is not of the form key=value, such as tp_size=2.")
     try:
         value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"--set {assignment!r}: the value is not valid YAML: {error}") from None
     *parents, last = key.split(".")
     for parent in parents:
@@ -180,18 +197,20 @@ def run_schema(registry: Registry | None = None) -> dict[str, Any]:
     """JSON schema of the run file, with the options of each installed strategy, for editors."""
     registry = registry or get_registry()
     schema = RunConfig.model_json_schema()
-    definitions = schema.setdefault("$defs", {})
+    default = RunConfig.model_fields["strategy"].default
     branches = []
-    for spec in registry.strategies.values():
-        config_schema = spec.config_cls.model_json_schema(ref_template="#/$defs/{model}")
-        definitions.update(config_schema.pop("$defs", {}))
-        definitions[spec.config_cls.__name__] = config_schema
-        reference = {"$ref": f"#/$defs/{spec.config_cls.__name__}"}
+    for name, spec in registry.strategies.items():
+        # Each keeps its own definitions inside, so that equal class names in two plugins do not meet.
+        schema["$defs"][name] = _config_schema(spec.config_cls, f"#/$defs/{name}/$defs/{{model}}")
+        reference = {"$ref": f"#/$defs/{name}"}
         if spec.wraps:
-            schema["properties"]["wrapper_config"].setdefault("properties", {})[spec.name] = reference
+            schema["properties"]["wrapper_config"].setdefault("properties", {})[name] = reference
         branches.append(
             {
-                "if": {"properties": {"strategy": {"enum": [spec.name, *spec.aliases]}}, "required": ["strategy"]},
+                "if": {
+                    "properties": {"strategy": {"enum": [name, *spec.aliases]}},
+                    "required": [] if name == default else ["strategy"],
+                },
                 "then": {"properties": {"strategy_config": reference}},
             }
         )
@@ -201,9 +220,14 @@ def run_schema(registry: Registry | None = None) -> dict[str, Any]:
     return schema
 
 
-def as_plain(config: RunConfig) -> Mapping[str, Any]:
-    """The run as plain values, to be written beside its results."""
-    values = config.model_dump(mode="json")
-    if math.isinf(config.grad_norm_type):
-        values["grad_norm_type"] = ".inf"
-    return values
+def _config_schema(config_cls: type[BaseModel], ref_template: str) -> dict[str, Any]:
+    try:
+        return config_cls.model_json_schema(ref_template=ref_template)
+    except PydanticInvalidForJsonSchema:
+        # A plugin's config may hold what JSON cannot describe; the rest of the schema is still of use.
+        return {"type": "object"}
+
+
+def as_plain(config: RunConfig) -> dict[str, Any]:
+    """The run as plain values, to be written beside its results; `load_run` reads the same run from them."""
+    return config.model_dump()

@@ -23,6 +23,6 @@ class SingleManager(DataParallelManager):
 
     def after_backward(self, *, is_last: bool) -> None:
         if self._sums is not None:
-            self._sums.take(self._trainable())
+            self._sums.take(self.trainable())
             if is_last:
                 self._sums.give()

@@ -125,8 +125,8 @@ class MeshSizes(FrozenModel):
         text = " x ".join(f"{name}={size}" for name, size in given.items() if size is not None)
         if len(unset) > 1:
             raise MeshError(
-                f"only one size can be inferred from the world size {world_size}, but {' and '.join(unset)} "
-                f"are both left open. Give all of them but one."
+                f"only one size can be inferred from the world size {world_size}, but {len(unset)} are left open: "
+                f"{', '.join(unset)}. Give all of them but one."
             )
         if not unset:
             if product != world_size:

@@ -101,7 +101,11 @@ def resolve(
     named = registry.get(strategy)
     wrapper_values = {normalized(name): values for name, values in (wrapper_config or {}).items()}
     if named.wraps:
-        wrapper_values.setdefault(named.name, {})
+        if named.name in wrapper_values:
+            raise ConfigError(
+                f"wrapper_config holds options for {named.name!r}, which is the named strategy: "
+                f"move them to strategy_config."
+            )
         stack = Stack(_layer(registry.get("single"), {}, "strategy_config"), (_layer(named, config),))
     else:
         stack = Stack(_layer(named, config))
@@ -114,9 +118,10 @@ def resolve(
     used = {layer.spec.name for layer in stack.wrappers}
     for name in wrapper_values:
         if name not in used:
+            wrapping = [spec.name for spec in registry.strategies.values() if spec.wraps]
             raise ConfigError(
-                f"wrapper_config holds options for {name!r}, which is not part of the run ({stack})."
-                f"{nearest(name, used)} Remove them, or set the size that calls for it."
+                f"wrapper_config holds options for {name!r}, which is no wrapping strategy of the run ({stack})."
+                f"{nearest(name, wrapping)} Remove them, or set the size that calls for it."
             )
     return stack, degrees
 
@@ -149,11 +154,15 @@ def _wrap_for(
 def _nobody_claims(axis: str, stack: Stack, degrees: Degrees, registry: Registry) -> str:
     claims = ", ".join(axis for axis in degrees.__dataclass_fields__ if axis in stack.claims) or "no axis"
     lines = [f"{axis}={getattr(degrees, axis)}, but {stack} shards {claims}, and no wrapping strategy takes {axis}."]
-    able = [spec.name for spec in registry.strategies.values() if axis in spec.axes]
+    data_parallel = {"dp_replicate", "dp_shard"}
+    # Which of the two axes the ranks lie on follows from the strategy, unless this one takes the other of them.
+    wanted = data_parallel if axis in data_parallel and not data_parallel & stack.claims else {axis}
+    names = " or ".join(sorted(wanted))
+    able = [spec.name for spec in registry.strategies.values() if wanted & spec.axes]
     if able:
-        lines.append(f"Installed strategies that shard {axis}: {', '.join(able)}.")
+        lines.append(f"Installed strategies that shard {names}: {', '.join(able)}.")
     else:
-        lines.append(f"No installed strategy shards {axis}.")
+        lines.append(f"No installed strategy shards {names}.")
     missing = [install_line(name) for name in INSTALLABLE if name in registry.installable]
     if missing:
         lines.append("More can be installed from a clone of meshwright: " + "; ".join(missing) + ".")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -33,35 +34,62 @@ def validated(model_cls: type[ModelT], values: Mapping[str, Any], *, where: str)
     try:
         return model_cls.model_validate(dict(values))
     except ValidationError as error:
-        lines = [_finding(model_cls, finding) for finding in error.errors()]
+        # Dicts keep the order; a key of a union type has one finding for each alternative, which belong on one line.
+        findings: dict[str, list[str]] = {}
+        for finding in error.errors():
+            path, message = _finding(model_cls, finding)
+            findings.setdefault(path, []).append(message)
+        lines = [f"  {path}: {'; or '.join(dict.fromkeys(messages))}" for path, messages in findings.items()]
         raise ConfigError("\n".join([f"{where} is not valid:", *lines])) from None
 
 
-def _finding(model_cls: type[BaseModel], finding: Any) -> str:
-    path = [str(part) for part in finding["loc"]]
+def _finding(model_cls: type[BaseModel], finding: Any) -> tuple[str, str]:
+    """The key that a finding of pydantic is about, and what is wrong with it."""
+    keys, holder = _follow(model_cls, finding["loc"])
+    path = ".".join(keys) or "as a whole"
     if finding["type"] == "extra_forbidden":
-        known = _fields_at(model_cls, path[:-1])
-        return f"  {'.'.join(path)}: unknown key.{nearest(path[-1], known)} Allowed: {', '.join(sorted(known))}."
+        known = list(holder.model_fields) if holder else []
+        return path, f"unknown key.{nearest(keys[-1], known)} Allowed: {', '.join(sorted(known)) or 'none'}."
     if finding["type"] == "missing":
-        return f"  {'.'.join(path)}: required, but not given."
+        return path, "required, but not given."
     # A validator of a whole model has no single value to show; its message carries what matters.
-    got = f" (got {finding['input']!r})" if path and not isinstance(finding["input"], dict) else ""
-    message = finding["msg"].removeprefix("Value error, ")
-    return f"  {'.'.join(path) or 'as a whole'}: {message}{got}"
+    got = f" (got {finding['input']!r:.200})" if keys and not isinstance(finding["input"], dict) else ""
+    return path, finding["msg"].removeprefix("Value error, ") + got
 
 
-def _fields_at(model_cls: type[BaseModel], path: list[str]) -> list[str]:
-    """Field names of the model reached by following `path` through nested models."""
-    for part in path:
-        field = model_cls.model_fields.get(part)
-        nested = next((cls for cls in _models_in(field.annotation)), None) if field else None
-        if nested is None:
-            return []
-        model_cls = nested
-    return list(model_cls.model_fields)
+def _follow(model_cls: type[BaseModel], location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
+    """The user's keys in pydantic's location, which also names alternatives of unions; and the model of the last key.
+
+    The model is None where the last key belongs to a plain mapping or list.
+    """
+    keys: list[str] = []
+    holder: type[BaseModel] | None = model_cls
+    inside: list[type[BaseModel]] = [model_cls]
+    annotation: Any = None
+    for part in location:
+        if inside:
+            holder = inside[0]
+            field = holder.model_fields.get(str(part))
+            annotation = field.annotation if field else None
+            inside = _models_in(annotation)
+        elif _is_union(annotation):
+            # The name of an alternative, not a key.
+            annotation = None
+            continue
+        else:
+            holder = None
+        if part != "[key]":
+            keys.append(str(part))
+    return keys, holder
+
+
+def _is_union(annotation: Any) -> bool:
+    if get_origin(annotation) not in (Union, UnionType):
+        return False
+    return len([each for each in get_args(annotation) if each is not type(None)]) > 1
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [cls for arg in getattr(annotation, "__args__", ()) for cls in _models_in(arg)]
+    return [cls for each in get_args(annotation) for cls in _models_in(each)]

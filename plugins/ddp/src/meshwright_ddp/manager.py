@@ -53,4 +53,4 @@ class DDPManager(DataParallelManager):
     def after_backward(self, *, is_last: bool) -> None:
         # The last microbatch's gradients join the waiting sums in the hook.
         if self._sums is not None and not is_last:
-            self._sums.take(self._trainable())
+            self._sums.take(self.trainable())
