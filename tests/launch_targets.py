@@ -129,6 +129,8 @@ def main():
     if started_by_launcher():
         leave(guarded(case, (started_s,)))
     warm_up()
+    sys.stdout.write("warming up\n")
+    sys.stdout.flush()
     sys.exit(launch(case, (started_s,), nproc=nproc))
 
 

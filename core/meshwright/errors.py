@@ -9,7 +9,7 @@
       DataError               corpus, tokenizer or split cannot be used
       BatchError              the microbatches of a step are malformed or differ in number between ranks
       TrainingError           training cannot go on (a loss or gradient that is not finite)
-      RankError               a worker process failed; carries that rank's own report
+      RankError               a worker process failed, or the rendezvous store cannot be reached
 
 Every message says what is wrong, the value, what is allowed, and how to fix it. `exit_code` is what the
 command line returns: 2 for input that the user can correct, 1 for a failure while running.
@@ -62,7 +62,7 @@ class TrainingError(MeshwrightError):
 
 
 class RankError(MeshwrightError):
-    """A worker process failed; the message carries that rank's own report."""
+    """A worker process failed (the message carries its own report), or the rendezvous store cannot be reached."""
 
     exit_code = 1
 
