@@ -70,9 +70,7 @@ def test_ranks_that_must_see_one_batch_share_a_data_rank(sizes: dict[str, Any], 
 
 def _expert_ranks(sizes: dict[str, Any]) -> dict[str, list[int]]:
     mesh = _mesh(sizes)
-    return {
-        axis: mesh.expert_mesh[axis].mesh.tolist() for axis in ("pp", "dp_replicate", "ep_shard", "ep")
-    }
+    return {axis: mesh.expert_mesh[axis].mesh.tolist() for axis in ("pp", "dp_replicate", "ep_shard", "ep")}
 
 
 def test_expert_mesh_covers_the_same_ranks() -> None:

@@ -247,8 +247,8 @@ class Registry:
                 f"strategy {name!r} is not installed. Install it from a clone of meshwright: {install_line(key)}\n"
                 f"{self._others()}"
             )
-        known = [*self._specs, *aliases, *INSTALLABLE]
-        raise UnknownStrategyError(f"strategy {name!r} is not installed.{nearest(key, known)}\n{self._others()}")
+        hint = nearest(key, [*self._specs, *INSTALLABLE]) or nearest(key, aliases)
+        raise UnknownStrategyError(f"strategy {name!r} is not installed.{hint}\n{self._others()}")
 
     def _others(self) -> str:
         lines = [f"Installed: {', '.join(self.strategies) or 'none'}."]

@@ -1,0 +1,224 @@
+"""Building and loading the model of a run file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.errors import ModelError
+from meshwright.model import build_model, dtype_of, model_config
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+}
+GPT2 = {"model_type": "gpt2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "n_positions": 32}
+
+
+class Tokenizer:
+    """What `model_config` asks of a tokenizer."""
+
+    eos_token_id = 7
+
+    def __len__(self) -> int:
+        return 50
+
+
+def config_of(section: dict[str, Any], seq_len: int = 16) -> Any:
+    return model_config(section, tokenizer=Tokenizer(), seq_len=seq_len)
+
+
+def model_of(section: dict[str, Any], seed: int = 0) -> Any:
+    return build_model(section, config_of(section), seed=seed)
+
+
+def equal(one: Any, two: Any) -> bool:
+    mine, other = one.state_dict(), two.state_dict()
+    return mine.keys() == other.keys() and all(tensor.equal(other[name]) for name, tensor in mine.items())
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    """A saved tiny model with a vocabulary of 60."""
+    path = tmp_path_factory.mktemp("model")
+    model_of({**LLAMA, "vocab_size": 60, "tie_word_embeddings": True}, seed=5).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def edited(directory, tmp_path):
+    """A copy of the saved model's configuration, changed, with an empty file for weights."""
+
+    def write(**changes: Any) -> str:
+        config = json.loads((directory / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+        (tmp_path / "model.safetensors").touch()
+        return str(tmp_path)
+
+    return write
+
+
+# -- from fields
+
+
+def test_the_tokenizer_gives_what_the_fields_leave_out():
+    config = config_of(LLAMA)
+    assert (config.vocab_size, config.eos_token_id, config.bos_token_id) == (50, 7, None)
+    config = config_of({**LLAMA, "vocab_size": 64, "eos_token_id": 3})
+    assert (config.vocab_size, config.eos_token_id) == (64, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "attribute", "value"),
+    [
+        ({"rope_theta": 500.0}, "rope_parameters", {"rope_theta": 500.0, "rope_type": "default"}),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings", True),
+        ({"attn_implementation": "eager"}, "_attn_implementation", "eager"),
+    ],
+)
+def test_fields_reach_the_configuration(fields, attribute, value):
+    assert getattr(config_of({**LLAMA, **fields}), attribute) == value
+
+
+def test_a_common_name_stands_for_the_types_own_name():
+    assert config_of(GPT2).n_embd == 16
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others():
+    assert equal(model_of(LLAMA, seed=1), model_of(LLAMA, seed=1))
+    assert not equal(model_of(LLAMA, seed=1), model_of(LLAMA, seed=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(None, torch.float32), ("float32", torch.float32), ("bfloat16", torch.bfloat16), ("float64", torch.float64)],
+)
+def test_dtype_is_that_of_all_parameters(name, dtype):
+    section = LLAMA if name is None else {**LLAMA, "dtype": name}
+    assert dtype_of(section) is dtype
+    assert {parameter.dtype for parameter in model_of(section).parameters()} == {dtype}
+
+
+@pytest.mark.parametrize(
+    ("section", "texts"),
+    [
+        ({"model_type": "lama"}, ["model_type='lama' is not a model type", "Did you mean 'llama'?"]),
+        ({"model_type": "t5"}, ["'t5' has no causal language model"]),
+        ({**LLAMA, "dtype": "float16"}, ["dtype='float16' is not one of float32, bfloat16, float64"]),
+        ({**LLAMA, "dtype": "bfloat"}, ["Did you mean 'bfloat16'?"]),
+        ({**LLAMA, "num_hiden_layers": 2}, ["model.num_hiden_layers is not", "Did you mean 'num_hidden_layers'?"]),
+        ({**LLAMA, "n_embd": 2}, ["model.n_embd is not a field of the llama configuration", "hidden_size"]),
+        # A method and a property of the configuration class are no fields.
+        ({**LLAMA, "to_dict": 2}, ["model.to_dict is not a field"]),
+        ({**LLAMA, "kwargs": 2}, ["model.kwargs is not a field"]),
+        ({**LLAMA, "num_hidden_layers": "two"}, ["refuses the model configuration", "'num_hidden_layers'", "two"]),
+        ({**LLAMA, "hidden_size": 15}, ["refuses the model configuration", "15"]),
+        ({**LLAMA, "vocab_size": 49}, ["vocabulary has 49 entries", "tokenizer has 50", "Leave model.vocab_size out"]),
+        (
+            {**LLAMA, "max_position_embeddings": 15},
+            ["holds 15 positions", "seq_len is 16", "at most 15", "at least 16"],
+        ),
+        ({**GPT2, "n_positions": 15}, ["holds 15 positions"]),
+        (
+            {"model_type": "gemma3", "text_config": {"hiden_size": 16}},
+            ["model.text_config.hiden_size is not", "Did you mean 'hidden_size'?"],
+        ),
+    ],
+)
+def test_a_configuration_that_is_not_meant_so_is_an_error(section, texts):
+    with pytest.raises(ModelError) as caught:
+        config_of(section)
+    for text in texts:
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("fields", [{"hidden_act": "nope"}, {"num_key_value_heads": 0}, {"intermediate_size": -1}])
+def test_what_shows_only_when_the_model_is_built_is_a_model_error_too(fields):
+    section = {**LLAMA, **fields}
+    with pytest.raises(ModelError):
+        model_of(section)
+
+
+# -- from a directory
+
+
+def test_a_directory_is_loaded_whatever_the_seed(directory):
+    model = model_of({"path": str(directory)}, seed=9)
+    assert equal(model, model_of({**LLAMA, "vocab_size": 60, "tie_word_embeddings": True}, seed=5))
+    assert model.config.eos_token_id == 7
+
+
+def test_fields_change_what_a_directory_says(directory):
+    section = {"path": str(directory), "attention_dropout": 0.5, "dtype": "bfloat16"}
+    model = model_of(section)
+    assert model.config.attention_dropout == 0.5
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("fields", "texts"),
+    [
+        ({"attention_droput": 0.5}, ["model.attention_droput is not", "Did you mean 'attention_dropout'?"]),
+        ({"vocab_size": 49}, ["vocabulary has 49 entries"]),
+        ({"max_position_embeddings": 8}, ["holds 8 positions"]),
+        ({"hidden_size": "big"}, ["refuses the model configuration"]),
+        ({"num_hidden_layers": 3}, ["lacks 9 weights", "would start at random", "model.layers.2."]),
+        ({"hidden_size": 32}, ["transformers cannot build the model"]),
+    ],
+)
+def test_fields_that_do_not_fit_a_directory_are_an_error(fields, texts, directory):
+    with pytest.raises(ModelError) as caught:
+        model_of({"path": str(directory), **fields})
+    for text in texts:
+        assert text in str(caught.value)
+
+
+def test_a_missing_directory_is_an_error(tmp_path):
+    with pytest.raises(ModelError, match=r"nowhere' is not a directory"):
+        config_of({"path": str(tmp_path / "nowhere")})
+
+
+def test_a_directory_without_a_configuration_is_an_error(tmp_path):
+    with pytest.raises(ModelError, match=r"holds no config\.json"):
+        config_of({"path": str(tmp_path)})
+
+
+def test_a_directory_without_weights_is_an_error(edited):
+    path = edited()
+    Path(path, "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="holds no weights"):
+        config_of({"path": path})
+
+
+def test_a_directory_with_broken_weights_is_an_error(edited):
+    with pytest.raises(ModelError, match="transformers cannot build the model"):
+        model_of({"path": edited()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model_type": "t5"}, "'t5' has no causal language model"),
+        ({"model_type": "no_such_type"}, "no_such_type"),
+        ({"model_type": "own_type", "auto_map": {"AutoConfig": "code.Config"}}, "trust_remote_code"),
+    ],
+)
+def test_a_directory_that_transformers_cannot_train_is_an_error(changes, text, edited):
+    with pytest.raises(ModelError, match=text):
+        config_of({"path": edited(**changes)})
+
+
+def test_a_configuration_that_is_no_json_is_an_error(edited):
+    path = edited()
+    Path(path, "config.json").write_text("{")
+    with pytest.raises(ModelError, match="refuses the model configuration"):
+        config_of({"path": path})

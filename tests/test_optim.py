@@ -1,0 +1,179 @@
+"""Optimizers, decay groups and schedules from a run file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.errors import ConfigError
+from meshwright.optim import build_scheduler, decay_groups, optimizer_factory
+from meshwright.runfile import OptimizerConfig, ScheduleConfig
+
+
+def named() -> list[tuple[str, nn.Parameter]]:
+    torch.manual_seed(0)
+    shapes = {"embed.weight": (4, 2), "layers.0.proj.weight": (2, 2), "layers.0.proj.bias": (2,), "norm.weight": (2,)}
+    return [(name, nn.Parameter(torch.randn(shape))) for name, shape in shapes.items()]
+
+
+def matrices() -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in named() if parameter.dim() == 2]
+
+
+def make(name: str, parameters: list[tuple[str, nn.Parameter]] | None = None, **config: Any) -> torch.optim.Optimizer:
+    return optimizer_factory(OptimizerConfig(name=name, **config))(parameters or named())
+
+
+def step(optimizer: torch.optim.Optimizer, gradient: float = 1.0) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.full_like(parameter, gradient)
+    optimizer.step()
+
+
+TAKES_CLOSURE = {"LBFGS"}
+TAKES_SPARSE_GRADIENTS = {"SparseAdam"}
+OPTIMIZERS = sorted(
+    name
+    for name, cls in vars(torch.optim).items()
+    if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+)
+
+
+@pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - TAKES_CLOSURE - TAKES_SPARSE_GRADIENTS))
+def test_every_optimizer_of_torch_is_made_by_name_and_steps(name):
+    parameters = matrices() if name == "Muon" else named()
+    before = [parameter.detach().clone() for _, parameter in parameters]
+    optimizer = make(name, parameters, lr=1e-2)
+    assert type(optimizer) is getattr(torch.optim, name)
+    step(optimizer)
+    assert {group["lr"] for group in optimizer.param_groups} == {1e-2}
+    assert all(not old.equal(new) for old, (_, new) in zip(before, parameters, strict=True))
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    with pytest.raises(ConfigError, match="'LBFGS' needs a closure"):
+        optimizer_factory(OptimizerConfig(name="LBFGS"))
+
+
+@pytest.mark.parametrize(
+    ("config", "texts"),
+    [
+        ({"name": "AdmaW"}, ["'AdmaW' is not in torch.optim.", "Did you mean 'AdamW'?", "Known: ASGD, "]),
+        ({"name": "Optimizer"}, ["'Optimizer' is not in torch.optim."]),
+        ({"name": "lr_scheduler"}, ["'lr_scheduler' is not in torch.optim."]),
+        ({"options": {"beta": 1}}, ["takes no argument 'beta'", "Did you mean 'betas'?", "It takes: lr, betas, eps"]),
+        ({"options": {"params": []}}, ["takes no argument 'params'"]),
+        ({"options": {"lr": 1}}, ["options holds 'lr'", "set optimizer.lr"]),
+        ({"options": {"weight_decay": 1}}, ["options holds 'weight_decay'", "set optimizer.weight_decay"]),
+        ({"name": "SparseAdam", "weight_decay": 0.1}, ["'SparseAdam' takes no argument 'weight_decay'"]),
+    ],
+)
+def test_what_an_optimizer_does_not_take_is_an_error_before_any_parameter_is_seen(config, texts):
+    with pytest.raises(ConfigError) as caught:
+        optimizer_factory(OptimizerConfig(**config))
+    for text in texts:
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"options": {"betas": [2.0, 0.9]}},
+        {"options": {"betas": [0.9]}},
+        {"options": {"betas": 0.9}},
+        {"options": {"eps": "small"}},
+        {"name": "Muon"},
+    ],
+)
+def test_arguments_that_an_optimizer_refuses_are_an_error_that_names_it(config):
+    factory = optimizer_factory(OptimizerConfig(**config))
+    with pytest.raises(ConfigError, match=f"optimizer '{config.get('name', 'AdamW')}' refuses"):
+        factory(named())
+
+
+def test_options_reach_the_optimizer():
+    optimizer = make("SGD", lr=0.5, options={"momentum": 0.9, "nesterov": True})
+    assert (optimizer.defaults["momentum"], optimizer.defaults["nesterov"]) == (0.9, True)
+
+
+# -- decay
+
+
+@pytest.mark.parametrize(
+    ("patterns", "kept"),
+    [
+        (["*bias", "*norm*", "*ln_*"], {"layers.0.proj.bias", "norm.weight"}),
+        (["embed.*"], {"embed.weight"}),
+        ([], set()),
+        (["Norm*"], set()),
+        (["*"], {"embed.weight", "layers.0.proj.weight", "layers.0.proj.bias", "norm.weight"}),
+    ],
+)
+def test_decay_groups_follow_the_names(patterns, kept):
+    parameters = named()
+    groups = decay_groups(parameters, 0.1, patterns)
+    names = {id(parameter): name for name, parameter in parameters}
+    by_decay = {group["weight_decay"]: {names[id(p)] for p in group["params"]} for group in groups}
+    expected = {0.1: {name for name, _ in parameters} - kept, 0.0: kept}
+    assert by_decay == {decay: members for decay, members in expected.items() if members}
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_parameters_shrink_exactly_where_decay_is_asked_for(name, weight_decay):
+    parameters = named()
+    before = {key: parameter.detach().clone() for key, parameter in parameters}
+    step(make(name, parameters, lr=0.5, weight_decay=weight_decay), gradient=0.0)
+    changed = {key for key, parameter in parameters if not parameter.equal(before[key])}
+    assert changed == ({"embed.weight", "layers.0.proj.weight"} if weight_decay else set())
+
+
+# -- schedules
+
+
+def rates(config: ScheduleConfig, steps: int = 10) -> list[float]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = build_scheduler(config, optimizer, steps)
+    values = []
+    for _ in range(steps):
+        values.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return values
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"name": "constant"}, [1.0] * 10),
+        ({"name": "constant_with_warmup", "warmup_steps": 2}, [0.0, 0.5] + [1.0] * 8),
+        ({"name": "linear", "warmup_steps": 2}, [0.0, 0.5] + [1 - n / 8 for n in range(8)]),
+        ({"name": "polynomial", "options": {"power": 1.0, "lr_end": 0.5}}, [1 - n / 20 for n in range(10)]),
+    ],
+)
+def test_schedules_follow_the_step(config, expected):
+    assert rates(ScheduleConfig(**config)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "texts"),
+    [
+        ({"name": "cosin"}, ["schedule 'cosin' is not one of", "Did you mean 'cosine'?"]),
+        ({"name": "reduce_lr_on_plateau"}, ["is not one of"]),
+        ({"name": "greedy"}, ["is not one of"]),
+        ({"name": "cosine", "options": {"cycles": 2}}, ["schedule 'cosine' refuses its options", "cycles"]),
+        ({"name": "warmup_stable_decay"}, ["schedule 'warmup_stable_decay' refuses its options"]),
+        ({"name": "constant", "warmup_steps": 3}, ["'constant' knows no warm-up", "constant_with_warmup"]),
+        ({"name": "constant", "options": {"power": 1}}, ["'constant' takes no options", "power"]),
+        ({"name": "constant_with_warmup", "options": {"power": 1}}, ["takes no options", "power"]),
+    ],
+)
+def test_a_schedule_that_would_not_be_followed_is_an_error(config, texts):
+    with pytest.raises(ConfigError) as caught:
+        rates(ScheduleConfig(**config))
+    for text in texts:
+        assert text in str(caught.value)

@@ -1,0 +1,298 @@
+"""Which strategies together shard every axis, and what is said when none do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from meshwright.contract import Estimate, ModelSize, StrategyConfig, StrategySpec
+from meshwright.errors import ConfigError, MeshError, StrategyError, UnknownStrategyError
+from meshwright.hookspecs import hookimpl
+from meshwright.registry import Registry, install_line
+from meshwright.sizes import Degrees, MeshSizes
+from meshwright.stack import resolve
+
+
+class DataConfig(StrategyConfig):
+    level: int = 1
+
+
+class StagesConfig(StrategyConfig):
+    schedule: str = "1f1b"
+
+
+class Manager:
+    """Records what it was built from."""
+
+    def __init__(self, name: str, config: BaseModel, mesh: Any, inner: Any = None) -> None:
+        self.name, self.config, self.mesh, self.inner = name, config, mesh, inner
+
+
+def spec(name: str, *axes: str, config_cls: type[BaseModel] = DataConfig, **parts: Any) -> StrategySpec:
+    def build(config: BaseModel, mesh: Any, *inner: Any) -> Any:
+        return Manager(name, config, mesh, *inner)
+
+    return StrategySpec(name, "For tests.", frozenset(axes), config_cls, build, **parts)
+
+
+def stages(name: str = "stages", *axes: str) -> StrategySpec:
+    return spec(name, *(axes or ("pp",)), config_cls=StagesConfig, wraps=True, aliases=(f"{name}_alias",))
+
+
+SHARDS = spec("shards", "dp_replicate", "dp_shard", aliases=("sh",))
+COPIES = spec("copies", "dp_replicate")
+
+
+def registry_of(*specs: StrategySpec) -> Registry:
+    class Plugin:
+        @hookimpl
+        def register_strategies(self) -> list[StrategySpec]:
+            return list(specs)
+
+    registry = Registry([])
+    if specs:
+        registry.register(Plugin(), name="test")
+    assert registry.failures == []
+    return registry
+
+
+def mesh_of(degrees: Degrees) -> Any:
+    return SimpleNamespace(degrees=degrees)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "world_size", "text", "degrees"),
+    [
+        ("shards", {}, 4, "shards", Degrees(dp_shard=4)),
+        ("sh", {}, 4, "shards", Degrees(dp_shard=4)),
+        ("shards", {"dp_replicate_size": 2}, 4, "shards", Degrees(dp_replicate=2, dp_shard=2)),
+        ("copies", {}, 4, "copies", Degrees(dp_replicate=4)),
+        ("copies", {"dp_size": 1}, 1, "copies", Degrees()),
+        ("single", {}, 1, "single", Degrees()),
+        ("shards", {"pp_size": 2}, 4, "stages over shards", Degrees(pp=2, dp_shard=2)),
+        ("copies", {"pp_size": 2}, 4, "stages over copies", Degrees(pp=2, dp_replicate=2)),
+        ("single", {"pp_size": 2}, 2, "stages over single", Degrees(pp=2)),
+        ("stages", {"pp_size": 2}, 2, "stages over single", Degrees(pp=2)),
+        ("stages", {}, 1, "stages over single", Degrees()),
+        ("shards", {"pp_size": 2, "cp_size": 2}, 4, "rings over stages over shards", Degrees(pp=2, cp=2)),
+        ("rings", {"pp_size": 2, "cp_size": 2}, 4, "stages over rings over single", Degrees(pp=2, cp=2)),
+    ],
+)
+def test_each_axis_above_one_finds_its_strategy(strategy, sizes, world_size, text, degrees):
+    registry = registry_of(SHARDS, COPIES, stages(), stages("rings", "cp"))
+    stack, found = resolve(strategy, MeshSizes(**sizes), world_size, registry=registry)
+    assert (str(stack), found) == (text, degrees)
+    assert set(degrees.above_one()) <= stack.claims
+
+
+def test_a_wrapper_is_not_added_for_an_axis_that_the_named_strategy_claims():
+    both = spec("both", "dp_shard", "pp")
+    stack, _ = resolve("both", MeshSizes(pp_size=2), 4, registry=registry_of(both, stages()))
+    assert str(stack) == "both"
+
+
+def test_one_wrapper_serves_all_its_axes():
+    stack, _ = resolve(
+        "shards", MeshSizes(pp_size=2, cp_size=2), 4, registry=registry_of(SHARDS, stages("w", "pp", "cp"))
+    )
+    assert str(stack) == "w over shards"
+
+
+def test_two_wrappers_for_one_axis_are_an_error_that_names_both():
+    registry = registry_of(SHARDS, stages("one"), stages("two"))
+    with pytest.raises(MeshError, match=r"pp=2 .*\(one, two\)"):
+        resolve("shards", MeshSizes(pp_size=2), 2, registry=registry)
+    assert str(resolve("two", MeshSizes(pp_size=2), 2, registry=registry)[0]) == "two over single"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "world_size", "texts"),
+    [
+        (
+            "shards",
+            {"tp_size": 2},
+            4,
+            [
+                "tp=2",
+                "shards shards dp_replicate, dp_shard",
+                "Installed strategies that shard tp: dense.",
+                "Or set tp_size=1.",
+            ],
+        ),
+        (
+            "shards",
+            {"pp_size": 2},
+            4,
+            ["pp=2", "no wrapping strategy takes pp", "No installed strategy shards pp.", "Or set pp_size=1."],
+        ),
+        ("shards", {"ep_size": 4}, 4, ["ep=4", "No installed strategy shards ep.", "Or set ep_size=1."]),
+        (
+            "copies",
+            {"dp_replicate_size": 1},
+            4,
+            [
+                "dp_shard=4",
+                "copies shards dp_replicate",
+                "that shard dp_shard: shards.",
+                "copies keeps whole copies: leave dp_replicate_size out, or set it to dp_size=4.",
+            ],
+        ),
+        ("copies", {"dp_replicate_size": 2}, 4, ["dp_shard=2", "set it to dp_size=4"]),
+        (
+            "single",
+            {},
+            4,
+            [
+                "dp_shard=4",
+                "single shards no axis",
+                "that shard dp_replicate or dp_shard: copies, shards.",
+                "Or start one rank",
+            ],
+        ),
+        ("single", {"dp_replicate_size": 4}, 4, ["dp_replicate=4", "copies, shards", "Or start one rank"]),
+        ("dense", {"tp_size": 2}, 4, ["dp_shard=2", "dense shards tp", "copies, shards"]),
+    ],
+)
+def test_an_axis_that_nobody_claims_is_an_error_with_who_could_and_what_to_change(strategy, sizes, world_size, texts):
+    registry = registry_of(SHARDS, COPIES, spec("dense", "tp"))
+    with pytest.raises(MeshError) as caught:
+        resolve(strategy, MeshSizes(**sizes), world_size, registry=registry)
+    for text in [*texts, install_line("fsdp2"), install_line("ddp")]:
+        assert text in str(caught.value)
+
+
+def test_nothing_is_offered_for_installation_when_all_is_installed():
+    registry = registry_of(spec("ddp", "dp_replicate"), spec("fsdp2", "dp_shard"))
+    with pytest.raises(MeshError) as caught:
+        resolve("fsdp2", MeshSizes(tp_size=2), 2, registry=registry)
+    assert "pip install" not in str(caught.value)
+
+
+def test_sizes_that_do_not_fill_the_world_are_an_error():
+    with pytest.raises(MeshError, match="do not fill the world"):
+        resolve("shards", MeshSizes(dp_size=3), 4, registry=registry_of(SHARDS))
+
+
+def test_an_unknown_strategy_is_an_error():
+    with pytest.raises(UnknownStrategyError, match="Did you mean 'shards'"):
+        resolve("shard", MeshSizes(), 4, registry=registry_of(SHARDS))
+
+
+# -- configs
+
+
+def test_options_reach_the_named_strategy_and_its_wrapper():
+    registry = registry_of(SHARDS, stages())
+    stack, _ = resolve(
+        "shards",
+        MeshSizes(pp_size=2),
+        4,
+        config={"level": 3},
+        wrapper_config={"Stages": {"schedule": "gpipe"}},
+        registry=registry,
+    )
+    assert stack.inner.config == DataConfig(level=3)
+    assert stack.wrappers[0].config == StagesConfig(schedule="gpipe")
+
+
+def test_options_of_a_named_wrapper_are_its_strategy_config():
+    stack, _ = resolve("stages", MeshSizes(pp_size=2), 2, config={"schedule": "gpipe"}, registry=registry_of(stages()))
+    assert stack.wrappers[0].config == StagesConfig(schedule="gpipe")
+
+
+def test_a_config_object_is_taken_as_it_is():
+    config = DataConfig(level=2)
+    stack, _ = resolve("shards", MeshSizes(), 4, config=config, registry=registry_of(SHARDS))
+    assert stack.inner.config is config
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "options", "texts"),
+    [
+        ("shards", {}, {"config": StagesConfig()}, ["takes a DataConfig, not a StagesConfig"]),
+        ("shards", {}, {"config": {"levle": 2}}, ["strategy_config of 'shards'", "levle: unknown key", "mean 'level'"]),
+        ("shards", {}, {"config": {"level": "high"}}, ["strategy_config of 'shards'", "level", "'high'"]),
+        ("shards", {}, {"wrapper_config": {"stages": {}}}, ["'stages'", "of the run (shards)", "Remove them"]),
+        ("shards", {}, {"wrapper_config": {"stagse": {}}}, ["'stagse'", "Did you mean 'stages'"]),
+        (
+            "shards",
+            {"pp_size": 2},
+            {"wrapper_config": {"stages": {"schedul": "x"}}},
+            ["wrapper_config of 'stages'", "schedul: unknown key", "mean 'schedule'"],
+        ),
+        (
+            "stages",
+            {"pp_size": 2},
+            {"wrapper_config": {"stages": {"schedule": "x"}}},
+            ["'stages'", "is the named strategy", "move them to strategy_config"],
+        ),
+    ],
+)
+def test_options_that_fit_no_strategy_of_the_run_are_an_error(strategy, sizes, options, texts):
+    registry = registry_of(SHARDS, stages())
+    with pytest.raises(ConfigError) as caught:
+        resolve(strategy, MeshSizes(**sizes), 2, registry=registry, **options)
+    for text in texts:
+        assert text in str(caught.value)
+
+
+def test_a_broken_wrapper_is_told_when_it_is_named():
+    registry = registry_of(SHARDS)
+    broken = spec("stages", "pp", config_cls=dict, wraps=True)
+
+    class Plugin:
+        @hookimpl
+        def register_strategies(self) -> list[StrategySpec]:
+            return [broken]
+
+    registry.register(Plugin(), name="broken")
+    with pytest.raises(StrategyError, match="is not a pydantic model class"):
+        resolve("stages", MeshSizes(pp_size=2), 2, registry=registry)
+
+
+# -- building
+
+
+def test_build_hands_over_config_and_mesh():
+    stack, degrees = resolve("shards", MeshSizes(), 4, config={"level": 2}, registry=registry_of(SHARDS))
+    mesh = mesh_of(degrees)
+    manager: Any = stack.build(mesh)
+    assert (manager.name, manager.config, manager.mesh, manager.inner) == ("shards", DataConfig(level=2), mesh, None)
+
+
+def test_build_hands_a_wrapper_the_means_to_make_inner_managers():
+    registry = registry_of(SHARDS, stages(), stages("rings", "cp"))
+    stack, degrees = resolve("shards", MeshSizes(pp_size=2, cp_size=2), 4, config={"level": 2}, registry=registry)
+    mesh = mesh_of(degrees)
+    outer: Any = stack.build(mesh)
+    assert (outer.name, outer.config, outer.mesh) == ("rings", StagesConfig(), mesh)
+    middle = outer.inner()
+    assert middle.name == "stages"
+    one, two = middle.inner(), middle.inner()
+    assert one is not two
+    assert (one.name, one.config, one.mesh, one.inner) == ("shards", DataConfig(level=2), mesh, None)
+
+
+def test_build_refuses_a_mesh_with_an_axis_that_the_stack_does_not_claim():
+    stack, _ = resolve("copies", MeshSizes(), 4, registry=registry_of(COPIES))
+    with pytest.raises(MeshError, match="copies does not shard dp_shard, tp, but the mesh is dp_shard=2 x tp=2"):
+        stack.build(mesh_of(Degrees(dp_shard=2, tp=2)))
+
+
+def test_the_estimate_is_the_inner_strategys_own_and_unknown_under_a_wrapper():
+    def estimate(config: Any, degrees: Degrees, size: ModelSize) -> Estimate:
+        return Estimate(size.parameters // degrees.dp_shard, config.level, 0)
+
+    registry = registry_of(spec("counting", "dp_shard", estimate=estimate), SHARDS, stages())
+    size = ModelSize(parameters=8, trainable=8, largest_block=2, bytes_per_element=4)
+
+    def estimated(strategy: str, **sizes: int) -> Estimate | None:
+        stack, degrees = resolve(strategy, MeshSizes(**sizes), 4, registry=registry)
+        return stack.estimate(degrees, size)
+
+    assert estimated("counting") == Estimate(2, 1, 0)
+    assert estimated("counting", pp_size=2) is None
+    assert estimated("shards") is None
