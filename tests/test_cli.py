@@ -80,6 +80,7 @@ def workplace(tmp_path_factory) -> Path:
     write_run(directory)
     (directory / "no_config").mkdir()
     (directory / "full").mkdir()
+    (directory / "earlier" / "model").mkdir(parents=True)
     (directory / "full" / "notes.txt").write_text("keep")
     (directory / "lone").mkdir()
     (directory / "lone" / "a.txt").write_text("one document")
@@ -144,6 +145,14 @@ BAD_INPUT = {
     "vocabulary too small": (["model.vocab_size=10"], ["vocabulary has 10 entries"]),
     "positions too few": (["model.max_position_embeddings=8"], ["holds 8 positions, but data.seq_len is 16"]),
     "results in the way": (["output_dir=full"], ["holds the results of an earlier run", "overwrite=true"]),
+    "a model that the run would replace": (
+        ["output_dir=earlier", "overwrite=true", "model={path: earlier/model}"],
+        ["model.path='earlier/model' lies in what this run replaces"],
+    ),
+    "a tokenizer that the run would replace": (
+        ["output_dir=earlier", "overwrite=true", "data.tokenizer=earlier/model/../model", "data.vocab_size=1024"],
+        ["data.tokenizer='earlier/model/../model' lies in what this run replaces"],
+    ),
     "output is a file": (["output_dir=0.txt"], ["is a file"]),
 }
 

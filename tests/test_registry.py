@@ -318,6 +318,19 @@ def test_a_plugin_adds_a_command_and_one_that_fails_is_told(ending, plugin):
     assert registry.failures[0].plugin.startswith("failing (")
 
 
+def test_a_command_that_exists_cannot_be_replaced(plugin):
+    rival = COMMAND.replace("hello()", "train()")
+    registry = Registry([plugin("rival", rival), plugin("twin", COMMAND), plugin("hello", COMMAND)])
+    app = typer.Typer()
+    app.command("train")(lambda: print("core trains"))  # noqa: T201
+    app.command("other")(lambda: None)
+    registry.extend_commands(app)
+    assert CliRunner().invoke(app, ["train"]).stdout == "core trains\n"
+    assert CliRunner().invoke(app, ["hello"]).stdout == "hello from a plugin\n"
+    reasons = [failure.reason for failure in registry.failures]
+    assert reasons == ["its commands exist already: train", "its commands exist already: hello"]
+
+
 class Observer:
     def __init__(self) -> None:
         self.seen: list[object] = []

@@ -129,7 +129,7 @@ def run_rank(store: Store | None, config: RunConfig) -> None:
         plan = world.together(lambda: plan_run(config, world.size))
         mesh = Mesh(plan.degrees, world)
         manager = plan.stack.build(mesh)
-        model = build_model(config.model, plan.model_config, seed=config.seed)
+        model = world.together(lambda: build_model(config.model, plan.model_config, seed=config.seed))
         if world.rank == 0:
             _prepare_output(config)
             console.print(_headline(config, plan, model, mesh), highlight=False, soft_wrap=True)
@@ -186,6 +186,12 @@ def _check_output(config: RunConfig) -> None:
             f"output_dir={config.output_dir!r} holds the results of an earlier run. Name another directory, or set "
             f"overwrite=true to replace them."
         )
+    replaced = (directory / MODEL).resolve()
+    for key, path in (("model.path", config.model.get("path")), ("data.tokenizer", config.data.tokenizer)):
+        if path is not None and replaced in (source := Path(path).expanduser().resolve(), *source.parents):
+            raise ConfigError(
+                f"{key}={path!r} lies in what this run replaces ({directory / MODEL}). Name another output_dir."
+            )
 
 
 def _check_optimization(config: RunConfig) -> None:
