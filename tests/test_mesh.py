@@ -127,7 +127,7 @@ def test_a_process_without_launcher_is_a_world_of_one_and_ends_its_group(monkeyp
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "xpu"])
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="looks at a machine without accelerator")
 def test_device_that_is_not_there_is_refused(device: str) -> None:
-    with pytest.raises(MeshError, match="not available here. Available: cpu"):
+    with pytest.raises(MeshError, match=r"not available here\. Available: cpu"):
         open_world(device)
 
 

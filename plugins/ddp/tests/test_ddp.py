@@ -116,7 +116,7 @@ def test_a_parameter_without_gradient_in_some_microbatches_keeps_the_gradient_of
 
 
 def test_only_replication_is_claimed_and_all_of_dp_goes_there() -> None:
-    stack, degrees = resolve("ddp", MeshSizes(), 4)
+    _, degrees = resolve("ddp", MeshSizes(), 4)
     assert (degrees.dp_replicate, degrees.dp_shard) == (4, 1)
     with pytest.raises(MeshError, match="tp=2, but ddp shards dp_replicate"):
         resolve("ddp", MeshSizes(tp_size=2), 4)
