@@ -35,7 +35,9 @@ def main(run: Path) -> int:
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     tokens = np.load(held_out["tokens"], mmap_mode="r")
     seq_len, count = held_out["seq_len"], held_out["sequences"]
-    sequences = torch.from_numpy(tokens[: seq_len * count].astype(np.int64)).view(count, seq_len)
+    available = len(tokens) // seq_len
+    rows = np.arange(count) * available // count  # spread over the split, as the run did
+    sequences = torch.from_numpy(tokens[: available * seq_len].reshape(available, seq_len)[rows].astype(np.int64))
 
     loss, expected = held_out_loss(model, sequences), summary["held_out_loss"]
     same = abs(loss - expected) <= 1e-5 * expected

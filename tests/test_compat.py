@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from meshwright import Mesh, MeshSizes, open_world
-from meshwright._compat import foreach_mul_
+from meshwright._compat import foreach_mul_, foreach_norm
 from meshwright.testing import pool
 
 
@@ -21,6 +23,15 @@ def test_flattened_views_are_registered_in_the_root_mesh() -> None:
         assert ranks == [0, 1, 2, 3]
         assert names == ("dp_replicate", "dp_shard_cp")
         assert coordinate == rank % 2
+
+
+def test_foreach_norm_is_the_norm_of_each_tensor_in_the_dtype_asked_for() -> None:
+    tensors = [torch.tensor([3.0, 4.0]), torch.full((2, 2), -2.0)]
+    for norm_type, expected in ((1.0, [7.0, 8.0]), (2.0, [5.0, 4.0]), (math.inf, [4.0, 2.0])):
+        norms = foreach_norm(tensors, norm_type, torch.float64)
+        assert [float(norm) for norm in norms] == expected
+        assert {norm.dtype for norm in norms} == {torch.float64}
+    assert foreach_norm([], 2.0) == []
 
 
 def test_foreach_mul_scales_in_place_by_a_scalar_tensor() -> None:

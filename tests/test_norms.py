@@ -55,8 +55,19 @@ def test_gradients_below_the_limit_stay_as_they_are() -> None:
     assert gradient.tolist() == [3.0, 4.0]
 
 
-def test_half_precision_is_summed_in_float64() -> None:
-    """Ten thousand bfloat16 ones have norm 100; summed in bfloat16 they would stop growing at 256."""
+@pytest.mark.parametrize("wide", [False, True])
+def test_wide_norms_do_not_depend_on_how_a_tensor_is_cut(wide: bool) -> None:
+    whole = torch.randn(300, 77, generator=torch.Generator().manual_seed(0))
+    norms = [
+        float(total_grad_norm(parts, wide=wide))
+        for parts in ([whole], whole.tensor_split(7), whole.tensor_split(5, dim=1), [whole[:1], whole[1:]])
+    ]
+    apart = max(abs(norm - norms[0]) / norms[0] for norm in norms)
+    assert apart < 1e-14 if wide else 1e-12 < apart < 1e-5, apart
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    """Ten thousand bfloat16 ones; summed in bfloat16 they would stop growing at 256."""
     assert float(total_grad_norm([torch.ones(10_000, dtype=torch.bfloat16)], 1.0)) == 10_000.0
 
 

@@ -28,9 +28,11 @@ def count_tokens(microbatches: Sequence[Batch], mesh: Mesh) -> Tensor:
         BatchError: a microbatch of any rank is malformed.
     """
     defect = _defect(microbatches, None)
-    mesh.world.raise_together(BatchError(defect) if defect else None)
-    mine = sum(int((targets(batch["labels"]) != IGNORED_LABEL).sum()) for batch in microbatches)
-    (total,) = mesh.world.reduce_ints([mine if mesh.leads_data else 0])
+    counts = defect is None and mesh.leads_data
+    mine = sum(int((targets(batch["labels"]) != IGNORED_LABEL).sum()) for batch in microbatches) if counts else 0
+    defects, total = mesh.world.reduce_ints([int(defect is not None), mine])
+    if defects:
+        mesh.world.raise_any(BatchError(defect) if defect else None)
     return torch.tensor(total, dtype=torch.int64)
 
 
@@ -49,7 +51,7 @@ def check_step(microbatches: Sequence[Batch], num_tokens: Tensor, mesh: Mesh, *,
     values = [int(defect is None), count, -count, tokens, -tokens]
     ok, low_count, high_count, low_tokens, high_tokens = mesh.world.reduce_ints(values, dist.ReduceOp.MIN)
     if not ok:
-        mesh.world.raise_together(BatchError(defect) if defect else None)
+        mesh.world.raise_any(BatchError(defect) if defect else None)
     if low_count != -high_count:
         raise BatchError(
             f"ranks disagree on the number of microbatches: between {low_count} and {-high_count}. "

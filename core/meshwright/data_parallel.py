@@ -127,7 +127,8 @@ class DataParallelManager(StrategyManager):
     def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
         check_clip(max_norm, norm_type)
         gradients = [parameter.grad for parameter in self.trainable() if parameter.grad is not None]
-        norm = total_grad_norm(gradients, norm_type)
+        # Who asks for sums that do not depend on the layout wants the same of the factor that clips them.
+        norm = total_grad_norm(gradients, norm_type, wide=getattr(self.config, "reduce_dtype", None) is not None)
         if max_norm is not None:
             scale_to_norm(gradients, norm, max_norm)
         return norm

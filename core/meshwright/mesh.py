@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -57,8 +57,11 @@ class World:
             MeshwrightError: the error of the lowest rank that has one, in that error's class; where other ranks
                 found other things, the text says so.
         """
-        if not self.reduce_ints([int(error is not None)])[0]:
-            return
+        if self.reduce_ints([int(error is not None)])[0]:
+            self.raise_any(error)
+
+    def raise_any(self, error: MeshwrightError | None) -> NoReturn:
+        """`raise_together` where all ranks know that some rank has an error."""
         found: list[MeshwrightError | None] = [None] * self.size
         dist.all_gather_object(found, error)
         culprits = {rank: each for rank, each in enumerate(found) if each is not None}
@@ -198,6 +201,7 @@ class Mesh:
         )
         self._views = {name: flatten_mesh(self.device_mesh, axes, name) for name, axes in VIEWS.items()}
         self._expert_mesh: DeviceMesh | None = None
+        self._ranks = {axis: self.device_mesh.get_local_rank(axis) for axis in ROOT_AXES}
 
     @property
     def rank(self) -> int:
@@ -234,7 +238,7 @@ class Mesh:
 
     def axis_rank(self, axis: str) -> int:
         """This rank's coordinate along one axis or view."""
-        return self[axis].get_local_rank()
+        return self._ranks[axis] if axis in self._ranks else self[axis].get_local_rank()
 
     @property
     def data_size(self) -> int:
@@ -244,9 +248,9 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """Which of the `data_size` batches this rank must see; equal for ranks that differ in pp, cp or tp only."""
-        return self.axis_rank("dp")
+        return self._ranks["dp_replicate"] * self.degrees.dp_shard + self._ranks["dp_shard"]
 
     @property
     def leads_data(self) -> bool:
         """Whether this rank is the first of those that see its batch."""
-        return all(self.axis_rank(axis) == 0 for axis in ("pp", "cp", "tp"))
+        return all(self._ranks[axis] == 0 for axis in ("pp", "cp", "tp"))

@@ -1,7 +1,7 @@
 """Total gradient norm and clipping over parameters with different meshes and placements.
 
 Each gradient counts once however it is sharded: the local parts are summed over the axes that shard it and over no
-other. Sums run in float64, so the norm does not depend on the layout beyond its last float32 bit.
+other. The norms of tensors and ranks are put together in float64.
 Source: the definition in torch.nn.utils.clip_grad_norm_; torch.distributed.tensor for placements.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ._compat import foreach_mul_
+from ._compat import foreach_mul_, foreach_norm
 from .errors import ConfigError
 
 # What shards a gradient: the mesh and those of its mesh axes along which the tensor is split.
@@ -31,13 +31,15 @@ def check_clip(max_norm: float | None, norm_type: float) -> None:
         raise ConfigError(f"norm_type={norm_type} must be above 0; inf is the largest absolute value.")
 
 
-def total_grad_norm(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+def total_grad_norm(gradients: Iterable[Tensor], norm_type: float = 2.0, *, wide: bool = False) -> Tensor:
     """p-norm of all gradients taken as one vector.
 
     Args:
         gradients: plain tensors, which count as they are, and DTensors, which count whole. All ranks of the DTensors'
             meshes pass the same ones in the same order.
         norm_type: p > 0, or inf.
+        wide: sum in float64 within each tensor too, so that the norm does not depend on how tensors are cut, beyond
+            its last float64 bits. Takes several times as long on float32 gradients.
 
     Returns:
         float64 scalar on the gradients' device, equal on all ranks. 0 without gradients.
@@ -45,7 +47,7 @@ def total_grad_norm(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tens
     groups: dict[_Sharding | None, list[Tensor]] = {}
     for gradient in gradients:
         groups.setdefault(_sharding(gradient), []).append(_local(gradient))
-    parts = [_group_power(tensors, sharding, norm_type) for sharding, tensors in groups.items()]
+    parts = [_group_power(tensors, sharding, norm_type, wide) for sharding, tensors in groups.items()]
     if not parts:
         return torch.zeros((), dtype=torch.float64)
     stacked = torch.stack(parts)
@@ -59,12 +61,21 @@ def scale_to_norm(gradients: Iterable[Tensor], total_norm: Tensor, max_norm: flo
     is added to the norm.
     """
     factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
-        local = _local(gradient)
-        by_dtype.setdefault(local.dtype, []).append(local)
-    for dtype, tensors in by_dtype.items():
-        foreach_mul_(tensors, factor.to(dtype))
+    for tensors in _by_dtype(map(_local, gradients)):
+        foreach_mul_(tensors, factor.to(tensors[0].dtype))
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())
+
+
+def _norms(tensors: list[Tensor], norm_type: float, wide: bool) -> list[Tensor]:
+    """Norms of tensors of one dtype; half precision is summed in float32 at least."""
+    dtype = torch.float64 if wide else torch.promote_types(tensors[0].dtype, torch.float32)
+    return foreach_norm(tensors, norm_type, None if dtype == tensors[0].dtype else dtype)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -78,15 +89,15 @@ def _sharding(tensor: Tensor) -> _Sharding | None:
     return (tensor.device_mesh, axes) if axes else None
 
 
-def _group_power(tensors: list[Tensor], sharding: _Sharding | None, norm_type: float) -> Tensor:
+def _group_power(tensors: list[Tensor], sharding: _Sharding | None, norm_type: float, wide: bool) -> Tensor:
     """Sum of |g|^p, or max of |g| for inf, over all elements of one group; float64 scalar."""
     # A rank's part of an uneven shard can be empty, which has no maximum.
-    norms = [torch.linalg.vector_norm(each, norm_type, dtype=torch.float64) for each in tensors if each.numel()]
+    norms = [norm for part in _by_dtype(t for t in tensors if t.numel()) for norm in _norms(part, norm_type, wide)]
     infinite = math.isinf(norm_type)
     if not norms:
         result = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
     else:
-        stacked = torch.stack(norms)
+        stacked = torch.stack([norm.double() for norm in norms])
         result = stacked.max() if infinite else (stacked**norm_type).sum()
     if sharding is not None:
         mesh, axes = sharding

@@ -47,7 +47,9 @@ class EvalConfig(FrozenModel):
     """Held-out loss."""
 
     every: int | None = Field(None, ge=1, description="Steps between evaluations; null: only at the end.")
-    sequences: int | None = Field(None, ge=1, description="Sequences to evaluate on; null: the whole held-out split.")
+    sequences: int | None = Field(
+        None, ge=1, description="Sequences to evaluate on, spread over the held-out split; null: all of it."
+    )
 
 
 class SampleConfig(FrozenModel):

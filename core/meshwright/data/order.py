@@ -138,7 +138,9 @@ def eval_microbatches(
     data_size: int,
     micro_batch_size: int,
 ) -> list[Batch]:
-    """Read one data rank's share of the first `count` sequences.
+    """Read one data rank's share of `count` sequences, spread evenly over all.
+
+    Sequence i of the count is sequence i x len(sequences) // count of all, so that no document is over-represented.
 
     Every rank gets equally many microbatches of equal shape, as collectives need. What is missing is filled with
     repeated sequences whose labels are all masked.
@@ -171,7 +173,10 @@ def eval_microbatches(
     per_step = data_size * micro_batch_size
     padded = -(-count // per_step) * per_step
     share = np.arange(padded).reshape(data_size, -1)[data_rank]
-    return [_batch(sequences, rows % count, masked=rows >= count) for rows in _cut(share, micro_batch_size)]
+    return [
+        _batch(sequences, rows % count * len(sequences) // count, masked=rows >= count)
+        for rows in _cut(share, micro_batch_size)
+    ]
 
 
 def _check_ranks(data_rank: int, data_size: int, micro_batch_size: int) -> None:
