@@ -151,6 +151,15 @@ _Loader.add_implicit_resolver(
 )
 
 
+def read_yaml(text: str) -> Any:
+    """Read YAML as run files are read: 3e-4 is a number, and no key is given twice.
+
+    Raises:
+        yaml.YAMLError, ValueError: the text is not valid.
+    """
+    return yaml.load(text, Loader=_Loader)
+
+
 def load_run(path: str | Path, assignments: Sequence[str] = ()) -> RunConfig:
     """Read a run file and change single values.
 
@@ -163,7 +172,7 @@ def load_run(path: str | Path, assignments: Sequence[str] = ()) -> RunConfig:
     """
     file = Path(path)
     try:
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
+        values = read_yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the run file {file}: {error.strerror}.") from None
     except (yaml.YAMLError, ValueError) as error:
@@ -181,7 +190,7 @@ def _assign(values: dict[str, Any], assignment: str) -> None:
     if not equals or not key:
         raise ConfigError(f"--set {assignment!r} is not of the form key=value, such as tp_size=2.")
     try:
-        value = yaml.load(text, Loader=_Loader)
+        value = read_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"--set {assignment!r}: the value is not valid YAML: {error}") from None
     *parents, last = key.split(".")
