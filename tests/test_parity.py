@@ -21,6 +21,7 @@ from meshwright.testing.parity import (
     reference,
     share,
     train_case,
+    train_part,
     train_steps,
 )
 
@@ -142,21 +143,6 @@ def test_float32_losses_differ_without_wide_sums() -> None:
 # -- state: out of one strategy and into another, in the middle of training
 
 
-def _half(strategy: str, sizes: dict[str, int], case: Case) -> dict[str, Any]:
-    manager = build_manager(strategy, {}, sizes, case)
-    train_steps(manager, case, range(2))
-    return manager.state_dict(full=True)
-
-
-def _rest(strategy: str, sizes: dict[str, int], case: Case, state: dict[str, Any]) -> Any:
-    # Another seed: what is not loaded shows.
-    manager = build_manager(strategy, {}, sizes, case, seed=7)
-    train_steps(manager, case, range(5, 6))
-    manager.load_state_dict(state if manager.mesh.rank == 0 else {"model": {}, "optimizer": {}}, full=True)
-    losses, norms, _ = train_steps(manager, case, range(2, 4))
-    return Outcome(losses, norms, [], full_weights(manager))
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("first", "second"),
@@ -171,9 +157,10 @@ def test_state_moves_between_strategies_with_the_optimizer(
     first: tuple[str, int, dict[str, int]], second: tuple[str, int, dict[str, int]], tied: bool
 ) -> None:
     case = Case(steps=4, tied=tied)
-    state, *others = pool(first[1]).run(_half, first[0], first[2], case)
-    assert all(not other["model"] for other in others)
-    outcomes = pool(second[1]).run(_rest, second[0], second[2], case, state)
+    (_, state), *others = pool(first[1]).run(train_part, first[0], {}, first[2], case, range(2))
+    assert all(not other["model"] for _, other in others)
+    parts = pool(second[1]).run(train_part, second[0], {}, second[2], case, range(2, 4), state)
+    outcomes = [outcome for outcome, _ in parts]
     whole = reference(case)
     expected = Outcome(whole.losses[2:], whole.norms[2:], [], whole.weights)
     found = difference(outcomes, expected)

@@ -66,6 +66,9 @@ class DataParallelManager(StrategyManager):
     def after_backward(self, *, is_last: bool) -> None:
         """Called after each microbatch's backward."""
 
+    def check_gradients(self) -> None:
+        """Called after the last microbatch: refuse gradients that the strategy cannot have reduced rightly."""
+
     # -- the contract
 
     @property
@@ -77,6 +80,7 @@ class DataParallelManager(StrategyManager):
         if self._parallelized:
             raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
         check_trainable(model)
+        check_reduce_dtype(model, getattr(self.config, "reduce_dtype", None))
         self.layout = model_layout(model)
         self._config = getattr(model, "config", None)
         self._forward_options = _forward_options(model)
@@ -110,6 +114,7 @@ class DataParallelManager(StrategyManager):
                 loss.backward()
             self.after_backward(is_last=is_last)
             losses.append(loss.detach())
+        self.check_gradients()
         return self._sum_over_ranks(losses)
 
     def eval_loss(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
@@ -208,6 +213,23 @@ def check_trainable(model: nn.Module) -> None:
             "config.output_router_logits=True asks for a router loss beside the token loss, which is not supported "
             "yet. Set it to False to train on the token loss alone."
         )
+
+
+def check_reduce_dtype(model: nn.Module, reduce_dtype: str | None) -> None:
+    """Refuse sums that are coarser than what is summed.
+
+    Raises:
+        ModelError: on all ranks alike.
+    """
+    if reduce_dtype is None:
+        return
+    dtype = getattr(torch, reduce_dtype)
+    for name, parameter in model.named_parameters():
+        if torch.promote_types(dtype, parameter.dtype) != dtype:
+            raise ModelError(
+                f"reduce_dtype={reduce_dtype} is coarser than the gradients of {name} ({parameter.dtype}). "
+                f"Leave reduce_dtype out, or use a wider one."
+            )
 
 
 def copy_from_first_rank(model: nn.Module, mesh: Mesh) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
 
 # Sizes that few numbers of ranks divide; head_dim and counts of heads stay what attention needs.
 TINY: dict[str, dict[str, Any]] = {
@@ -21,6 +22,70 @@ TINY: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 36, "n_layer": 3, "n_head": 6, "vocab_size": 131, "n_positions": 64}
     | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
+
+
+ROUTED_VOCAB = 131
+
+
+class RoutedModel(nn.Module):
+    """A causal LM whose second block takes a branch for sequences that start with an even token, and never another.
+
+    So a parameter may have no gradient in a microbatch, in a step, on a rank, or at all, depending on the data alone.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(ROUTED_VOCAB, 12, dtype=dtype)
+        self.blocks = nn.ModuleList(_RoutedBlock(dtype) for _ in range(3))
+        self.head = nn.Linear(12, ROUTED_VOCAB, dtype=dtype)
+
+    def forward(self, input_ids: Tensor) -> CausalLMOutput:
+        hidden_BSD = self.embed(input_ids)
+        for index, block in enumerate(self.blocks):
+            hidden_BSD = block(hidden_BSD, input_ids[:, 0] % 2 == 0 if index == 1 else None)
+        return CausalLMOutput(logits=self.head(hidden_BSD))
+
+
+class _RoutedBlock(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.always = nn.Linear(12, 12, dtype=dtype)
+        # Of equal shape, so that gradients which are reduced under each other's name do not show as an error.
+        self.even = nn.Linear(12, 12, dtype=dtype)
+        self.odd = nn.Linear(12, 12, dtype=dtype)
+        self.never = nn.Linear(12, 5, dtype=dtype)
+
+    def forward(self, hidden_BSD: Tensor, is_even_B: Tensor | None) -> Tensor:
+        out_BSD = hidden_BSD + self.always(hidden_BSD).tanh()
+        if is_even_B is None:
+            return out_BSD + self.even(hidden_BSD) + self.odd(hidden_BSD)
+        for branch, chosen_B in ((self.even, is_even_B), (self.odd, ~is_even_B)):
+            if chosen_B.any():
+                out_BSD = out_BSD.index_put((chosen_B.nonzero()[:, 0],), branch(hidden_BSD[chosen_B]), accumulate=True)
+        return out_BSD
+
+
+def case_vocab(model_type: str) -> int:
+    """Token ids of `case_model` are below this."""
+    if model_type == "routed":
+        return ROUTED_VOCAB
+    if model_type in TINY:
+        return int(TINY[model_type]["vocab_size"])
+    from .zoo import zoo_vocab
+
+    return zoo_vocab(model_type)
+
+
+def case_model(model_type: str, *, tied: bool | None, seed: int, dtype: torch.dtype) -> nn.Module:
+    """The tiny model of a name: a key of TINY, "routed", or a model type of the zoo."""
+    if model_type == "routed":
+        torch.manual_seed(seed)
+        return RoutedModel(dtype)
+    if model_type in TINY:
+        return tiny_model(model_type, tied=bool(tied), seed=seed, dtype=dtype)
+    from .zoo import zoo_model
+
+    return zoo_model(model_type, seed=seed, dtype=dtype, tied=tied)
 
 
 def tiny_model(

@@ -19,11 +19,11 @@ from torch import Tensor
 from ..batch import count_tokens
 from ..contract import IGNORED_LABEL, Batch, StrategyManager
 from ..mesh import Mesh, open_world
-from ..optim import optimizer_factory
-from ..runfile import OptimizerConfig
+from ..optim import build_scheduler, optimizer_factory
+from ..runfile import OptimizerConfig, ScheduleConfig
 from ..sizes import MeshSizes
 from ..stack import resolve
-from .models import TINY, tiny_model
+from .models import case_model, case_vocab
 from .pool import pool
 
 TOLERANCE = 1e-9
@@ -34,8 +34,8 @@ class Case:
     """What is trained: the same global batches under every layout.
 
     Attributes:
-        model_type: key of `meshwright.testing.models.TINY`.
-        tied: embedding and head are one parameter.
+        model_type: a name for `meshwright.testing.models.case_model`.
+        tied: embedding and head are one parameter; None: the model type's default.
         steps: optimizer steps.
         sequences: sequences of a step, over all ranks.
         microbatches: microbatches of each rank in a step.
@@ -47,10 +47,14 @@ class Case:
         optimizer: of the run file.
         dtype: of the model.
         eval_after: evaluate after each step, too.
+        unshard_after: hold the full parameters for a moment after each step.
+        schedule: of the learning rate; None: constant.
+        route: which sequences take the branch of the "routed" model: "steps" (in no sequence of the second step) or
+            "ranks" (in those of the first half only); None: by chance.
     """
 
     model_type: str = "llama"
-    tied: bool = False
+    tied: bool | None = False
     steps: int = 3
     sequences: int = 12
     microbatches: int = 1
@@ -63,6 +67,9 @@ class Case:
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-2, weight_decay=0.1))
     dtype: str = "float64"
     eval_after: bool = False
+    unshard_after: bool = False
+    schedule: ScheduleConfig | None = None
+    route: str | None = None
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -96,7 +103,11 @@ def global_batch(case: Case, step: int) -> dict[str, Tensor]:
     """`input_ids` and `labels` of one step, int64, (sequences, 16)."""
     generator = torch.Generator().manual_seed(1000 + step)
     shape = (case.sequences, 16)
-    ids = torch.randint(0, TINY[case.model_type]["vocab_size"], shape, generator=generator)
+    ids = torch.randint(0, case_vocab(case.model_type), shape, generator=generator)
+    if case.route is not None:
+        odd = torch.full((case.sequences,), step == 1) if case.route == "steps" else _second_half(case.sequences)
+        ids[:, 0] = ids[:, 0] // 2 * 2 + odd.long()
+        ids.clamp_(max=case_vocab(case.model_type) - 1)
     labels = ids.clone()
     if case.ragged:
         # Each sequence keeps a share of its own, between almost nothing and everything.
@@ -104,6 +115,10 @@ def global_batch(case: Case, step: int) -> dict[str, Tensor]:
         labels[torch.rand(shape, generator=generator) > keep] = IGNORED_LABEL
     labels[: case.empty] = IGNORED_LABEL
     return {"input_ids": ids, "labels": labels}
+
+
+def _second_half(count: int) -> Tensor:
+    return torch.arange(count) >= count // 2
 
 
 def share(case: Case, step: int, data_rank: int, data_size: int) -> list[Batch]:
@@ -118,17 +133,27 @@ def share(case: Case, step: int, data_rank: int, data_size: int) -> list[Batch]:
 
 
 def build_manager(
-    strategy: str, config: Mapping[str, Any], sizes: Mapping[str, Any], case: Case, *, seed: int = 0
+    strategy: str,
+    config: Mapping[str, Any],
+    sizes: Mapping[str, Any],
+    case: Case,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
 ) -> StrategyManager:
     """On every rank: the manager of `strategy` with the case's model and optimizer, ready to train."""
-    world = open_world("cpu")
+    world = open_world(device)
     stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size, config=config)
     manager = stack.build(Mesh(degrees, world))
-    model = tiny_model(case.model_type, tied=case.tied, seed=seed, dtype=getattr(torch, case.dtype))
+    model = case_model(case.model_type, tied=case.tied, seed=seed, dtype=getattr(torch, case.dtype))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in case.frozen))
     manager.parallelize(model)
-    manager.build_optimizer(optimizer_factory(case.optimizer))
+    optimizer = manager.build_optimizer(optimizer_factory(case.optimizer))
+    if case.schedule is not None:
+        scheduler = build_scheduler(case.schedule, optimizer, case.steps)
+        # Steps with the optimizer, so that the case trains alike in one part or in several.
+        optimizer.register_step_post_hook(lambda *_: scheduler.step())
     return manager
 
 
@@ -141,6 +166,9 @@ def train_steps(manager: StrategyManager, case: Case, steps: range) -> tuple[lis
         losses.append(float(manager.forward_backward(microbatches, num_tokens=num_tokens)))
         norms.append(float(manager.clip_grad_norm(case.max_norm, case.norm_type)))
         manager.optimizer_step()
+        if case.unshard_after:
+            with manager.unshard():
+                pass
         if case.eval_after:
             eval_losses.append(float(manager.eval_loss(microbatches, num_tokens=num_tokens)))
     return losses, norms, eval_losses
@@ -152,18 +180,41 @@ def full_weights(manager: StrategyManager) -> dict[str, Tensor]:
         return {name: p.detach().clone() for part in parts for name, p in part.named_parameters()}
 
 
-def train_case(strategy: str, config: Mapping[str, Any], sizes: Mapping[str, Any], case: Case) -> Outcome:
+def train_case(
+    strategy: str, config: Mapping[str, Any], sizes: Mapping[str, Any], case: Case, device: str = "cpu"
+) -> Outcome:
     """The task of one rank."""
-    manager = build_manager(strategy, config, sizes, case)
+    manager = build_manager(strategy, config, sizes, case, device=device)
     losses, norms, eval_losses = train_steps(manager, case, range(case.steps))
     return Outcome(losses, norms, eval_losses, full_weights(manager))
 
 
-@functools.lru_cache(maxsize=64)
-def reference(case: Case) -> Outcome:
+def train_part(
+    strategy: str,
+    config: Mapping[str, Any],
+    sizes: Mapping[str, Any],
+    case: Case,
+    steps: range,
+    state: Mapping[str, Any] | None = None,
+    device: str = "cpu",
+) -> tuple[Outcome, dict[str, Any]]:
+    """The task of one rank: some steps of the case, from the full state that another part has left."""
+    # Another seed than the other parts': what is not loaded shows.
+    manager = build_manager(strategy, config, sizes, case, seed=steps.start, device=device)
+    if state is not None:
+        # A step of its own first, so that there is optimizer state to be replaced.
+        train_steps(manager, case, range(99, 100))
+        first = manager.mesh.rank == 0
+        manager.load_state_dict(state if first else {"model": {}, "optimizer": {}}, full=True)
+    losses, norms, eval_losses = train_steps(manager, case, steps)
+    return Outcome(losses, norms, eval_losses, full_weights(manager)), manager.state_dict(full=True)
+
+
+@functools.lru_cache(maxsize=256)
+def reference(case: Case, device: str = "cpu") -> Outcome:
     """The case under `single`, on one rank."""
     whole = Case(**{**vars(case), "shares": None, "microbatches": 1})
-    return pool(1).run(train_case, "single", {}, {}, whole)[0]
+    return pool(1).run(train_case, "single", {}, {}, whole, device)[0]
 
 
 def compare(

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshwright import ConfigError, MeshSizes, count_tokens, get_strategy, resolve
+from meshwright import ConfigError, MeshSizes, OptimizerConfig, StrategyError, count_tokens, get_strategy, resolve
 from meshwright.layout import model_layout, model_size
-from meshwright.testing import Case, count_collectives, pool
+from meshwright.testing import Case, assert_parity, count_collectives, pool
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, full_weights, share, train_steps
 from meshwright_fsdp2 import FSDP2Config
@@ -49,8 +49,8 @@ def _traffic(config: dict[str, Any], sizes: dict[str, int], microbatches: int) -
     return count_collectives(lambda: manager.forward_backward(batches, num_tokens=tokens))
 
 
-# Beside the gradients, a step all-reduces its check of the microbatches and the loss.
-OWN_REDUCTIONS = 2
+# Beside the gradients, a step all-reduces its check of the microbatches, of which gradients there are, and the loss.
+OWN_REDUCTIONS = 3
 
 
 @pytest.mark.parametrize(
@@ -175,3 +175,30 @@ def test_estimate_divides_by_the_shards_only() -> None:
     estimate = stack.estimate(degrees, size)
     assert estimate.parameters == size.parameters * 8 // 4
     assert math.isclose(estimate.optimizer, 2 * estimate.gradients)
+
+
+ROUTED = Case(model_type="routed", route="ranks", microbatches=2)
+
+
+def _refusal() -> tuple[str, bool]:
+    manager = build_manager("fsdp2", {}, {}, ROUTED)
+    before = full_weights(manager)
+    with pytest.raises(StrategyError) as caught:
+        train_steps(manager, ROUTED, range(1))
+    after = full_weights(manager)
+    return str(caught.value), all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_ranks_that_use_different_parameters() -> None:
+    """Two branches of one shape: without the option torch adds up the gradients of one and the other, in silence."""
+    texts, unchanged = zip(*pool(2).run(_refusal), strict=True)
+    assert len(set(texts)) == 1
+    assert "Set reduce_unused_parameters=true" in texts[0]
+    assert all(unchanged)
+    # Parameters that nobody uses get zero gradients, which weight decay acts on: see the option.
+    plain = Case(**{**vars(ROUTED), "optimizer": OptimizerConfig(lr=1e-2)})
+    assert_parity("fsdp2", plain, world_size=4, config={"reduce_unused_parameters": True})
+
+
+def test_parameters_that_no_rank_uses_stay_as_they_are() -> None:
+    assert_parity("fsdp2", Case(model_type="routed", route="steps"), world_size=4)

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.accumulate import WideSums
 from meshwright.data_parallel import DataParallelManager
+from meshwright.errors import StrategyError
 from meshwright.mesh import Mesh
 
 from .config import DDPConfig
@@ -50,7 +51,19 @@ class DDPManager(DataParallelManager):
     def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext() if is_last else self._wrapped.no_sync()
 
+    def _check_all_used(self) -> None:
+        # Without a gradient, DDP would not have reduced the parameter's bucket, and peers would wait for it: this
+        # cannot be told on all ranks first.
+        unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+        if unused:
+            raise StrategyError(
+                f"{len(unused)} trainable parameters got no gradient in this step, the first of them {unused[0]}. "
+                f"Set find_unused_parameters=true, or freeze them."
+            )
+
     def after_backward(self, *, is_last: bool) -> None:
+        if is_last and not self.config.find_unused_parameters:
+            self._check_all_used()
         # The last microbatch's gradients join the waiting sums in the hook.
         if self._sums is not None and not is_last:
             self._sums.take(self.trainable())
