@@ -214,7 +214,7 @@ def train_part(
 def reference(case: Case, device: str = "cpu") -> Outcome:
     """The case under `single`, on one rank."""
     whole = Case(**{**vars(case), "shares": None, "microbatches": 1})
-    return pool(1).run(train_case, "single", {}, {}, whole, device)[0]
+    return pool(1).run(train_case, "single", {}, {}, whole, device, device=device)[0]
 
 
 def compare(

@@ -18,7 +18,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,12 +41,13 @@ class WorkerPool:
         self.size = size
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
-    def run(self, task: Callable[..., T], *args: Any, timeout_s: float = 120.0) -> list[T]:
-        """Run `task(*args)` on every rank, inside a process group over gloo.
+    def run(self, task: Callable[..., T], *args: Any, timeout_s: float = 120.0, device: str = "cpu") -> list[T]:
+        """Run `task(*args)` on every rank, inside a process group.
 
         Args:
             task: a function that workers can import by its module and name; it and `args` are pickled.
             timeout_s: limit for the whole task.
+            device: cpu, over gloo, or cuda; ranks share GPUs where there are fewer.
 
         Returns:
             Results in order of rank.
@@ -58,7 +58,7 @@ class WorkerPool:
         if not self._workers:
             self._start()
         with tempfile.TemporaryDirectory(prefix="meshwright-") as directory:
-            message = pickle.dumps((str(Path(directory) / "store"), task, args))
+            message = pickle.dumps((str(Path(directory) / "store"), device, task, args))
             for _, connection in self._workers:
                 connection.send((sys.path, message))
             try:
@@ -128,6 +128,8 @@ def _serve(rank: int, size: int, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from ..mesh import open_world
+
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     while True:
@@ -137,17 +139,9 @@ def _serve(rank: int, size: int, connection: Connection) -> None:
             return
         sys.path[:] = path
         try:
-            store, task, args = pickle.loads(message)
-            dist.init_process_group(
-                "gloo",
-                store=dist.FileStore(store, size),
-                rank=rank,
-                world_size=size,
-                timeout=timedelta(seconds=GROUP_TIMEOUT_S),
-            )
-            answer = (True, task(*args))
-            reply = pickle.dumps(answer)
-            dist.destroy_process_group()
+            store, device, task, args = pickle.loads(message)
+            with open_world(device, store=dist.FileStore(store, size), timeout_s=GROUP_TIMEOUT_S):
+                reply = pickle.dumps((True, task(*args)))
         except Exception:
             reply = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(reply)

@@ -17,6 +17,7 @@ from meshwright.testing import Case, assert_parity, count_collectives, pool
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, full_weights, share, train_steps
 from meshwright_fsdp2 import FSDP2Config
+from meshwright_fsdp2._compat import reduce_unused_parameters
 
 BLOCKS = 3
 UNITS = BLOCKS + 1  # and the root
@@ -177,28 +178,42 @@ def test_estimate_divides_by_the_shards_only() -> None:
     assert math.isclose(estimate.optimizer, 2 * estimate.gradients)
 
 
-ROUTED = Case(model_type="routed", route="ranks", microbatches=2)
+NO_DECAY = OptimizerConfig(lr=1e-2)
 
 
-def _refusal() -> tuple[str, bool]:
-    manager = build_manager("fsdp2", {}, {}, ROUTED)
-    before = full_weights(manager)
+@pytest.mark.parametrize("config", [{}, {"defer_fsdp_grad_sync": False}, {"reduce_dtype": "float64"}])
+@pytest.mark.parametrize("route", ["ranks", "steps", None])
+@pytest.mark.parametrize("sizes", [{}, {"dp_replicate_size": 2}])
+def test_ranks_that_use_different_parameters_and_parameters_that_none_uses(
+    config: dict[str, Any], route: str | None, sizes: dict[str, int]
+) -> None:
+    """Two branches of one shape: torch by itself adds up the gradients of one and the other, in silence."""
+    case = Case(model_type="routed", route=route, microbatches=2, steps=4)
+    assert_parity("fsdp2", case, world_size=4, config=config, sizes=sizes)
+
+
+def _without_zeros() -> str:
+    """As under a torch that cannot reduce zeros for unused parameters."""
+    case = Case(model_type="routed", route="ranks")
+    manager = build_manager("fsdp2", {}, {}, case)
+    for unit in manager._reshards:
+        unit.set_reduce_scatter_unused_params(False)
+    manager._usage._zeros_for_unused = False
     with pytest.raises(StrategyError) as caught:
-        train_steps(manager, ROUTED, range(1))
-    after = full_weights(manager)
-    return str(caught.value), all(torch.equal(after[name], before[name]) for name in before)
+        train_steps(manager, case, range(1))
+    return str(caught.value)
 
 
-def test_ranks_that_use_different_parameters() -> None:
-    """Two branches of one shape: without the option torch adds up the gradients of one and the other, in silence."""
-    texts, unchanged = zip(*pool(2).run(_refusal), strict=True)
+def test_a_torch_that_cannot_reduce_different_parameters_is_told_on_all_ranks() -> None:
+    texts = pool(2).run(_without_zeros)
     assert len(set(texts)) == 1
-    assert "Set reduce_unused_parameters=true" in texts[0]
-    assert all(unchanged)
-    # Parameters that nobody uses get zero gradients, which weight decay acts on: see the option.
-    plain = Case(**{**vars(ROUTED), "optimizer": OptimizerConfig(lr=1e-2)})
-    assert_parity("fsdp2", plain, world_size=4, config={"reduce_unused_parameters": True})
+    assert "only some ranks used blocks.1.even.weight" in texts[0]
 
 
-def test_parameters_that_no_rank_uses_stay_as_they_are() -> None:
-    assert_parity("fsdp2", Case(model_type="routed", route="steps"), world_size=4)
+def _has_switch() -> bool:
+    manager = build_manager("fsdp2", {}, {}, Case())
+    return all(reduce_unused_parameters(unit) for unit in manager._reshards)
+
+
+def test_canary_this_torch_can_reduce_unused_parameters() -> None:
+    assert pool(1).run(_has_switch) == [True]

@@ -57,7 +57,7 @@ class DDPManager(DataParallelManager):
         unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
         if unused:
             raise StrategyError(
-                f"{len(unused)} trainable parameters got no gradient in this step, the first of them {unused[0]}. "
+                f"trainable parameters got no gradient in this step, among them {unused[0]}. "
                 f"Set find_unused_parameters=true, or freeze them."
             )
 

@@ -20,9 +20,3 @@ class FSDP2Config(StrategyConfig):
         description="Reduce gradients on the last microbatch of a step only, at the price of holding whole gradients "
         "between microbatches. false: reduce on each, holding shards.",
     )
-    reduce_unused_parameters: bool = Field(
-        False,
-        description="Needed where ranks use different parameters in a step, such as experts chosen by the data: a "
-        "missing gradient counts as zero. Parameters that no rank uses then get a zero gradient, not none. "
-        "Needs torch 2.13.",
-    )

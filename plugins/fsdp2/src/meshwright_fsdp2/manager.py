@@ -7,22 +7,20 @@ Source: Zhao et al. 2023, arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from meshwright.data_parallel import DataParallelManager
-from meshwright.errors import StrategyError
 from meshwright.mesh import Mesh
 
 from ._compat import reduce_unused_parameters
 from .config import FSDP2Config
+from .usage import Usage
 
 
 class FSDP2Manager(DataParallelManager):
@@ -39,6 +37,8 @@ class FSDP2Manager(DataParallelManager):
             for index, name in enumerate(stack):
                 self._shard_unit(model.get_submodule(name), is_last=index == len(stack) - 1)
         self._shard_unit(model, is_last=True)
+        units = [(name, model.get_submodule(name)) for name in (*self.layout.blocks, "")]
+        self._usage = Usage(model, units, zeros_for_unused=self._zeros_for_unused)
         return model
 
     def _shard_unit(self, module: nn.Module, *, is_last: bool) -> None:
@@ -56,8 +56,7 @@ class FSDP2Manager(DataParallelManager):
         # on groups of one rank.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-        if self.config.reduce_unused_parameters:
-            reduce_unused_parameters(unit)
+        self._zeros_for_unused = reduce_unused_parameters(unit)
         self._reshards[unit] = reshard
 
     @property
@@ -74,18 +73,7 @@ class FSDP2Manager(DataParallelManager):
         yield
 
     def check_gradients(self) -> None:
-        # FSDP reduces the gradients that a rank has, one behind the other: where ranks have different ones, those of
-        # different parameters are added up, or the collectives do not match.
-        if self.config.reduce_unused_parameters:
-            return
-        names = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is not None]
-        mark = zlib.crc32("\n".join(names).encode())
-        low, high = self.mesh.world.reduce_ints([mark, -mark], dist.ReduceOp.MIN)
-        if low != -high:
-            raise StrategyError(
-                "ranks used different parameters in this step, so their gradients were reduced wrongly; the parameters "
-                "were not changed. Set reduce_unused_parameters=true."
-            )
+        self._usage.settle(self.mesh.world)
 
     @contextmanager
     def unshard(self) -> Iterator[Sequence[nn.Module]]:

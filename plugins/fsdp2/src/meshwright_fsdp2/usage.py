@@ -1,0 +1,70 @@
+"""Which parameters a step uses, on any rank.
+
+FSDP reduces the gradients of a unit as one buffer, one behind the other. Where ranks use different parameters (experts
+chosen by the data), a missing gradient must count as zero there, or the gradients of different parameters are added up.
+Where no rank uses a parameter, it must end up without gradient, or weight decay and momentum would move it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.errors import StrategyError
+from meshwright.mesh import World
+
+
+class Usage:
+    """Notes which gathered parameters get a gradient.
+
+    Args:
+        model: after sharding.
+        units: name and module of each unit.
+        zeros_for_unused: whether the units reduce zeros for parameters without gradient.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]], *, zeros_for_unused: bool) -> None:
+        self._parameters = dict(model.named_parameters())
+        self._zeros_for_unused = zeros_for_unused
+        self._used: set[str] = set()
+        self._watched: set[str] = set()
+        for name, unit in units:
+            # After FSDP's own hook, which puts the gathered parameters in place.
+            unit.register_forward_pre_hook(partial(self._watch, f"{name}." if name else ""))
+
+    def _watch(self, prefix: str, unit: nn.Module, args: Any) -> None:
+        """Watch a unit's gathered parameters; FSDP keeps their objects, so once is enough for each."""
+        for name, parameter in unit.named_parameters():
+            fqn = prefix + name
+            if isinstance(parameter, DTensor) or fqn in self._watched or not parameter.requires_grad:
+                continue
+            self._watched.add(fqn)
+            parameter.register_post_accumulate_grad_hook(lambda _, fqn=fqn: self._used.add(fqn))
+
+    def settle(self, world: World) -> None:
+        """After backward: drop the gradients of parameters that no rank has used.
+
+        Raises:
+            StrategyError: ranks have used different parameters, and this torch cannot reduce that (on all ranks).
+        """
+        marks = [int(name in self._used) for name in self._parameters]
+        self._used.clear()
+        highest = world.reduce_ints([*marks, *(-mark for mark in marks)], dist.ReduceOp.MAX)
+        somewhere = highest[: len(marks)]
+        everywhere = [-mark for mark in highest[len(marks) :]]
+        if not self._zeros_for_unused and somewhere != everywhere:
+            name = next(
+                n for n, some, every in zip(self._parameters, somewhere, everywhere, strict=True) if some > every
+            )
+            raise StrategyError(
+                f"only some ranks used {name} in this step, so gradients were reduced wrongly; the parameters were not "
+                f"changed. Update torch to 2.13 or later, which can reduce them, or use ddp."
+            )
+        for parameter, is_used in zip(self._parameters.values(), somewhere, strict=True):
+            if not is_used:
+                parameter.grad = None
