@@ -58,6 +58,43 @@ def strategies() -> None:
 
 
 @app.command()
+def check(
+    strategy: Annotated[str, typer.Argument(help="Name or alias of an installed strategy.")],
+    ranks: Annotated[int, typer.Option(help="World size of the larger layouts.")] = 4,
+    models: Annotated[
+        str | None,
+        typer.Option(help="Model types to train instead, comma-separated, or all: every causal LM of transformers."),
+    ] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="OPTION=VALUE", help="An option of the strategy.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda; several ranks may share a GPU.")] = "cpu",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here, as they come.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Leave out what the JSON file holds already.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")] = False,
+) -> None:
+    """Prove a strategy: train what it claims on real ranks and compare with `single`, in float64."""
+    with _told(traceback):
+        from rich.console import Console
+
+        from .check import as_table, run_cells, summary, told
+        from .runfile import as_options
+        from .testing.conformance import conformance
+        from .testing.models import known_models
+
+        chosen = None if models is None else known_models(models)
+        options = as_options(assignments or [])
+        cells = conformance(strategy, ranks=ranks, config=options, models=chosen, device=device)
+        console = Console()
+        results = run_cells(cells, json_file=json_file, resume=resume, console=Console(stderr=True))
+        console.print(as_table(results))
+        for line in told(results):
+            console.print(f"\n{line}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"\n{summary(results)}", highlight=False)
+    raise typer.Exit(1 if any(result.status == "failed" for result in results) else 0)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of the run file, with the options of the installed strategies, for editors."""
     sys.stdout.write(json.dumps(run_schema(), indent=2) + "\n")

@@ -185,6 +185,18 @@ def load_run(path: str | Path, assignments: Sequence[str] = ()) -> RunConfig:
     return validated(RunConfig, values, where=str(file))
 
 
+def as_options(assignments: Sequence[str]) -> dict[str, Any]:
+    """The mapping that "key.of.value=yaml" assignments make.
+
+    Raises:
+        ConfigError: an assignment cannot be read.
+    """
+    values: dict[str, Any] = {}
+    for assignment in assignments:
+        _assign(values, assignment)
+    return values
+
+
 def _assign(values: dict[str, Any], assignment: str) -> None:
     key, equals, text = assignment.partition("=")
     if not equals or not key:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
+from ..errors import ConfigError, nearest
+
 # Sizes that few numbers of ranks divide; head_dim and counts of heads stay what attention needs.
 TINY: dict[str, dict[str, Any]] = {
     "llama": {
@@ -63,6 +65,24 @@ class _RoutedBlock(nn.Module):
             if chosen_B.any():
                 out_BSD = out_BSD.index_put((chosen_B.nonzero()[:, 0],), branch(hidden_BSD[chosen_B]), accumulate=True)
         return out_BSD
+
+
+def known_models(text: str) -> list[str]:
+    """The model names of a comma-separated list, or of "all": every type of the zoo.
+
+    Raises:
+        ConfigError: a name that is no model type of the zoo and none of this module's.
+    """
+    from .zoo import zoo_types
+
+    known = zoo_types()
+    if text == "all":
+        return known
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in known and name not in TINY and name != "routed":
+            raise ConfigError(f"model {name!r} is not a causal LM of transformers.{nearest(name, known)}")
+    return names
 
 
 def case_vocab(model_type: str) -> int:

@@ -211,9 +211,9 @@ def train_part(
 
 
 @functools.lru_cache(maxsize=256)
-def reference(case: Case, device: str = "cpu") -> Outcome:
-    """The case under `single`, on one rank."""
-    whole = Case(**{**vars(case), "shares": None, "microbatches": 1})
+def reference(case: Case, device: str = "cpu", microbatches: int = 1) -> Outcome:
+    """The case under `single`, on one rank, each step in so many microbatches."""
+    whole = Case(**{**vars(case), "shares": None, "microbatches": microbatches})
     return pool(1).run(train_case, "single", {}, {}, whole, device, device=device)[0]
 
 
