@@ -1,4 +1,4 @@
-"""fsdp2 and ddp against single: loss, total gradient norm and every rank's full weights after AdamW steps."""
+"""fsdp2 and ddp against single, where it goes beyond the conformance suite: 3 ranks, the last bit, state, seeds."""
 
 from __future__ import annotations
 
@@ -50,20 +50,10 @@ def test_ragged_masks_with_different_token_counts_per_rank(strategy: str, ranks:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(Case(microbatches=3), id="accumulation"),
-        pytest.param(Case(empty=4), id="a-rank-without-tokens"),
         pytest.param(Case(empty=3, microbatches=3), id="a-rank-without-tokens-accumulating"),
-        pytest.param(Case(shares=(1, 2, 4, 5)), id="uneven-shares"),
         pytest.param(Case(shares=(3, 4, 5, 6), sequences=18, microbatches=3), id="uneven-microbatches"),
-        pytest.param(Case(tied=True), id="tied"),
         pytest.param(Case(tied=True, microbatches=3), id="tied-accumulating"),
-        pytest.param(Case(max_norm=None), id="unclipped"),
-        pytest.param(Case(norm_type=1.0, max_norm=5.0), id="norm-1"),
         pytest.param(Case(norm_type=3.0, max_norm=0.2), id="norm-3"),
-        pytest.param(Case(norm_type=math.inf, max_norm=0.05), id="norm-inf"),
-        pytest.param(Case(frozen=("*embed_tokens*", "*layers.1.*")), id="frozen-block-and-embedding"),
-        pytest.param(Case(frozen=("*proj*", "lm_head*")), id="only-norms-and-embedding-train"),
-        pytest.param(Case(eval_after=True), id="eval-between-steps"),
         pytest.param(Case(model_type="gpt2", tied=True), id="gpt2"),
     ],
 )

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshwright import get_registry
 from meshwright.testing import Case, pool
-from meshwright.testing.parity import difference, reference, train_case
+from meshwright.testing.parity import Outcome, difference, reference, train_case
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -33,7 +34,7 @@ def test_the_loop_runs_and_the_loss_falls() -> None:
     assert losses[-1] < losses[0]
 
 
-def _parity_of_block(source: str, case: Case) -> object:
+def _parity_of_block(source: str, case: Case) -> Outcome:
     plugin = types.ModuleType("plain_plugin")
     exec(compile(source, "README.md", "exec"), plugin.__dict__)
     if "plain" not in get_registry().strategies:
@@ -41,15 +42,23 @@ def _parity_of_block(source: str, case: Case) -> object:
     return train_case("plain", {}, {}, case)
 
 
-def test_the_strategy_of_the_readme_reaches_parity() -> None:
-    case = Case(microbatches=3, tied=True)
+@pytest.mark.parametrize(
+    "case_of_the_readme",
+    [Case(microbatches=3, tied=True), Case(model_type="routed", route="ranks"), Case(frozen=("*proj*",))],
+)
+def test_the_strategy_of_the_readme_reaches_parity(case_of_the_readme: Case) -> None:
+    case = case_of_the_readme
     found = difference(pool(4).run(_parity_of_block, BLOCKS[1], case), reference(case))
     assert found.worst <= 1e-9, found
 
 
-def test_the_last_block_imports_what_exists() -> None:
-    assert "assert_parity" in BLOCKS[2]
-    exec(BLOCKS[2].splitlines()[0], {})
+def test_the_test_of_the_readme_tries_every_cell() -> None:
+    names: dict[str, Any] = {}
+    exec(BLOCKS[2].replace('"plain"', '"ddp"'), names)
+    (mark,) = names["test_conformance"].pytestmark
+    cells = mark.args[1]
+    assert list(map(str, cells)) == list(map(str, names["conformance"]("ddp")))
+    names["test_conformance"](cells[0])
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .stack import resolve as resolve
     from .train import Loop as Loop
     from .train import StepResult as StepResult
+    from .validation import FrozenModel as FrozenModel
     from .train import fit as fit
 
 _MODULE_OF = {
@@ -91,6 +92,7 @@ _MODULE_OF = {
     "Loop": "train",
     "StepResult": "train",
     "fit": "train",
+    "FrozenModel": "validation",
 }
 
 __version__ = "0.1.0"

@@ -182,6 +182,18 @@ class DataParallelManager(StrategyManager):
         """The parameters that train, each once, as they are after sharding."""
         return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
 
+    def fill_missing_gradients(self) -> None:
+        """Give zeros to parameters that other ranks have a gradient of and this one has not.
+
+        For strategies that reduce parameter by parameter: afterwards all ranks have gradients of the same parameters,
+        and those that no rank uses keep none, as under `single`. Collective.
+        """
+        parameters = list(self.trainable())
+        used = self.mesh.world.reduce_ints([int(p.grad is not None) for p in parameters], dist.ReduceOp.MAX)
+        for parameter, is_used in zip(parameters, used, strict=True):
+            if is_used and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
     @property
     def _vocab_size(self) -> int | None:
         return getattr(self._config, "vocab_size", None)

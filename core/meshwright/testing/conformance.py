@@ -28,6 +28,8 @@ from ..errors import ConfigError, MeshwrightError, RankError
 from ..registry import get_registry, get_strategy
 from ..runfile import OptimizerConfig, ScheduleConfig
 from ..sizes import CLAIMABLE_AXES
+from ..validation import validated
+from .models import case_reason
 from .parity import TOLERANCE, Case, Outcome, build_manager, difference, reference, share, train_case, train_part
 from .pool import pool
 
@@ -224,6 +226,7 @@ def conformance(
     _register(plugin)
     spec = get_strategy(strategy)
     fixed = dict(config or {})
+    validated(spec.config_cls, fixed, where=f"options of {spec.name!r}")
     layouts = list(_layouts(spec, ranks))
     if models is not None:
         layout, count, sizes, _ = layouts[-1]
@@ -239,6 +242,7 @@ def conformance(
                 "architecture",
                 device,
                 plugin,
+                case_reason(model),
             )
             for model in models
         ]

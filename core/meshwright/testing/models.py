@@ -85,6 +85,15 @@ def known_models(text: str) -> list[str]:
     return names
 
 
+def case_reason(model_type: str) -> str | None:
+    """Why a model cannot train as a text-only causal LM; None if it can."""
+    if model_type == "routed" or model_type in TINY:
+        return None
+    from .zoo import zoo_reason
+
+    return zoo_reason(model_type)
+
+
 def case_vocab(model_type: str) -> int:
     """Token ids of `case_model` are below this."""
     if model_type == "routed":

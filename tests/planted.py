@@ -1,0 +1,86 @@
+"""Strategies with one bug each, as real ones have had them; tests/test_conformance.py sees each caught."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright import StrategySpec, hookimpl
+from meshwright.norms import scale_to_norm, total_grad_norm
+from meshwright_ddp import DDPConfig
+from meshwright_ddp.manager import DDPManager
+from meshwright_fsdp2 import FSDP2Config
+from meshwright_fsdp2.manager import FSDP2Manager
+
+
+class Averaging(FSDP2Manager):
+    """Leaves torch's average over ranks in place, where gradients must be summed."""
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        module = super().shard(model)
+        for unit in self._reshards:
+            unit.set_force_sum_reduction_for_comms(False)
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                group.gradient_divide_factor = None
+        return module
+
+
+class DividedTwice(FSDP2Manager):
+    """Multiplies the loss and lets torch divide again, which it does twice on shard groups of one rank."""
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        module = super().shard(model)
+        for unit in self._reshards:
+            unit.set_gradient_divide_factor(float(self.mesh.degrees.dp))
+        return module
+
+    def _share_of_loss(self, batch: object, num_tokens: Tensor) -> Tensor:
+        return super()._share_of_loss(batch, num_tokens) * self.mesh.degrees.dp
+
+    def _sum_over_ranks(self, losses: list[Tensor]) -> Tensor:
+        return super()._sum_over_ranks([loss / self.mesh.degrees.dp for loss in losses])
+
+
+class LocalNorm(FSDP2Manager):
+    """Clips by the norm of this rank's shards."""
+
+    def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
+        gradients = [p.grad.to_local() for p in self.trainable() if p.grad is not None]
+        norm = total_grad_norm(gradients, norm_type)
+        if max_norm is not None:
+            scale_to_norm(gradients, norm, max_norm)
+        return norm
+
+
+class LosesMicrobatches(DDPManager):
+    """Reduces the gradient of the last microbatch only."""
+
+    def after_backward(self, *, is_last: bool) -> None:
+        super().after_backward(is_last=is_last)
+        if not is_last:
+            for parameter in self.trainable():
+                parameter.grad = None
+
+
+class DriftingCopies(DDPManager):
+    """One rank's copy goes its own way by a little."""
+
+    def optimizer_step(self) -> None:
+        super().optimizer_step()
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                next(self.trainable()).mul_(1 + 1e-6)
+
+
+@hookimpl
+def register_strategies() -> list[StrategySpec]:
+    sharded = frozenset({"dp_replicate", "dp_shard"})
+    copies = frozenset({"dp_replicate"})
+    return [
+        StrategySpec("averaging", "Averages.", sharded, FSDP2Config, Averaging),
+        StrategySpec("divided_twice", "Divides twice.", sharded, FSDP2Config, DividedTwice),
+        StrategySpec("local_norm", "Clips by a local norm.", sharded, FSDP2Config, LocalNorm),
+        StrategySpec("loses_microbatches", "Forgets microbatches.", copies, DDPConfig, LosesMicrobatches),
+        StrategySpec("drifting_copies", "Lets copies drift.", copies, DDPConfig, DriftingCopies),
+    ]

@@ -1,0 +1,132 @@
+"""The conformance suite: our strategies pass it, planted bugs do not, and nothing is left out in silence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright import ConfigError, UnknownStrategyError
+from meshwright.check import as_table, run_cells, summary, told
+from meshwright.testing import Cell, Result, conformance
+
+STRATEGIES = ["single", "ddp", "fsdp2"]
+KINDS = "llama,qwen3,qwen3_moe,mixtral,gpt2,gemma3_text,phi3,gpt_neox,opt,bloom,mamba2,cohere2".split(",")
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, id=f"{name}-{cell}") for name in STRATEGIES for cell in conformance(name)],
+)
+def test_strategy_passes(cell: Cell) -> None:
+    cell.check()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("model_type", KINDS)
+def test_architectures_that_differ_in_kind(strategy: str, model_type: str) -> None:
+    (cell,) = conformance(strategy, ranks=2, models=[model_type])
+    result = cell.run()
+    assert result.status == "passed", result
+
+
+def _named(strategy: str, names: list[str]) -> dict[str, Result]:
+    cells = {str(cell): cell for cell in conformance(strategy, plugin="planted")}
+    return {name: cells[name].run() for name in names}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "caught", "unseen"),
+    [
+        ("averaging", ["dp_shard=2-ragged_masks", "dp_replicate=2-ragged_masks"], ["one_rank-ragged_masks"]),
+        ("divided_twice", ["dp_replicate=2-ragged_masks"], ["one_rank-ragged_masks"]),
+        ("local_norm", ["dp_shard=4-norm_1", "dp_shard=4-norm_inf"], ["dp_replicate=4-norm_1"]),
+        ("loses_microbatches", ["dp_replicate=4-accumulation_2"], ["dp_replicate=4-ragged_masks"]),
+        ("drifting_copies", ["dp_replicate=2-ragged_masks"], ["one_rank-ragged_masks"]),
+    ],
+)
+def test_planted_bug_is_caught_where_it_acts(strategy: str, caught: list[str], unseen: list[str]) -> None:
+    results = _named(strategy, [*caught, *unseen])
+    for name in caught:
+        assert results[name].status == "failed", results[name]
+        assert results[name].worst is None or results[name].worst > 1e-7
+    for name in unseen:
+        assert results[name].status == "passed", results[name]
+
+
+def test_every_claimed_axis_is_tried_alone_and_in_pairs() -> None:
+    layouts = {cell.layout for cell in conformance("fsdp2")}
+    alone = {f"{axis}={degree}" for axis in ("dp_replicate", "dp_shard") for degree in (2, 4)}
+    assert layouts == {"one rank", *alone, "dp_replicate=2 x dp_shard=2"}
+
+
+def test_every_option_is_tried_or_said_to_be_open() -> None:
+    from meshwright_ddp import DDPConfig
+
+    names = {cell.name.partition("=")[0]: cell for cell in conformance("ddp") if "=" in cell.name}
+    assert set(names) == set(DDPConfig.model_fields)
+    assert names["bucket_cap_mb"].run().status == "does not apply"
+    assert "--set bucket_cap_mb=value" in names["bucket_cap_mb"].run().detail
+    fixed = conformance("ddp", config={"bucket_cap_mb": 1})
+    assert all(cell.config["bucket_cap_mb"] == 1 for cell in fixed)
+    assert not any(cell.name.startswith("bucket_cap_mb") for cell in fixed)
+
+
+def test_too_few_ranks_and_unknown_strategies_are_refused() -> None:
+    with pytest.raises(ConfigError, match="ranks=1 cannot show anything"):
+        conformance("ddp", ranks=1)
+    with pytest.raises(UnknownStrategyError, match="Did you mean 'fsdp2'"):
+        conformance("fsdp3")
+
+
+def test_results_are_a_table_reasons_and_a_last_line(tmp_path: Path) -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    cells = [cell for cell in conformance("ddp", ranks=2) if cell.ranks == 1 or "option" in cell.name]
+    cells += [cell for cell in conformance("ddp") if cell.name.startswith("bucket_cap_mb")]
+    screen = Console(file=StringIO(), width=100)
+    results = run_cells(cells, json_file=tmp_path / "r.json", resume=False, console=screen)
+    assert summary(results) == "1 passed, 0 failed"
+    assert told(results)[0].startswith("does not apply: dp_replicate=4-bucket_cap_mb")
+    screen.print(as_table(results))
+    text = screen.file.getvalue()
+    assert "one rank" in text
+    assert "ok" in text
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["cells"]["one_rank-ragged_masks"]["status"] == "passed"
+    assert set(report["versions"]) == {"meshwright", "torch", "transformers"}
+
+
+def test_a_resumed_check_does_not_run_what_is_there(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    file = tmp_path / "r.json"
+    cells = [cell for cell in conformance("ddp", ranks=2) if cell.ranks == 1]
+    run_cells(cells, json_file=file, resume=False, console=Console(quiet=True))
+    report = json.loads(file.read_text())
+    report["cells"]["one_rank-ragged_masks"].update(status="failed", detail="from the file")
+    file.write_text(json.dumps(report))
+    (again,) = run_cells(cells, json_file=file, resume=True, console=Console(quiet=True))
+    assert (again.status, again.detail) == ("failed", "from the file")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["ddp", "--models", "lama"], 2, "Did you mean 'llama'?"),
+        (["nothing"], 2, "strategy 'nothing' is not installed"),
+        (["ddp", "--ranks", "2", "--models", "routed"], 0, "1 passed, 0 failed"),
+        (["ddp", "--ranks", "2", "--models", "llama", "--set", "bucket_cap=1"], 2, "Did you mean 'bucket_cap_mb'?"),
+    ],
+)
+def test_command_line(arguments: list[str], code: int, text: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "meshwright", "check", *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == code, run.stderr
+    assert text in run.stdout + run.stderr
