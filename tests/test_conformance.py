@@ -14,7 +14,20 @@ from meshwright.check import as_table, run_cells, summary, told
 from meshwright.testing import Cell, Result, conformance
 
 STRATEGIES = ["single", "ddp", "fsdp2"]
-KINDS = "llama,qwen3,qwen3_moe,mixtral,gpt2,gemma3_text,phi3,gpt_neox,opt,bloom,mamba2,cohere2".split(",")
+KINDS = [
+    "llama",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "gpt2",
+    "gemma3_text",
+    "phi3",
+    "gpt_neox",
+    "opt",
+    "bloom",
+    "mamba2",
+    "cohere2",
+]
 
 
 @pytest.mark.parametrize(

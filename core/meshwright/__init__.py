@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from .stack import resolve as resolve
     from .train import Loop as Loop
     from .train import StepResult as StepResult
-    from .validation import FrozenModel as FrozenModel
     from .train import fit as fit
+    from .validation import FrozenModel as FrozenModel
 
 _MODULE_OF = {
     "count_tokens": "batch",

@@ -240,6 +240,9 @@ def difference(outcomes: list[Outcome], expected: Outcome) -> Difference:
     for outcome in outcomes:
         if outcome.weights.keys() != expected.weights.keys():
             raise AssertionError(f"parameters differ: {outcome.weights.keys() ^ expected.weights.keys()}")
+        for name, weight in expected.weights.items():
+            if outcome.weights[name].shape != weight.shape:
+                raise AssertionError(f"{name} has shape {outcome.weights[name].shape}, not {weight.shape}")
     return Difference(
         loss=max(_apart(outcome.losses, expected.losses) for outcome in outcomes),
         norm=max(_apart(outcome.norms, expected.norms) for outcome in outcomes),
