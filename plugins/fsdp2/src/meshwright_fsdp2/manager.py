@@ -1,7 +1,7 @@
 """Shard transformer blocks with FSDP2.
 
-Each block is one all-gather unit; the root holds what is left (embedding, head, norms). Blocks come from the model's
-layout, so this file names no model class.
+Each block is one all-gather unit; the root holds what is left (embedding, head, norms). Units come from the model's
+structure, so this file names no model class.
 Source: Zhao et al. 2023, arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
 """
 
@@ -20,6 +20,7 @@ from meshwright.mesh import Mesh
 
 from ._compat import reduce_unused_parameters
 from .config import FSDP2Config
+from .units import find_units
 from .usage import Usage
 
 
@@ -33,25 +34,29 @@ class FSDP2Manager(DataParallelManager):
         self._reshards: dict[FSDPModule, bool] = {}
 
     def shard(self, model: nn.Module) -> nn.Module:
-        for stack in self.layout.stacks:
-            for index, name in enumerate(stack):
-                self._shard_unit(model.get_submodule(name), is_last=index == len(stack) - 1)
-        self._shard_unit(model, is_last=True)
-        units = [(name, model.get_submodule(name)) for name in (*self.layout.blocks, "")]
-        self._usage = Usage(model, units, zeros_for_unused=self._zeros_for_unused)
+        found = find_units(model, self.layout)
+        for unit in found:
+            self._shard_unit([model.get_submodule(name) for name in unit.names], is_last=unit.is_last)
+        first = [(unit.names[0], model.get_submodule(unit.names[0])) for unit in found]
+        self._usage = Usage(model, first, zeros_for_unused=self._zeros_for_unused)
         return model
 
-    def _shard_unit(self, module: nn.Module, *, is_last: bool) -> None:
+    def _shard_unit(self, modules: list[nn.Module], *, is_last: bool) -> None:
         reshard = self.config.reshard_after_forward
         if reshard is None:
             reshard = not is_last
         reduce_dtype = getattr(torch, self.config.reduce_dtype) if self.config.reduce_dtype else None
+        # One module under several names is gathered for each of its forwards; several modules, from the first
+        # forward to the last.
+        distinct = list(dict.fromkeys(modules))
         unit = fully_shard(
-            module,
+            distinct[0] if len(distinct) == 1 else distinct,
             mesh=self._fsdp_mesh,
             reshard_after_forward=reshard,
             mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
         )
+        # Modules of one unit share its state.
+        unit = unit[0] if isinstance(unit, list) else unit
         # [Note: the gradient rule]: plain sums. A factor of 1 also keeps clear of a division that torch applies twice
         # on groups of one rank.
         unit.set_gradient_divide_factor(1.0)

@@ -1,0 +1,68 @@
+"""Units by structure: blocks, what blocks share, and the root."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.layout import layout_by_structure
+from meshwright.testing import conformance
+from meshwright_fsdp2.units import find_units
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(4, 4)
+        self.lent = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+
+
+class _Model(nn.Module):
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.blocks = nn.ModuleList(_Block() for _ in range(count))
+
+
+def _units(model: nn.Module) -> list[tuple[str, ...]]:
+    return [unit.names for unit in find_units(model, layout_by_structure(model))]
+
+
+BLOCKS = [(f"blocks.{index}",) for index in range(4)]
+
+
+def test_without_sharing_blocks_and_root_are_units() -> None:
+    assert _units(_Model()) == [*BLOCKS, ("",)]
+
+
+def test_parameters_shared_by_blocks_are_units_of_their_own_before_the_blocks() -> None:
+    model = _Model()
+    for one, two in ((0, 2), (1, 3)):
+        for (_, a), (name, _) in zip(
+            model.blocks[one].lent.named_parameters(), model.blocks[two].lent.named_parameters(), strict=True
+        ):
+            module, _, leaf = name.rpartition(".")
+            setattr(model.blocks[two].lent.get_submodule(module), leaf, a)
+    shared = [("blocks.0.lent", "blocks.2.lent"), ("blocks.1.lent", "blocks.3.lent")]
+    assert _units(model) == [*shared, *BLOCKS, ("",)]
+
+
+def test_a_module_in_two_blocks_is_one_unit_under_both_names() -> None:
+    model = _Model()
+    model.blocks[3].lent = model.blocks[0].lent
+    assert _units(model) == [("blocks.0.lent", "blocks.3.lent"), *BLOCKS, ("",)]
+
+
+def test_a_block_that_shares_with_the_rest_is_left_to_the_root() -> None:
+    model = _Model()
+    model.blocks[1].own.weight = nn.Parameter(torch.zeros(8, 4))
+    model.embed.weight = model.blocks[1].own.weight
+    assert _units(model) == [BLOCKS[0], BLOCKS[2], BLOCKS[3], ("",)]
+
+
+@pytest.mark.parametrize("model_type", ["zamba", "zamba2"])
+@pytest.mark.parametrize("config", [{}, {"reshard_after_forward": True}, {"defer_fsdp_grad_sync": False}])
+def test_architectures_whose_layers_share_a_block_reach_parity(model_type: str, config: dict[str, bool]) -> None:
+    (cell,) = conformance("fsdp2", ranks=2, models=[model_type], config=config)
+    cell.check()
