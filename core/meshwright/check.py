@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
@@ -15,6 +16,9 @@ from rich.progress import track
 from rich.table import Table
 
 from .testing.conformance import Cell, Result
+
+# What a traceback says of the machine, in front of the packages' own paths.
+_OUTSIDE = re.compile(r'File ".*?/(?:site-packages/|(?=(?:core|plugins|tests)/))')
 
 _SIGNS = {"passed": "ok", "failed": "[bold red]FAILED[/]", "does not apply": "-"}
 
@@ -55,7 +59,7 @@ def as_record(result: Result) -> dict[str, Any]:
         "device": cell.device,
         "status": result.status,
         "worst": result.worst,
-        "detail": result.detail,
+        "detail": _OUTSIDE.sub('File "', result.detail),
     }
 
 
