@@ -39,7 +39,7 @@ def _loop(manager: StrategyManager, case: Case, **changes: Any) -> Loop:
 
 
 def _scheduler(manager: StrategyManager) -> Any:
-    return build_scheduler(ScheduleConfig(name="linear", warmup_steps=2), manager._optimizer, STEPS)
+    return build_scheduler(ScheduleConfig(name="linear", warmup_steps=2), manager.optimizer, STEPS)
 
 
 def _fit(strategy: str) -> tuple[list[StepResult], list[StepResult]]:

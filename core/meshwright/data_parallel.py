@@ -16,13 +16,6 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.optim import Optimizer
 
 from .batch import check_step
@@ -32,6 +25,7 @@ from .layout import ModelLayout, model_layout
 from .loss import token_loss_sum
 from .mesh import Mesh
 from .norms import check_clip, scale_to_norm, total_grad_norm
+from .state import load_model_state, load_optimizer_state, model_state, optimizer_state
 
 
 class DataParallelManager(StrategyManager):
@@ -41,11 +35,13 @@ class DataParallelManager(StrategyManager):
         model: the Hugging Face model, unwrapped; its parameters may have been sharded in place.
         module: what `parallelize` returned, which is called; a wrapper around `model`, or `model` itself.
         layout: the model's structure as it was before sharding.
+        parameter_names: fully qualified names of what the optimizer trains, as it is after sharding.
     """
 
     model: nn.Module
     module: nn.Module
     layout: ModelLayout
+    parameter_names: Mapping[nn.Parameter, str]
 
     def __init__(self, config: BaseModel, mesh: Mesh) -> None:
         self.config = config
@@ -92,7 +88,9 @@ class DataParallelManager(StrategyManager):
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
         self._require_model()
-        self._optimizer = factory([(name, p) for name, p in self.model.named_parameters() if p.requires_grad])
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        self.parameter_names = {parameter: name for name, parameter in named}
+        self._optimizer = factory(named)
         return self._optimizer
 
     def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
@@ -139,7 +137,7 @@ class DataParallelManager(StrategyManager):
         return norm
 
     def optimizer_step(self) -> None:
-        optimizer = self._require_optimizer()
+        optimizer = self.optimizer
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -150,18 +148,24 @@ class DataParallelManager(StrategyManager):
 
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:
         self._require_model()
-        options = StateDictOptions(full_state_dict=full, cpu_offload=full)
-        state: dict[str, Any] = {"model": get_model_state_dict(self.model, options=options)}
+        state: dict[str, Any] = {"model": model_state(self.model, self.mesh.world, full=full)}
         if self._optimizer is not None:
-            state["optimizer"] = get_optimizer_state_dict(self.model, self._optimizer, options=options)
+            state["optimizer"] = self.optimizer_state(full=full)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], *, full: bool = False) -> None:
         self._require_model()
-        options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full)
-        set_model_state_dict(self.model, state["model"], options=options)
+        load_model_state(self.model, state["model"], self.mesh.world, full=full)
         if self._optimizer is not None:
-            set_optimizer_state_dict(self.model, self._optimizer, state["optimizer"], options=options)
+            self.load_optimizer_state(state.get("optimizer", {}), full=full)
+
+    def optimizer_state(self, *, full: bool) -> dict[str, Any]:
+        """The optimizer's part of `state_dict`; for strategies to replace whose optimizer is divided in its own way."""
+        return optimizer_state(self.optimizer, self.parameter_names, self.mesh.world, full=full)
+
+    def load_optimizer_state(self, state: Mapping[str, Any], *, full: bool) -> None:
+        """The optimizer's part of `load_state_dict`."""
+        load_optimizer_state(self.optimizer, self.parameter_names, state, self.mesh.world, full=full)
 
     # -- helpers
 
@@ -202,7 +206,13 @@ class DataParallelManager(StrategyManager):
         if not self._parallelized:
             raise StrategyError("the manager has no model yet: call manager.parallelize(model) first.")
 
-    def _require_optimizer(self) -> Optimizer:
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer.
+
+        Raises:
+            StrategyError: `build_optimizer` has not been called.
+        """
         if self._optimizer is None:
             raise StrategyError("the manager has no optimizer yet: call manager.build_optimizer(factory) first.")
         return self._optimizer

@@ -92,7 +92,7 @@ def _held_bytes() -> tuple[dict[str, int], dict[str, int]]:
 
     parameters = list(manager.model_parts[0].parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
-    optimizer = manager._optimizer
+    optimizer = manager.optimizer
     optimizer.step()
     state = [t for values in optimizer.state.values() for t in values.values() if isinstance(t, torch.Tensor)]
     counted = {"parameters": held(parameters), "gradients": held(gradients), "optimizer": held(state)}

@@ -1,0 +1,165 @@
+"""State of models and optimizers by parameter name, whole or as it lies.
+
+Whole state is what moves between strategies: plain tensors on the CPU of rank 0, `{"state": {name: values},
+"param_groups": [{..., "params": names}]}` for an optimizer. One tensor at a time is gathered or spread, so no rank
+but the first ever holds more than one whole.
+Source: torch.optim.Optimizer.state_dict, whose format this is, with names for numbers; torch.distributed.tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from .errors import StrategyError
+from .mesh import World
+
+
+def model_state(model: nn.Module, world: World, *, full: bool) -> dict[str, Any]:
+    """See `StrategyManager.state_dict`. Collective if `full`."""
+    state = model.state_dict(keep_vars=True)
+    if not full:
+        return {name: value.detach() if isinstance(value, Tensor) else value for name, value in state.items()}
+    # Tied names keep sharing one tensor.
+    copies: dict[int, Any] = {}
+    for value in state.values():
+        if id(value) not in copies:
+            copies[id(value)] = _gathered(value, world)
+    return {name: copies[id(value)] for name, value in state.items()} if world.rank == 0 else {}
+
+
+def load_model_state(model: nn.Module, state: Mapping[str, Any], world: World, *, full: bool) -> None:
+    """See `StrategyManager.load_state_dict`. Collective if `full`.
+
+    Raises:
+        StrategyError: names or shapes are not the model's (on all ranks).
+    """
+    mine = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    shapes = {name: (value.shape, value.dtype) for name, value in state.items() if isinstance(value, Tensor)}
+    if full:
+        shapes = _from_first(shapes, world)
+    _check_names("model", set(shapes), set(mine))
+    for name, value in mine.items():
+        if shapes[name][0] != value.shape:
+            raise StrategyError(
+                f"{name} has shape {tuple(shapes[name][0])} in the state, but {tuple(value.shape)} in the model. "
+                f"Build the model from the configuration that the state was saved with."
+            )
+    done: set[int] = set()
+    for name, value in mine.items():
+        if id(value) not in done:
+            done.add(id(value))
+            source = _spread(state.get(name), shapes[name], value, world) if full else state[name]
+            with torch.no_grad():
+                value.copy_(source)
+
+
+def optimizer_state(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], world: World, *, full: bool
+) -> dict[str, Any]:
+    """The optimizer's part of `StrategyManager.state_dict`. Collective if `full`; never steps the optimizer."""
+    state: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            values = optimizer.state.get(parameter)
+            if values:
+                state[names[parameter]] = {
+                    key: _gathered(value, world) if full else value for key, value in values.items()
+                }
+    if full and world.rank != 0:
+        return {}
+    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
+    return {"state": state, "param_groups": groups}
+
+
+def load_optimizer_state(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: Mapping[str, Any], world: World, *, full: bool
+) -> None:
+    """The optimizer's part of `StrategyManager.load_state_dict`. Collective if `full`.
+
+    Raises:
+        StrategyError: names or groups are not the optimizer's (on all ranks).
+    """
+    saved = state.get("state", {})
+    kinds = {name: {key: _kind(value) for key, value in values.items()} for name, values in saved.items()}
+    groups = state.get("param_groups", [])
+    if full:
+        kinds, groups = _from_first((kinds, groups), world)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    unexpected = set(kinds) - {names[parameter] for parameter in parameters}
+    if unexpected:
+        _check_names("optimizer", unexpected, set())
+    packed: dict[int, dict[str, Any]] = {}
+    for index, parameter in enumerate(parameters):
+        name = names[parameter]
+        for key, kind in kinds.get(name, {}).items():
+            value = saved.get(name, {}).get(key)
+            if full:
+                value = _spread(value, kind, parameter, world) if isinstance(kind, tuple) else kind
+            packed.setdefault(index, {})[key] = value
+    numbers = {names[parameter]: index for index, parameter in enumerate(parameters)}
+    matched = [_matching(group, names, groups, numbers) for group in optimizer.param_groups]
+    optimizer.load_state_dict({"state": packed, "param_groups": matched})
+
+
+def _matching(
+    group: Mapping[str, Any],
+    names: Mapping[nn.Parameter, str],
+    saved: list[dict[str, Any]],
+    numbers: Mapping[str, int],
+) -> dict[str, Any]:
+    """The saved settings of a parameter group, with the numbers of its parameters."""
+    mine = [names[parameter] for parameter in group["params"]]
+    found = [each for each in saved if not set(mine).isdisjoint(each["params"])]
+    if len(found) != 1:
+        raise StrategyError(
+            f"a parameter group meets {len(found)} groups of the optimizer state to load, not 1. Group the parameters "
+            f"as they were when the state was saved. The group begins with {', '.join(mine[:3])}."
+        )
+    return {**found[0], "params": [numbers[name] for name in mine]}
+
+
+def _gathered(value: Any, world: World) -> Any:
+    """A copy of the whole tensor on the CPU of rank 0; None elsewhere. What is no tensor stays as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    whole = value.detach()
+    if isinstance(whole, DTensor):
+        whole = whole.full_tensor()
+    return whole.to("cpu", copy=True) if world.rank == 0 else None
+
+
+def _kind(value: Any) -> Any:
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else value
+
+
+def _spread(whole: Tensor | None, kind: tuple[torch.Size, torch.dtype], like: Tensor, world: World) -> Tensor:
+    """Rank 0's whole tensor on every rank: laid out like `like` where the shapes agree, else whole."""
+    shape, dtype = kind
+    received = (
+        torch.empty(shape, dtype=dtype, device=world.device) if whole is None else whole.to(world.device, copy=True)
+    )
+    dist.broadcast(received, src=0)
+    if isinstance(like, DTensor) and like.shape == shape:
+        # Every rank has the whole, and cuts its part from it.
+        return distribute_tensor(received, like.device_mesh, like.placements, src_data_rank=None)
+    return received
+
+
+def _from_first(value: Any, world: World) -> Any:
+    box = [value if world.rank == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _check_names(what: str, given: set[str], expected: set[str]) -> None:
+    for names, told in ((expected - given, "lacks"), (given - expected, "holds what the run does not have:")):
+        if names:
+            some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise StrategyError(f"the {what} state {told} {some}. Load state of the same architecture.")

@@ -1,0 +1,116 @@
+"""State by name: taking it changes nothing, and what was saved can be loaded, whatever the optimizer has seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright import StrategyError
+from meshwright.runfile import OptimizerConfig
+from meshwright.testing import Case, pool
+from meshwright.testing.parity import build_manager, full_weights, reference, train_steps
+
+LAYOUTS = [("single", 1, {}), ("ddp", 2, {}), ("fsdp2", 3, {}), ("fsdp2", 4, {"dp_replicate_size": 2})]
+CASE = Case(tied=True)
+
+
+def _losses_with_snapshots(strategy: str, sizes: dict[str, int], case: Case, full: bool) -> tuple[list[float], bool]:
+    manager = build_manager(strategy, {}, sizes, case)
+    losses, copies = [], []
+    for step in range(case.steps):
+        state = manager.state_dict(full=full)
+        copies.append({name: value.clone() for name, value in state["model"].items()} if full else {})
+        losses += train_steps(manager, case, range(step, step + 1))[0]
+        unchanged = (
+            all(torch.equal(value, copies[-1][name]) for name, value in state["model"].items()) if full else True
+        )
+    return losses, unchanged
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "sizes"), LAYOUTS)
+@pytest.mark.parametrize("full", [False, True])
+def test_taking_state_at_any_time_does_not_change_the_training(
+    strategy: str, ranks: int, sizes: dict[str, int], full: bool
+) -> None:
+    for losses, unchanged in pool(ranks).run(_losses_with_snapshots, strategy, sizes, CASE, full):
+        assert losses == pytest.approx(reference(CASE).losses, abs=1e-9)
+        assert unchanged, "full state must be a copy, which training does not change"
+
+
+def _reloaded(strategy: str, sizes: dict[str, int], case: Case, before: int) -> list[float]:
+    """Train `before` steps, move the full state into another manager, and go on."""
+    first = build_manager(strategy, {}, sizes, case)
+    losses = train_steps(first, case, range(before))[0]
+    state = first.state_dict(full=True)
+    second = build_manager(strategy, {}, sizes, case, seed=9)
+    train_steps(second, case, range(50, 51))
+    second.load_state_dict(state, full=True)
+    return losses + train_steps(second, case, range(before, case.steps))[0]
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "sizes"), LAYOUTS)
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(CASE, id="adamw"),
+        pytest.param(replace(CASE, optimizer=OptimizerConfig(name="SGD", lr=0.1)), id="sgd-without-state"),
+        pytest.param(replace(CASE, optimizer=OptimizerConfig(name="Adagrad", lr=0.1)), id="adagrad"),
+        pytest.param(Case(model_type="routed", route="steps"), id="parameters-that-never-had-a-gradient"),
+        pytest.param(Case(frozen=("*embed_tokens*",)), id="frozen"),
+    ],
+)
+def test_full_state_goes_on_where_it_was_taken(
+    strategy: str, ranks: int, sizes: dict[str, int], before: int, case: Case
+) -> None:
+    if strategy == "ddp" and case.model_type == "routed":
+        pytest.skip("ddp refuses parameters without gradient unless told")
+    for losses in pool(ranks).run(_reloaded, strategy, sizes, case, before):
+        assert losses == pytest.approx(reference(case).losses, abs=1e-9)
+
+
+def _refusals(strategy: str) -> list[str]:
+    manager = build_manager(strategy, {}, {}, Case())
+    train_steps(manager, Case(), range(1))
+    before = full_weights(manager)
+    state = manager.state_dict(full=True)
+    first = manager.mesh.rank == 0
+
+    def changed(change: Any) -> dict[str, Any]:
+        if not first:
+            return {"model": {}, "optimizer": {}}
+        model, optimizer = (
+            dict(state["model"]),
+            {key: dict(v) if key == "state" else v for key, v in state["optimizer"].items()},
+        )
+        change(model, optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    name = next(iter(before))
+    texts = []
+    for change in (
+        lambda model, optimizer: model.pop(name),
+        lambda model, optimizer: model.update(other=torch.zeros(1)),
+        lambda model, optimizer: model.update({name: torch.zeros(3)}),
+        lambda model, optimizer: optimizer["state"].update(other={}),
+        lambda model, optimizer: optimizer.update(param_groups=optimizer["param_groups"][:1]),
+    ):
+        with pytest.raises(StrategyError) as caught:
+            manager.load_state_dict(changed(change), full=True)
+        texts.append(str(caught.value))
+    return texts
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_state_of_another_model_is_refused_on_all_ranks(strategy: str) -> None:
+    first, second = pool(2).run(_refusals, strategy)
+    assert first == second
+    for text, words in zip(
+        first,
+        ["lacks", "does not have: other", "has shape (3,)", "does not have: other", "meets 0 groups"],
+        strict=True,
+    ):
+        assert words in text
