@@ -62,7 +62,16 @@ def test_the_test_of_the_readme_tries_every_cell() -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", "plugins/fsdp2/README.md", "plugins/ddp/README.md"]
+    "document",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/write-a-strategy.md",
+        "docs/coverage.md",
+        "examples/zero1/README.md",
+        "plugins/fsdp2/README.md",
+        "plugins/ddp/README.md",
+    ],
 )
 def test_linked_paths_exist(document: str) -> None:
     path = ROOT / document

@@ -1,0 +1,108 @@
+"""Whole parameters and gradients on every rank, optimizer state in 1/N.
+
+torch's ZeroRedundancyOptimizer gives each parameter an owner, which alone holds its optimizer state, steps it and
+broadcasts it. This module sums the gradients before that, and moves the state into and out of the common format.
+Source: Rajbhandari et al. 2020, arXiv:1910.02054; torch.distributed.optim.ZeroRedundancyOptimizer.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from meshwright import DataParallelManager, StrategyError
+from meshwright.accumulate import WideSums
+
+
+class Zero1Manager(DataParallelManager):
+    """ZeRO stage 1; see `DataParallelManager`."""
+
+    def __init__(self, config, mesh):
+        super().__init__(config, mesh)
+        self.group = mesh.group("dp_replicate")
+        self.sums = WideSums(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
+        self.zero = None
+
+    def shard(self, model):
+        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        return model.to(self.mesh.device)
+
+    # -- gradients
+
+    def after_backward(self, *, is_last):
+        if self.sums is not None:
+            self.sums.take(self.trainable())
+        if is_last:
+            # Ranks may use different parameters; one that no rank uses keeps no gradient and is not stepped.
+            self.fill_missing_gradients()
+            for parameter in self.trainable():
+                if parameter.grad is not None:
+                    parameter.grad = self.summed(parameter)
+
+    def summed(self, parameter):
+        """The gradient, summed over ranks (never averaged), in reduce_dtype if there is one."""
+        if self.sums is not None:
+            total = torch.zeros_like(parameter, dtype=self.sums.dtype)
+            self.sums.add_waiting(parameter, total)
+        else:
+            total = parameter.grad
+        dist.all_reduce(total, group=self.group)
+        return total.to(parameter.dtype)
+
+    # -- optimizer
+
+    def build_optimizer(self, factory):
+        return super().build_optimizer(lambda named_parameters: self.divided(factory(named_parameters)))
+
+    def divided(self, whole):
+        def owned(groups, **_):
+            # The factory's own optimizer, left with what this rank owns: every class works, with all its options.
+            whole.param_groups = groups
+            for parameter in set(whole.state).difference(*(group["params"] for group in groups)):
+                del whole.state[parameter]  # Adagrad makes its state at once.
+            return whole
+
+        groups = [dict(group) for group in whole.param_groups]
+        self.zero = ZeroRedundancyOptimizer(groups, owned, process_group=self.group, **whole.defaults)
+        return self.zero
+
+    # -- state, by name of parameter; each rank has the optimizer state of those that it owns
+
+    def optimizer_state(self, *, full):
+        values = {self.names[p]: value for p, value in self.zero.optim.state.items()}
+        groups = [{**group, "params": self.names_in(group)} for group in self.zero.param_groups]
+        if not full:
+            return {"state": values, "param_groups": groups}
+        parts = [{}] * self.zero.world_size if self.zero.rank == 0 else None
+        dist.gather_object({name: on_cpu(values[name]) for name in values}, parts, None, self.group, 0)
+        merged = {name: value for part in parts or () for name, value in part.items()}
+        return {"state": merged, "param_groups": groups} if parts else {}
+
+    def load_optimizer_state(self, saved, *, full):
+        shared = self.from_first_rank if full else lambda value: value
+        saved_groups = shared(saved.get("param_groups", ()))
+        for group in self.zero.param_groups:  # Its settings reach the owned parameters with the next step.
+            names = self.names_in(group)
+            found = [each for each in saved_groups if not set(names).isdisjoint(each["params"])]
+            if len(found) != 1:
+                raise StrategyError(
+                    f"a parameter group meets {len(found)} groups of the optimizer state to load, not 1. Group the "
+                    f"parameters as they were when the state was saved. The group holds: {', '.join(names)}."
+                )
+            group.update({**found[0], "params": group["params"]})
+        owned = [name for group in self.zero.optim.param_groups for name in self.names_in(group)]
+        # One parameter at a time, so that no rank holds them all.
+        each = ((name, shared(saved.get("state", {}).get(name))) for name in self.names.values())
+        values = {owned.index(name): value for name, value in each if name in owned and value is not None}
+        self.zero.optim.load_state_dict({**self.zero.optim.state_dict(), "state": values})
+
+    def names_in(self, group):
+        return [self.names[parameter] for parameter in group["params"]]
+
+    def from_first_rank(self, value):
+        box = [value]
+        dist.broadcast_object_list(box, group=self.group, group_src=0)
+        return box[0]
+
+
+def on_cpu(values):
+    return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
