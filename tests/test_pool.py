@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from meshwright import RankError
-from meshwright.testing import pool
+from meshwright.testing import Case, pool
+from meshwright.testing.parity import build_manager
 
 
 def _sum() -> int:
@@ -48,6 +51,23 @@ def test_results_come_in_order_of_rank_from_one_process_group() -> None:
 
 def test_workers_stay_between_tasks() -> None:
     assert pool(2).run(_pid) == pool(2).run(_pid)
+
+
+def _group() -> None:
+    build_manager("fsdp2", {}, {"dp_replicate_size": 2}, Case())
+
+
+def _threads() -> int:
+    return threading.active_count() + len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux shows them")
+def test_process_groups_of_earlier_tasks_leave_no_threads() -> None:
+    counts = []
+    for _ in range(4):
+        pool(4).run(_group)
+        counts.append(pool(4).run(_threads))
+    assert max(counts[-1]) <= max(counts[0]), counts
 
 
 def test_the_failing_rank_is_told_and_the_next_task_gets_new_workers() -> None:

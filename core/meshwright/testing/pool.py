@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -145,3 +146,5 @@ def _serve(rank: int, size: int, connection: Connection) -> None:
         except Exception:
             reply = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(reply)
+        # Models and their hooks form cycles that hold process groups, each with polling threads of its own.
+        gc.collect()
