@@ -86,6 +86,8 @@ def check(
         options = as_options(assignments or [])
         cells = conformance(strategy, ranks=ranks, config=options, models=chosen, device=device)
         console = Console()
+        if not console.is_terminal:
+            console.width = 160  # a file cuts nothing off
         results = run_cells(cells, json_file=json_file, resume=resume, console=Console(stderr=True))
         console.print(as_table(results))
         for line in told(results):
