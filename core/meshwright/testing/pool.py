@@ -30,6 +30,9 @@ T = TypeVar("T")
 GROUP_TIMEOUT_S = 60.0
 """How long a collective of a task waits for its peers."""
 
+_FINISHED = "finished"
+"""Told to the workers when all of them have ended a task."""
+
 
 class WorkerPool:
     """`size` processes, each a rank. Use `pool(size)` to share one.
@@ -63,10 +66,13 @@ class WorkerPool:
             for _, connection in self._workers:
                 connection.send((sys.path, message))
             try:
-                return self._collect(timeout_s)
+                results = self._collect(timeout_s)
             except BaseException:
                 self.close()
                 raise
+            for _, connection in self._workers:
+                connection.send(_FINISHED)
+        return results
 
     def close(self) -> None:
         """End the workers; the next task starts new ones."""
@@ -142,9 +148,12 @@ def _serve(rank: int, size: int, connection: Connection) -> None:
         try:
             store, device, task, args = pickle.loads(message)
             with open_world(device, store=dist.FileStore(store, size), timeout_s=GROUP_TIMEOUT_S):
-                reply = pickle.dumps((True, task(*args)))
+                connection.send_bytes(pickle.dumps((True, task(*args))))
+                # A rank that closes its groups while a peer still connects to them makes the peer fail.
+                connection.recv()
+        except (EOFError, BrokenPipeError):
+            return
         except Exception:
-            reply = pickle.dumps((False, traceback.format_exc()))
-        connection.send_bytes(reply)
+            connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
         # Models and their hooks form cycles that hold process groups, each with polling threads of its own.
         gc.collect()
