@@ -6,11 +6,16 @@ which fails when the name goes away or its behaviour changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
 def flatten_mesh(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
@@ -39,3 +44,85 @@ def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """
     if tensors:
         torch._foreach_mul_(tensors, factor)
+
+
+def all_reduce(tensor: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
+    """A new tensor: the "sum" or "max" over the ranks of the group.
+
+    Functional collectives, here and below, since the public ones work in place and cannot be traced by torch.compile
+    within autograd functions. Tried with torch 2.11 (by reading) and 2.13.
+    """
+    return funcol.wait_tensor(funcol.all_reduce(tensor.contiguous(), op, group))
+
+
+def all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The tensors of all ranks of the group, one behind the other along `dim`; see `all_reduce`."""
+    return funcol.wait_tensor(_all_gather(tensor.contiguous(), dim % tensor.dim(), group))
+
+
+def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part along `dim`, which the group divides, of the sum over its ranks; see `all_reduce`."""
+    return funcol.wait_tensor(_reduce_scatter(tensor.contiguous(), "sum", dim % tensor.dim(), group))
+
+
+# torch 2.13 has new names for them, and warns of the old ones.
+_all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+_reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+
+
+def is_sharded(placement: Placement) -> bool:
+    """Whether a placement divides the tensor; `Placement.is_shard` answers False for torch 2.13's strided shards,
+    which `fully_shard` makes of parameters that tensor parallelism shards along the same dim.
+
+    Tried with torch 2.11 (by reading) and 2.13.
+    """
+    return placement.is_shard() or isinstance(placement, _StridedShard)
+
+
+def packed_shard(dim: int, parts: int) -> Placement:
+    """The placement of `parts` equal parts that lie one behind the other along `dim`, each of which is sharded.
+
+    Private because torch has no public placement for it. Tried with torch 2.11 (by reading) and 2.13.
+    """
+    return _StridedShard(dim, split_factor=parts)
+
+
+def is_matrix_product(op: Any) -> bool:
+    """Whether an operator is a matrix product of weights, for selective recomputation.
+
+    Operators are known by their names, which torch does not promise to keep. `_grouped_mm` is that of experts.
+    Tried with torch 2.11 (by reading) and 2.13.
+    """
+    return str(op).removesuffix(".default") in ("aten.mm", "aten.addmm", "aten._grouped_mm")
+
+
+def is_attention(op: Any) -> bool:
+    """Whether an operator is a whole attention: any variant of scaled_dot_product_attention, or flex attention.
+
+    Tried with torch 2.11 (by reading) and 2.13.
+    """
+    return str(op).startswith(("aten._scaled_dot_product_", "aten.scaled_dot_product_", "flex_attention"))
+
+
+def is_communication(op: Any) -> bool:
+    """Whether an operator is a functional collective or waits for one; those of tensor parallelism are.
+
+    FSDP's own (`c10d`) write into buffers and are no results to be held.
+    Tried with torch 2.11 (by reading) and 2.13.
+    """
+    return str(op).startswith(("_c10d_functional.", "_c10d_functional_autograd.", "c10d_functional."))
+
+
+def compiled(function: Callable[..., Any], *, backend: str, versions: int) -> Callable[..., Any]:
+    """`torch.compile` that may keep so many versions of a function.
+
+    torch shares one limit between all functions with the same source (the blocks of a stack), 8 by default, beyond
+    which it goes on uncompiled with a warning. `recompile_limit` of torch.compile came with torch 2.12 (by reading);
+    before, the limit is a setting of a private module.
+    Tried with torch 2.13.
+    """
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return torch.compile(function, backend=backend, recompile_limit=versions)
+    settings = torch._dynamo.config
+    settings.recompile_limit = max(settings.recompile_limit, versions)
+    return torch.compile(function, backend=backend)

@@ -36,13 +36,24 @@ def count_tokens(microbatches: Sequence[Batch], mesh: Mesh) -> Tensor:
     return torch.tensor(total, dtype=torch.int64)
 
 
-def check_step(microbatches: Sequence[Batch], num_tokens: Tensor, mesh: Mesh, *, vocab_size: int | None) -> None:
+def check_step(
+    microbatches: Sequence[Batch],
+    num_tokens: Tensor,
+    mesh: Mesh,
+    *,
+    vocab_size: int | None,
+    sequence_multiple: int = 1,
+) -> None:
     """Make sure that all ranks can run this step together; one small all-reduce where they can.
+
+    Args:
+        vocab_size: token ids must be below it; None: unknown.
+        sequence_multiple: the length of a sequence must be a multiple of it.
 
     Raises:
         BatchError: on all ranks, as `StrategyManager.forward_backward` says.
     """
-    defect = _defect(microbatches, vocab_size)
+    defect = _defect(microbatches, vocab_size) or _length_defect(microbatches, sequence_multiple)
     tokens = int(num_tokens)
     if defect is None and tokens < 1:
         defect = "num_tokens is 0: no rank has an unmasked target in this step. Leave the step out, or unmask labels."
@@ -86,6 +97,18 @@ def _defect(microbatches: Sequence[Batch], vocab_size: int | None) -> str | None
                 defect = _outside(tensor, vocab_size)
                 if defect:
                     return f"{about}: {key} {defect}"
+    return None
+
+
+def _length_defect(microbatches: Sequence[Batch], multiple: int) -> str | None:
+    for index, batch in enumerate(microbatches):
+        length = batch["input_ids"].shape[1]
+        if length % multiple:
+            return (
+                f"microbatch {index} of {len(microbatches)}: sequences of {length} tokens cannot be divided among "
+                f"{multiple} ranks (sequence_parallel). Pad them to a multiple of {multiple} with masked labels, or "
+                f"set sequence_parallel=false."
+            )
     return None
 
 

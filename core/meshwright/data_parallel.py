@@ -10,7 +10,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from .mesh import Mesh
 from .norms import check_clip, scale_to_norm, total_grad_norm
 from .state import load_model_state, load_optimizer_state, model_state, optimizer_state
 
+if TYPE_CHECKING:
+    from .tensor_parallel import TensorParallel
+
 
 class DataParallelManager(StrategyManager):
     """Forward, backward, clipping, stepping and state for strategies with one model part on every rank.
@@ -36,18 +39,24 @@ class DataParallelManager(StrategyManager):
         module: what `parallelize` returned, which is called; a wrapper around `model`, or `model` itself.
         layout: the model's structure as it was before sharding.
         parameter_names: fully qualified names of what the optimizer trains, as it is after sharding.
+        tensor_parallel: what shards the model along `tp`, for strategies that claim it and set this in `shard`; None
+            where `tp` has one rank.
     """
 
     model: nn.Module
     module: nn.Module
     layout: ModelLayout
     parameter_names: Mapping[nn.Parameter, str]
+    tensor_parallel: TensorParallel | None = None
+    materializes: ClassVar[bool] = False
+    """Whether `shard` takes a model on the meta device, and gives it the same weights on all ranks."""
 
     def __init__(self, config: BaseModel, mesh: Mesh) -> None:
         self.config = config
         self.mesh = mesh
         self._optimizer: Optimizer | None = None
         self._parallelized = False
+        self._plan_is_checked = False
 
     # -- what a strategy says
 
@@ -57,6 +66,10 @@ class DataParallelManager(StrategyManager):
 
     def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of one microbatch; defers the reduction unless `is_last`."""
+        return nullcontext()
+
+    def around_forward(self) -> AbstractContextManager[None]:
+        """Around each forward of the module, in training and in evaluation."""
         return nullcontext()
 
     def after_backward(self, *, is_last: bool) -> None:
@@ -75,12 +88,13 @@ class DataParallelManager(StrategyManager):
     def parallelize(self, model: nn.Module) -> nn.Module:
         if self._parallelized:
             raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
-        check_trainable(model)
+        check_trainable(model, may_be_meta=self.materializes)
         check_reduce_dtype(model, getattr(self.config, "reduce_dtype", None))
         self.layout = model_layout(model)
         self._config = getattr(model, "config", None)
         self._forward_options = _forward_options(model)
-        copy_from_first_rank(model, self.mesh)
+        if not is_meta(model):
+            copy_from_first_rank(model, self.mesh)
         self.model = model
         self.module = self.shard(model)
         self._parallelized = True
@@ -95,7 +109,7 @@ class DataParallelManager(StrategyManager):
 
     def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
         self._require_model()
-        check_step(microbatches, num_tokens, self.mesh, vocab_size=self._vocab_size)
+        self._check_step(microbatches, num_tokens)
         if any(parameter.grad is not None for parameter in self.trainable()):
             # A second reduction would reduce the first one's result again.
             raise StrategyError(
@@ -113,11 +127,12 @@ class DataParallelManager(StrategyManager):
             self.after_backward(is_last=is_last)
             losses.append(loss.detach())
         self.check_gradients()
+        self._check_plan()
         return self._sum_over_ranks(losses)
 
     def eval_loss(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
         self._require_model()
-        check_step(microbatches, num_tokens, self.mesh, vocab_size=self._vocab_size)
+        self._check_step(microbatches, num_tokens)
         was_training = self.module.training
         self.module.eval()
         try:
@@ -173,8 +188,37 @@ class DataParallelManager(StrategyManager):
         device = self.mesh.device
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         labels = inputs.pop("labels")
-        outputs = self.module(**inputs, **self._forward_options)
-        return token_loss_sum(outputs.logits, labels) / num_tokens
+
+        def logits() -> Tensor:
+            with self.around_forward():
+                answer: Tensor = self.module(**inputs, **self._forward_options).logits
+            return answer
+
+        if self.tensor_parallel is not None:
+            return self.tensor_parallel.token_loss_sum(logits, labels) / num_tokens
+        return token_loss_sum(logits(), labels) / num_tokens
+
+    def _check_plan(self) -> None:
+        """In the first step: whether the tensor-parallel plan names every parameter that it should."""
+        if self.tensor_parallel is None or self._plan_is_checked:
+            return
+        self._plan_is_checked = True
+        names = self.tensor_parallel.differing_gradients()
+        told = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        self.mesh.world.raise_together(
+            StrategyError(
+                f"the tensor-parallel plan replicates {told}, whose gradients differ between the ranks of tp, so it "
+                f"meets sharded activations. Give it the style replicated_with_grad_allreduce in tp_plan; nothing was "
+                f"trained."
+            )
+            if names
+            else None
+        )
+
+    def _check_step(self, microbatches: Sequence[Batch], num_tokens: Tensor) -> None:
+        parallel = self.tensor_parallel
+        multiple = parallel.sequence_multiple if parallel is not None else 1
+        check_step(microbatches, num_tokens, self.mesh, vocab_size=self._vocab_size, sequence_multiple=multiple)
 
     def _sum_over_ranks(self, losses: Sequence[Tensor]) -> Tensor:
         # In float64, so that the sum does not depend on how microbatches are spread over ranks.
@@ -218,13 +262,18 @@ class DataParallelManager(StrategyManager):
         return self._optimizer
 
 
-def check_trainable(model: nn.Module) -> None:
+def is_meta(model: nn.Module) -> bool:
+    """Whether a parameter or buffer is on the meta device, and so has no values yet."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def check_trainable(model: nn.Module, *, may_be_meta: bool = False) -> None:
     """Refuse what would train wrongly or not at all.
 
     Raises:
         ModelError: on all ranks alike, since all hold the same model.
     """
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+    if is_meta(model) and not may_be_meta:
         raise ModelError(
             "the model is on the meta device and has no weights to train. Build it without `torch.device('meta')`."
         )
@@ -255,17 +304,27 @@ def check_reduce_dtype(model: nn.Module, reduce_dtype: str | None) -> None:
 
 
 def copy_from_first_rank(model: nn.Module, mesh: Mesh) -> None:
-    """Give every data-parallel rank the parameters and buffers of the first one.
+    """Give every rank that trains the same part of the model the parameters and buffers of the first one.
 
-    Copies from different seeds or files would else train as a chimera, without any error.
+    Copies from different seeds or files would else train as a chimera, without any error. Ranks along `tp` also get
+    the random state of the first, since dropout must fall on the same elements of what they all hold.
     """
-    if mesh.degrees.dp == 1:
-        return
-    group = mesh.group("dp")
-    for tensor in (*model.parameters(), *model.buffers()):
-        staged = tensor.detach().to(mesh.device).contiguous()
-        dist.broadcast(staged, group=group, group_src=0)
-        tensor.data.copy_(staged)
+    for axis in ("dp", "cp", "tp"):
+        if mesh[axis].size() == 1:
+            continue
+        group = mesh.group(axis)
+        for tensor in (*model.parameters(), *model.buffers()):
+            staged = tensor.detach().to(mesh.device).contiguous()
+            dist.broadcast(staged, group=group, group_src=0)
+            tensor.data.copy_(staged)
+    if mesh["tp"].size() > 1:
+        _share_random_state(mesh)
+
+
+def _share_random_state(mesh: Mesh) -> None:
+    seed = torch.randint(2**62, (1,)).to(mesh.device)
+    dist.broadcast(seed, group=mesh.group("tp"), group_src=0)
+    torch.manual_seed(int(seed))
 
 
 def _forward_options(model: nn.Module) -> dict[str, Any]:

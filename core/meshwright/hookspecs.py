@@ -7,6 +7,7 @@ Source: pluggy, https://pluggy.readthedocs.io.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import pluggy
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from .contract import StrategySpec
     from .layout import ModelLayout
+    from .tensor_parallel import StyleName
     from .train import StepResult
 
 PROJECT = "meshwright"
@@ -32,6 +34,15 @@ def register_strategies() -> list[StrategySpec]:  # type: ignore[empty-body]
 @hookspec(firstresult=True)
 def model_layout(model: nn.Module) -> ModelLayout | None:
     """Describe the structure of a model that the rules of `meshwright.layout` would get wrong; None to pass."""
+
+
+@hookspec(firstresult=True)
+def tp_plan(model: nn.Module, layout: ModelLayout, sequence_parallel: bool) -> Mapping[str, StyleName] | None:
+    """Say how tensor parallelism shards a model, before its own plan is asked; None to pass.
+
+    The answer maps names of modules or parameters, with `*` for the number of a layer, to names of styles
+    (`meshwright.tensor_parallel.STYLES`) or to styles of torch.distributed.tensor.parallel.
+    """
 
 
 @hookspec

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ._compat import foreach_mul_, foreach_norm
+from ._compat import foreach_mul_, foreach_norm, is_sharded
 from .errors import ConfigError
 
 # What shards a gradient: the mesh and those of its mesh axes along which the tensor is split.
@@ -85,7 +85,7 @@ def _local(tensor: Tensor) -> Tensor:
 def _sharding(tensor: Tensor) -> _Sharding | None:
     if not isinstance(tensor, DTensor):
         return None
-    axes = tuple(axis for axis, placement in enumerate(tensor.placements) if placement.is_shard())
+    axes = tuple(axis for axis, placement in enumerate(tensor.placements) if is_sharded(placement))
     return (tensor.device_mesh, axes) if axes else None
 
 
