@@ -2,25 +2,29 @@
 
 All do the same work: equal weights and batches, the loss of [Note: the gradient rule] in `meshwright.contract`, the
 same units, communication volume and resharding, one fused AdamW over all parameters, and loss and gradient norm on
-the host at every step, because a user logs them.
+the host at every step, because a user logs them. With tensor parallelism, vocabulary and loss are parallel too.
 
 Shapes: B sequences of a microbatch, S tokens each, V entries of the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.contract import Batch
@@ -54,6 +58,8 @@ class Work:
     microbatches: int
     """Microbatches of a step on each rank."""
     dtype: str
+    tp: int = 1
+    """Ranks that compute a microbatch together, by tensor parallelism."""
     seed: int = 0
 
     def model(self) -> nn.Module:
@@ -69,9 +75,9 @@ class Work:
         torch.manual_seed(self.seed)
         return LlamaForCausalLM(config).to(getattr(torch, self.dtype))
 
-    def batches(self, rank: int) -> Callable[[int], Sequence[Batch]]:
-        """This rank's microbatches by step; a tenth of the labels are masked, so ranks differ in tokens."""
-        generator = torch.Generator().manual_seed(self.seed + 1 + rank)
+    def batches(self, data_rank: int) -> Callable[[int], Sequence[Batch]]:
+        """A data rank's microbatches by step; a tenth of the labels are masked, so ranks differ in tokens."""
+        generator = torch.Generator().manual_seed(self.seed + 1 + data_rank)
         steps = [[self._batch(generator) for _ in range(self.microbatches)] for _ in range(DIFFERENT_STEPS)]
         return lambda step: steps[step % DIFFERENT_STEPS]
 
@@ -81,9 +87,9 @@ class Work:
         return {"input_ids": input_ids, "labels": input_ids.masked_fill(masked, -100)}
 
 
-def meshwright_step(strategy: str, work: Work, world: World) -> Step:
+def meshwright_step(strategy: str, work: Work, world: World, config: Mapping[str, Any] | None = None) -> Step:
     """The loop under test: `meshwright.train.train_step` with what `meshwright train` would build for it."""
-    stack, degrees = resolve(strategy, MeshSizes(), world.size)
+    stack, degrees = resolve(strategy, MeshSizes(tp_size=work.tp), world.size, config=config or {})
     mesh = Mesh(degrees, world)
     manager = stack.build(mesh)
     manager.parallelize(work.model())
@@ -99,14 +105,29 @@ def meshwright_step(strategy: str, work: Work, world: World) -> Step:
     return step
 
 
-def fsdp2_by_hand(work: Work, world: World) -> Step:
+def fsdp2_by_hand(
+    work: Work,
+    world: World,
+    change: Callable[[nn.Module], None] = lambda block: None,
+    policy: MixedPrecisionPolicy | None = None,
+) -> Step:
+    """FSDP2, with tensor parallelism where the work says so.
+
+    Args:
+        change: what is done to each block before it is sharded, such as compile.
+        policy: mixed precision.
+    """
+    policy = policy or MixedPrecisionPolicy()
     model = work.model()
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    mesh = init_device_mesh(world.device.type, (world.size // work.tp, work.tp), mesh_dim_names=("dp", "tp"))
+    if work.tp > 1:
+        _tensor_parallel(model, mesh["tp"])
     blocks = model.model.layers
     for index, block in enumerate(blocks):
+        change(block)
         # The last block's backward comes first: freeing it would only mean to gather it again.
-        fully_shard(block, mesh=mesh, reshard_after_forward=index < len(blocks) - 1)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=index < len(blocks) - 1)
+    fully_shard(model, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=False)
     for unit in (*blocks, model):
         # Plain sums: the loss is already divided by the global count.
         unit.set_gradient_divide_factor(1.0)
@@ -117,7 +138,20 @@ def fsdp2_by_hand(work: Work, world: World) -> Step:
         model.set_requires_gradient_sync(is_last)
         return nullcontext()
 
-    return _step_by_hand(model, sync, work, world, loss_scale=1.0)
+    return _step_by_hand(model, sync, work, world, data_group=mesh.get_group("dp"), loss_scale=1.0)
+
+
+def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    attention = {f"self_attn.{name}_proj": columns for name in "qkv"} | {"self_attn.o_proj": rows}
+    mlp = {"mlp.gate_proj": columns, "mlp.up_proj": columns, "mlp.down_proj": rows}
+    for block in model.model.layers:
+        parallelize_module(block, mesh, attention | mlp)
+    vocabulary = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, mesh, vocabulary)
 
 
 def ddp_by_hand(work: Work, world: World) -> Step:
@@ -129,7 +163,7 @@ def ddp_by_hand(work: Work, world: World) -> Step:
         return nullcontext() if is_last else module.no_sync()
 
     # DDP divides gradients by the number of ranks.
-    return _step_by_hand(module, sync, work, world, loss_scale=float(world.size))
+    return _step_by_hand(module, sync, work, world, data_group=dist.group.WORLD, loss_scale=float(world.size))
 
 
 BY_HAND = {"fsdp2": fsdp2_by_hand, "ddp": ddp_by_hand}
@@ -141,6 +175,7 @@ def _step_by_hand(
     work: Work,
     world: World,
     *,
+    data_group: dist.ProcessGroup,
     loss_scale: float,
 ) -> Step:
     """The loop that the hand-written contestants share.
@@ -148,12 +183,15 @@ def _step_by_hand(
     Args:
         module: sharded or wrapped.
         sync: `sync(is_last)` goes around forward and backward of a microbatch and defers the reduction unless last.
+        data_group: of the ranks that see different batches.
         loss_scale: undoes what the reduction divides by.
     """
-    parameters = list(module.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+    # Fused and foreach code takes DTensors of one mesh at a time.
+    meshes = _by_mesh(module)
+    groups = [{"params": parameters} for parameters in meshes]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    batches = work.batches(world.rank)
+    batches = work.batches(dist.get_rank(data_group))
     module.train()
 
     def step(index: int) -> tuple[float, float]:
@@ -165,19 +203,17 @@ def _step_by_hand(
             targets_BS = F.pad(labels_BS[:, 1:], (0, 1), value=-100)
             num_tokens += (targets_BS != -100).sum()
             inputs.append((ids_BS, targets_BS))
-        dist.all_reduce(num_tokens)
+        dist.all_reduce(num_tokens, group=data_group)
         losses = []
         for position, (ids_BS, targets_BS) in enumerate(inputs):
-            with sync(position == len(inputs) - 1):
+            with sync(position == len(inputs) - 1), loss_parallel() if work.tp > 1 else nullcontext():
                 logits_BSV = module(input_ids=ids_BS, use_cache=False).logits
                 loss = token_loss(logits_BSV, targets_BS) / num_tokens
                 (loss * loss_scale).backward()
-            losses.append(loss.detach())
+            losses.append(_whole(loss.detach()))
         mean_loss = torch.stack(losses).sum()
-        dist.all_reduce(mean_loss)
-        norm = nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM, foreach=True)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        dist.all_reduce(mean_loss, group=data_group)
+        norm = _clip(meshes)
         loss_value, norm_value = torch.stack([mean_loss, norm.float()]).tolist()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -185,6 +221,29 @@ def _step_by_hand(
         return loss_value, norm_value
 
     return step
+
+
+def _by_mesh(module: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters, those of one mesh together: norms, which tensor parallelism leaves alone, have their own."""
+    found = defaultdict(list)
+    for parameter in module.parameters():
+        found[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
+    return list(found.values())
+
+
+def _clip(meshes: Sequence[Sequence[nn.Parameter]]) -> Tensor:
+    """Clip the norm of all gradients together, and return what it was."""
+    if len(meshes) == 1:
+        return _whole(clip_grad_norm_(meshes[0], MAX_GRAD_NORM, foreach=True))
+    norms = [_whole(get_total_norm([p.grad for p in parameters], foreach=True)) for parameters in meshes]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for parameters in meshes:
+        clip_grads_with_norm_(parameters, MAX_GRAD_NORM, norm, foreach=True)
+    return norm
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:

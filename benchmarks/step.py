@@ -7,6 +7,7 @@ what a ratio of equals looks like in the same run: the noise. The same ratios of
 programs use the machine too: waiting does not count there. The losses must agree at every step.
 
     python benchmarks/step.py --strategies fsdp2,ddp --json results.json
+    python benchmarks/step.py --strategies fsdp2 --tp 2 --ranks 4
 """
 
 from __future__ import annotations
@@ -257,6 +258,9 @@ def parse(arguments: Sequence[str]) -> Plan:
     parser.add_argument("--seq", type=_positive, default=128, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--batch", type=_positive, default=2, help="sequences of a microbatch (default: %(default)s)")
     parser.add_argument("--microbatches", type=_positive, default=2, help="per rank and step (default: %(default)s)")
+    parser.add_argument(
+        "--tp", type=_positive, default=1, help="ranks of tensor parallelism, fsdp2 only (default: %(default)s)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the accelerator if there is one")
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32", help="default: %(default)s")
     parser.add_argument("--threads", type=_positive, help="CPU threads of each rank (default: cores / ranks)")
@@ -266,14 +270,19 @@ def parse(arguments: Sequence[str]) -> Plan:
     strategies = tuple(options.strategies.split(","))
     if unknown := [name for name in strategies if name not in BY_HAND]:
         parser.error(f"no hand-written loop for {', '.join(unknown)}; there is one for {', '.join(BY_HAND)}")
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    ranks = options.ranks or (torch.cuda.device_count() if device == "cuda" else 2)
+    if options.tp > 1 and strategies != ("fsdp2",):
+        parser.error(f"--tp {options.tp} needs --strategies fsdp2: the other loops have no tensor parallelism")
+    if ranks % options.tp or (options.hidden // 64) % options.tp:
+        parser.error(f"--tp {options.tp} must divide the {ranks} ranks and the {options.hidden // 64} attention heads")
     if options.hidden % 64:
         parser.error(f"--hidden {options.hidden} is not a multiple of 64, the width of an attention head")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         parser.error(f"--json {options.json}: its directory does not exist")
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return Plan(
         strategies=strategies,
-        ranks=options.ranks or (torch.cuda.device_count() if device == "cuda" else 2),
+        ranks=ranks,
         rounds=options.rounds,
         warmup=options.warmup,
         device=device,

@@ -1,17 +1,28 @@
-"""A strategy that shards along `tp` and nothing else: core's tensor parallelism without a data-parallel strategy."""
+"""A strategy that shards along `tp` and nothing else: core's tensor parallelism without a data-parallel strategy.
+
+And models that show what the tiny Llama does not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from meshwright import StrategySpec, hookimpl
 from meshwright.contract import StrategyConfig
 from meshwright.data_parallel import DataParallelManager
+from meshwright.registry import get_registry
 from meshwright.tensor_parallel import TensorParallel
+from meshwright.testing.models import TINY
+from meshwright.testing.parity import Case, Outcome, difference, train_case
+from meshwright.testing.pool import pool
 
 
 class TensorOnlyConfig(StrategyConfig):
@@ -47,3 +58,79 @@ class TensorOnlyManager(DataParallelManager):
 @hookimpl
 def register_strategies() -> list[StrategySpec]:
     return [StrategySpec("tensor_only", "tp alone", frozenset({"tp"}), TensorOnlyConfig, TensorOnlyManager)]
+
+
+# -- models, as variants of the tiny Llama
+
+
+def _last_entry_masked(logits_BSV: Tensor) -> Tensor:
+    return logits_BSV + torch.eye(131, dtype=logits_BSV.dtype)[130] * -3.0
+
+
+def _first_entry_masked(logits_BSV: Tensor) -> Tensor:
+    logits_BSV = logits_BSV.clone()
+    logits_BSV[..., 0] = -3.0
+    return logits_BSV
+
+
+def _of_unit_length(logits_BSV: Tensor) -> Tensor:
+    return logits_BSV / logits_BSV.norm(dim=-1, keepdim=True)
+
+
+VARIANTS: Mapping[str, tuple[Mapping[str, Any], Callable[[Tensor], Tensor] | None]] = {
+    "three_kv_heads": ({"num_key_value_heads": 3}, None),
+    "one_kv_head": ({"num_key_value_heads": 1}, None),
+    "soft_capped": ({}, lambda logits: torch.tanh(logits.float().to(logits.dtype) / 3.0) * 3.0),
+    "flipped": ({}, lambda logits: logits.flip(-1)),
+    "first_entry_masked": ({}, _first_entry_masked),
+    "last_entry_masked": ({}, _last_entry_masked),
+    "of_unit_length": ({}, _of_unit_length),
+}
+"""By name: what differs in the configuration, and what is done to the logits."""
+
+
+class _Variant(LlamaForCausalLM):
+    change: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if self.change is not None:
+            output.logits = type(self).change(output.logits)
+        return output
+
+
+def prepare() -> None:
+    """Make strategy and models known to this process, a worker."""
+    registry = get_registry()
+    if "tensor_only" not in registry.strategies:
+        registry.register(sys.modules[__name__], name="tensor_only")
+    if "flipped" in TINY:
+        return
+    for name, (values, change) in VARIANTS.items():
+        config_cls = type(f"{name}_config", (LlamaConfig,), {"model_type": name})
+        own = {"config_class": config_cls, "change": staticmethod(change) if change else None}
+        AutoConfig.register(name, config_cls)
+        AutoModelForCausalLM.register(config_cls, type(name, (_Variant,), own))
+        TINY[name] = {**TINY["llama"], **values}
+
+
+# -- parity
+
+
+def train(strategy: str, config: Mapping[str, Any], sizes: Mapping[str, Any], case: Case) -> Outcome:
+    """`train_case`, for pools whose workers do not know this module."""
+    prepare()
+    return train_case(strategy, config, sizes, case)
+
+
+@functools.cache
+def expected(case: Case) -> Outcome:
+    """The outcome under `single`."""
+    return pool(1).run(train, "single", {}, {}, case)[0]
+
+
+def assert_equal_to_single(case: Case, ranks: int = 2, **config: Any) -> None:
+    """Fail unless training under tensor parallelism gives what `single` gives, on every rank."""
+    found = difference(pool(ranks).run(train, "tensor_only", config, {"tp_size": ranks}, case), expected(case))
+    # A NaN is not within any tolerance.
+    assert found.worst <= 1e-9, found

@@ -1,14 +1,18 @@
-"""Canaries for the private names of torch that meshwright._compat uses: each fails when torch changes under it."""
+"""Canaries for the private names of torch that core's `_compat` modules use: each fails when torch changes under it."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from meshwright import Mesh, MeshSizes, open_world
 from meshwright._compat import foreach_mul_, foreach_norm
 from meshwright.testing import pool
+from meshwright.testing._compat import TorchDispatchMode, bound_arguments, process_group, unwraps_itself
 
 
 def _flattened() -> tuple[list[int], tuple[str, ...], int]:
@@ -39,3 +43,38 @@ def test_foreach_mul_scales_in_place_by_a_scalar_tensor() -> None:
     foreach_mul_(tensors, torch.tensor(0.5))
     assert [t.flatten().tolist() for t in tensors] == [[0.5] * 2, [1.0] * 3]
     foreach_mul_([], torch.tensor(0.5))
+
+
+class _Names(TorchDispatchMode):
+    """Notes the collectives that are issued, with their groups, and the tensor classes that are left to themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: dict[str, str] = {}
+        self.left: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(unwraps_itself, types)):
+            self.left |= {kind.__name__ for kind in types}
+            return NotImplemented
+        arguments = bound_arguments(func, args, kwargs or {})
+        group = arguments.get("process_group", arguments.get("group_name"))
+        if group is not None:
+            self.groups[str(func)] = process_group(group).group_name
+        return func(*args, **(kwargs or {}))
+
+
+def _collectives_of_three_kinds() -> tuple[dict[str, str], set[str], str]:
+    mesh = Mesh(MeshSizes().resolve(open_world("cpu").size, {"dp_shard"}), open_world("cpu"))["dp_shard"]
+    local = torch.ones(2)
+    with _Names() as mode:
+        dist.all_reduce(local, group=mesh.get_group())
+        total = DTensor.from_local(local, mesh, [Partial()]).redistribute(mesh, [Replicate()])
+        total + 1
+    return mode.groups, mode.left, mesh.get_group().group_name
+
+
+def test_a_dispatch_mode_sees_collectives_with_their_groups_also_those_inside_a_dtensor() -> None:
+    for groups, left, name in pool(2).run(_collectives_of_three_kinds):
+        assert groups == {"c10d.allreduce_.default": name, "_c10d_functional.all_reduce.default": name}
+        assert "DTensor" in left

@@ -7,13 +7,14 @@ which fails when the name goes away or its behaviour changes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -121,8 +122,28 @@ def compiled(function: Callable[..., Any], *, backend: str, versions: int) -> Ca
     before, the limit is a setting of a private module.
     Tried with torch 2.13.
     """
+    # Tensor parallelism writes down what it has copied, and forgets it when the block ends: also within a checkpoint,
+    # where torch 2.13 traces that only if told that backward need not do it again.
+    if hasattr(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         return torch.compile(function, backend=backend, recompile_limit=versions)
     settings = torch._dynamo.config
     settings.recompile_limit = max(settings.recompile_limit, versions)
     return torch.compile(function, backend=backend)
+
+
+@contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """A module without its forward hooks, such as those that torch's tensor-parallel styles leave on it.
+
+    Private because torch gives handles to those who register hooks only. Tried with torch 2.11 (by reading) and 2.13.
+    """
+    before, after = dict(module._forward_pre_hooks), dict(module._forward_hooks)
+    module._forward_pre_hooks.clear()
+    module._forward_hooks.clear()
+    try:
+        yield
+    finally:
+        module._forward_pre_hooks.update(before)
+        module._forward_hooks.update(after)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from .testing.conformance import Cell, Result
+from .testing.cells import Cell, Result
 
 # What a traceback says of the machine, in front of the packages' own paths.
 _OUTSIDE = re.compile(r'File ".*?/(?:site-packages/|(?=(?:core|plugins|tests)/))')

@@ -17,7 +17,7 @@ from .errors import MeshwrightError
 from .rank import leave, started_by_launcher
 from .registry import Registry, get_registry
 from .runfile import load_run, run_schema
-from .sizes import CLAIMABLE_AXES
+from .sizes import CLAIMABLE_AXES, MeshSizes
 
 app = typer.Typer(
     name="meshwright",
@@ -66,7 +66,8 @@ def check(
         typer.Option(help="Model types to train instead, comma-separated, or all: every causal LM of transformers."),
     ] = None,
     assignments: Annotated[
-        list[str] | None, typer.Option("--set", metavar="OPTION=VALUE", help="An option of the strategy.")
+        list[str] | None,
+        typer.Option("--set", metavar="OPTION=VALUE", help="An option of the strategy, or a size of the mesh."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; several ranks may share a GPU.")] = "cpu",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here, as they come.")] = None,
@@ -84,7 +85,8 @@ def check(
 
         chosen = None if models is None else known_models(models)
         options = as_options(assignments or [])
-        cells = conformance(strategy, ranks=ranks, config=options, models=chosen, device=device)
+        sizes = {name: options.pop(name) for name in MeshSizes.model_fields if name in options}
+        cells = conformance(strategy, ranks=ranks, config=options, models=chosen, device=device, sizes=sizes)
         console = Console()
         if not console.is_terminal:
             console.width = 160  # a file cuts nothing off

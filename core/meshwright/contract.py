@@ -36,6 +36,10 @@ Batch: TypeAlias = "Mapping[str, Tensor]"
 IGNORED_LABEL = -100
 """The label of a token that counts for no loss."""
 
+ROUNDS_ANEW = "rounds anew"
+"""Annotates an option of a config, `Annotated[bool, ROUNDS_ANEW]`, under which the parts that a model computes in
+float32 are rounded in other places. The conformance suite tries it on a model that has no such parts."""
+
 OptimizerFactory: TypeAlias = "Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]"
 """Makes an optimizer from (fully qualified name, parameter) pairs; see `meshwright.optim.optimizer_factory`."""
 

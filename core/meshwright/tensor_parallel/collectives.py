@@ -107,6 +107,37 @@ class ReduceScatter(torch.autograd.Function):
         return all_gather(grad, ctx.dim, ctx.group), None, None
 
 
+class Copies:
+    """One `Copy` for each tensor, however many layers read it.
+
+    Query, key and value read the same tensor; with one copy their gradients are summed locally before the all-reduce.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The copy of a tensor."""
+        for seen, copied in self._pairs:
+            if seen is tensor:
+                return copied
+        made: Tensor = Copy.apply(tensor, self._group)
+        self.add(tensor, made)
+        return made
+
+    def add(self, tensor: Tensor, copied: Tensor) -> None:
+        """Tell the copy of a tensor, where another gradient rule than that of `Copy` holds."""
+        self._pairs.append((tensor, copied))
+
+    def forget(self, count: int) -> None:
+        """Keep the first `count` only."""
+        del self._pairs[count:]
+
+
 def gather(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
     """All ranks' chunks along `dim`, which has `size` entries in all and need not divide; without autograd."""
     sizes = chunk_sizes(size, dist.get_world_size(group))

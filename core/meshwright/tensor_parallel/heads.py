@@ -7,13 +7,12 @@ its query heads read, from a replicated weight.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from .plan import Plan
+from .plan import Plan, text_config
 
 _COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
@@ -92,8 +91,3 @@ def _check_divides(name: str, heads: int, size: int) -> None:
 def _is_count(module: nn.Module, name: str) -> bool:
     value = getattr(module, name, None)
     return isinstance(value, int) and value > 0
-
-
-def text_config(model: nn.Module) -> Any:
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config

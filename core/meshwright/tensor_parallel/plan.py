@@ -6,11 +6,15 @@ last a plan that follows from structure alone.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
+import yaml
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
@@ -94,12 +98,14 @@ def find_plan(
         return _expanded(model, answer, "a plugin's tp_plan hook", strict=True)
     own = getattr(model, "tp_plan", None) or {}
     plan = _expanded(model, own, f"the tp_plan of {type(model).__name__}", strict=False)
+    _correct(plan, model)
     if not any(name != layout.head and name != layout.embedding for name in plan.modules):
         plan = Plan("structure")
         for name in _linear_layers(model, layout):
             plan.name(name, "colwise_gather_output", model)
     _add_vocabulary(plan, model, layout)
     _add_activations(plan, model)
+    _add_tied(plan, model, layout)
     if not plan.parameters:
         raise ModelError(
             f"{type(model).__name__} has no tensor-parallel plan, and no linear layers or embedding that one could be "
@@ -212,8 +218,38 @@ def _linear_layers(model: nn.Module, layout: ModelLayout) -> Iterator[str]:
     for block in layout.blocks:
         for name, module in model.get_submodule(block).named_modules(prefix=block):
             # Subclasses may compute something else.
-            if type(module) in (nn.Linear, Conv1D):
+            if type(module) in (nn.Linear, Conv1D) and not _is_read(model, name):
                 yield name
+
+
+def _is_read(model: nn.Module, name: str) -> bool:
+    """Whether the code around a layer reads its weight, which then must be whole, instead of calling it."""
+    parent, _, own = name.rpartition(".")
+    try:
+        source = inspect.getsource(type(model.get_submodule(parent)))
+    except (OSError, TypeError):
+        return True
+    return re.search(rf"\.{re.escape(own)}\.(weight|bias)\b", source) is not None
+
+
+def _correct(plan: Plan, model: nn.Module) -> None:
+    """Replace styles of the model's own plan with which it would compute something else."""
+    corrections = _corrections().get(getattr(text_config(model), "model_type", ""), {})
+    for names in (plan.modules, plan.parameters):
+        for name in names:
+            for end, style in corrections.items():
+                if f".{_wildcards(name)}".endswith(f".{end}"):
+                    names[name] = style
+    for name, style in list(plan.modules.items()):
+        # A module's parameters follow it.
+        if style in corrections.values() and isinstance(style, str) and STYLES[style].needs:
+            plan.name(name, style, model)
+
+
+@functools.cache
+def _corrections() -> dict[str, dict[str, str]]:
+    values = yaml.safe_load((Path(__file__).parent / "corrections.yaml").read_text())
+    return dict(values)
 
 
 def _add_vocabulary(plan: Plan, model: nn.Module, layout: ModelLayout) -> None:
@@ -229,7 +265,13 @@ def _add_vocabulary(plan: Plan, model: nn.Module, layout: ModelLayout) -> None:
 
 
 def _add_activations(plan: Plan, model: nn.Module) -> None:
-    """Sum the gradients of activations that have a parameter and stand between column- and row-parallel layers."""
+    """Sum the gradients of what no plan names but meets sharded activations: an activation function's own parameter
+    between column- and row-parallel layers, and what follows the lookup within an embedding."""
+    for name, style in list(plan.modules.items()):
+        if style == "embedding_rowwise":
+            for child, module in model.get_submodule(name).named_modules(prefix=name):
+                if child != name and any(True for _ in module.parameters(recurse=False)):
+                    plan.name(child, "replicated_with_grad_allreduce", model)
     parents = dict.fromkeys(name.rpartition(".")[0] for name, style in plan.modules.items() if style == "colwise")
     for parent in parents:
         for name, module in model.get_submodule(parent).named_children():
@@ -239,5 +281,35 @@ def _add_activations(plan: Plan, model: nn.Module) -> None:
                 plan.name(path, "replicated_with_grad_allreduce", model)
 
 
+def _add_tied(plan: Plan, model: nn.Module, layout: ModelLayout) -> None:
+    """Where one name of a tied parameter is sharded, shard the others; where that may be wrong, shard none."""
+    for names in layout.tied:
+        owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+        if not any(name in plan.parameters for name in names):
+            continue
+        for name, owner in owners.items():
+            module = name.rpartition(".")[0]
+            if name in plan.parameters:
+                continue
+            if isinstance(owner, nn.Embedding):
+                plan.name(module, "embedding_rowwise", model)
+            elif type(owner) is nn.Linear:
+                plan.name(module, "colwise_gather_output", model)
+            elif model.get_parameter(name).dim() == 1:
+                # A second name for a bias, which the layer that it belongs to uses.
+                plan.parameters[name] = next(plan.parameters[each] for each in names if each in plan.parameters)
+            else:
+                for each in names:
+                    plan.modules.pop(each.rpartition(".")[0], None)
+                    plan.parameters.pop(each, None)
+                break
+
+
 def _wildcards(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def text_config(model: nn.Module) -> Any:
+    """The configuration of a model of transformers, or of its text part."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -4,197 +4,32 @@
     def test_conformance(cell):
         cell.check()
 
-A cell is one layout, one case of training and one config. It passes when losses, norms and every rank's weights are
-those of `single`; it does not apply when the strategy refuses it with one MeshwrightError on all ranks. If that error
-names a remedy ("set option=value") that is an option of the strategy, the cell is run again with it, and must pass.
+What a cell is, and when it passes, is told in `meshwright.testing.cells`.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import BaseModel
-from torch import Tensor
 
-from ..batch import count_tokens
-from ..contract import StrategySpec
-from ..errors import ConfigError, MeshwrightError, RankError
-from ..registry import get_registry, get_strategy
+from ..contract import ROUNDS_ANEW, StrategySpec
+from ..errors import ConfigError
+from ..registry import get_strategy
 from ..runfile import OptimizerConfig, ScheduleConfig
-from ..sizes import CLAIMABLE_AXES
+from ..sizes import CLAIMABLE_AXES, MeshSizes
 from ..validation import validated
+from .cells import Cell, Kind, register
 from .models import case_reason
-from .parity import TOLERANCE, Case, Outcome, build_manager, difference, reference, share, train_case, train_part
-from .pool import pool
-
-Status = Literal["passed", "failed", "does not apply"]
-Kind = Literal["train", "architecture", "state", "bad input"]
+from .parity import Case
 
 # The sizes that give one axis a degree. Data-parallel ranks that are not asked for stay at 1.
 _SIZES = {"dp_shard": "dp_size", "dp_replicate": "dp_size", "cp": "cp_size", "tp": "tp_size", "pp": "pp_size"}
-
-
-@dataclass(frozen=True)
-class Result:
-    """What became of a cell."""
-
-    cell: Cell
-    status: Status
-    detail: str = ""
-    """The difference that was found, the error, or why the cell does not apply."""
-    worst: float | None = None
-    """Largest absolute difference from `single`, where it was compared."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One thing to try; see the module.
-
-    Attributes:
-        strategy: name.
-        layout: what the ranks are called in the table, such as "dp_shard=2 x dp_replicate=2".
-        ranks: world size.
-        sizes: for MeshSizes.
-        name: of the case.
-        case: what is trained.
-        config: options of the strategy.
-        kind: how it is tried.
-        device: cpu or cuda.
-        plugin: a module that brings the strategy, for suites that do not install their package.
-        reason: why it does not apply, where that is known before.
-    """
-
-    strategy: str
-    layout: str
-    ranks: int
-    sizes: Mapping[str, Any]
-    name: str
-    case: Case
-    config: Mapping[str, Any] = field(default_factory=dict)
-    kind: Kind = "train"
-    device: str = "cpu"
-    plugin: str | None = None
-    reason: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.layout}-{self.name}".replace(" ", "_")
-
-    def run(self) -> Result:
-        """Try the cell; never raises for what the strategy does."""
-        if self.reason is not None:
-            return Result(self, "does not apply", self.reason)
-        try:
-            refusal = self._try()
-        except (RankError, AssertionError) as error:
-            return Result(self, "failed", str(error).strip())
-        if isinstance(refusal, Result):
-            return refusal
-        remedy = self._remedy(refusal)
-        if remedy:
-            told = ", ".join(f"{name}={value}" for name, value in remedy.items())
-            again = replace(self, config={**self.config, **remedy}).run()
-            return replace(again, cell=self, detail=f"with {told}, as its error says. {again.detail}".strip())
-        return Result(self, "does not apply", f"refused: {refusal}")
-
-    def check(self) -> None:
-        """Raise AssertionError if the cell fails; for pytest, skip if it does not apply."""
-        result = self.run()
-        if result.status == "failed":
-            raise AssertionError(f"{self}: {result.detail}")
-        if result.status == "does not apply":
-            import pytest
-
-            pytest.skip(result.detail)
-
-    def _try(self) -> Result | str:
-        """A result, or the text with which all ranks refuse."""
-        kinds: dict[str, Callable[[], Result | str]] = {
-            "train": self._train,
-            "architecture": self._train,
-            "state": self._state,
-            "bad input": self._bad_input,
-        }
-        return kinds[self.kind]()
-
-    def _run(self, ranks: int, task: Callable[..., Any], *args: Any) -> list[Any] | str:
-        """Run a task on ranks: its results, or the text with which all ranks refuse.
-
-        Raises:
-            RankError: a rank failed.
-            AssertionError: ranks disagree on whether to refuse.
-        """
-        answers = pool(ranks).run(_attempt, self.plugin, task, args, device=self.device)
-        refusals = {answer.text for answer in answers if isinstance(answer, _Refusal)}
-        if not refusals:
-            return answers
-        if len(refusals) == 1 and all(isinstance(answer, _Refusal) for answer in answers):
-            return refusals.pop()
-        raise AssertionError(f"ranks do not refuse alike: {sorted(refusals)}")
-
-    def _train(self) -> Result | str:
-        task = (self.strategy, dict(self.config), dict(self.sizes), self.case, self.device)
-        outcomes = self._run(self.ranks, train_case, *task)
-        if isinstance(outcomes, str):
-            return outcomes
-        # Some architectures compute parts in float32 whatever their dtype, whose last bits depend on the shape of the
-        # microbatch; so the reference gets the same microbatches.
-        microbatches = self.ranks if self.kind == "architecture" else 1
-        return self._compared(outcomes, reference(self.case, self.device, microbatches))
-
-    def _state(self) -> Result | str:
-        """Two steps under the strategy, one under `single`, one under the strategy again."""
-        state = None
-        outcomes: list[Outcome] = []
-        losses: list[float] = []
-        norms: list[float] = []
-        for ranks, strategy, steps in (
-            (self.ranks, self.strategy, range(2)),
-            (1, "single", range(2, 3)),
-            (self.ranks, self.strategy, range(3, 4)),
-        ):
-            mine = strategy == self.strategy
-            config, sizes = (dict(self.config), dict(self.sizes)) if mine else ({}, {})
-            case = self.case if mine else replace(self.case, microbatches=1, shares=None)
-            parts = self._run(ranks, train_part, strategy, config, sizes, case, steps, state, self.device)
-            if isinstance(parts, str):
-                return parts
-            outcomes, state = [outcome for outcome, _ in parts], parts[0][1]
-            losses += outcomes[0].losses
-            norms += outcomes[0].norms
-        expected = reference(self.case, self.device)
-        return self._compared([replace(each, losses=losses, norms=norms) for each in outcomes], expected)
-
-    def _compared(self, outcomes: Sequence[Outcome], expected: Outcome) -> Result:
-        found = difference(list(outcomes), expected)
-        # A NaN is not within any tolerance.
-        status: Status = "passed" if found.worst <= TOLERANCE else "failed"
-        return Result(self, status, "" if status == "passed" else str(found), found.worst)
-
-    def _bad_input(self) -> Result | str:
-        """One rank's microbatches are wrong, and a clipping limit is: all ranks say the same and training goes on."""
-        answers = self._run(
-            self.ranks, _bad_input, self.strategy, dict(self.config), dict(self.sizes), self.case, self.device
-        )
-        if isinstance(answers, str):
-            return answers
-        texts = {text for text, _ in answers}
-        losses = {loss for _, loss in answers}
-        if len(texts) > 1 or len(losses) > 1:
-            return Result(self, "failed", f"ranks differ: {sorted(texts)}, losses {sorted(losses)}")
-        return Result(self, "passed")
-
-    def _remedy(self, text: str) -> dict[str, Any]:
-        """Options that a refusal tells to set, and that are not set already."""
-        options = get_strategy(self.strategy).config_cls.model_fields if self.plugin is None else {}
-        named = re.findall(r"[Ss]et (\w+)=(\w+)", text)
-        values = {"true": True, "false": False}
-        return {name: values.get(value, value) for name, value in named if name in options and name not in self.config}
 
 
 def conformance(
@@ -205,6 +40,7 @@ def conformance(
     models: Sequence[str] | None = None,
     device: str = "cpu",
     plugin: str | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> list[Cell]:
     """List what there is to try of a strategy.
 
@@ -216,18 +52,20 @@ def conformance(
             every case of a small Llama in every layout.
         device: cpu or cuda.
         plugin: a module that brings the strategy, where its package is not installed.
+        sizes: for MeshSizes: one layout of `ranks` ranks instead of all that the claims allow.
 
     Raises:
         StrategyError: there is no such strategy.
         ConfigError: `ranks` or an option is not usable.
+        MeshError: `sizes` do not fill the ranks.
     """
     if ranks < 2:
         raise ConfigError(f"ranks={ranks} cannot show anything of a strategy; use 2 or more.")
-    _register(plugin)
+    register(plugin)
     spec = get_strategy(strategy)
     fixed = dict(config or {})
     validated(spec.config_cls, fixed, where=f"options of {spec.name!r}")
-    layouts = list(_layouts(spec, ranks))
+    layouts = list(_layouts(spec, ranks)) if not sizes else [_layout(spec, ranks, sizes)]
     if models is not None:
         layout, count, sizes, _ = layouts[-1]
         return [
@@ -266,6 +104,11 @@ def _layouts(spec: StrategySpec, ranks: int) -> Iterator[tuple[str, int, dict[st
             degrees = {first: 2, second: ranks // 2}
             if ranks >= 4 and ranks % 2 == 0:
                 yield f"{first}=2 x {second}={ranks // 2}", ranks, _sizes(degrees, spec), True
+
+
+def _layout(spec: StrategySpec, ranks: int, sizes: Mapping[str, int]) -> tuple[str, int, dict[str, int], bool]:
+    degrees = validated(MeshSizes, sizes, where="sizes").resolve(ranks, spec.axes)
+    return str(degrees), ranks, dict(sizes), True
 
 
 def _sizes(degrees: Mapping[str, int], spec: StrategySpec) -> dict[str, int]:
@@ -321,6 +164,8 @@ def _cases(spec: StrategySpec, ranks: int, main: bool, fixed: Mapping[str, Any])
     yield _entry("bad input", replace(base, microbatches=2, sequences=24), kind="bad input", reason=alone)
     for option, value, reason in _options(spec.config_cls, fixed):
         case = replace(base, microbatches=2, sequences=24, tied=True)
+        if ROUNDS_ANEW in spec.config_cls.model_fields[option].metadata:
+            case = replace(case, model_type="gpt2")  # which has no parts in float32
         yield _entry(f"{option}={value}", case, {option: value}, reason=reason)
 
 
@@ -358,55 +203,3 @@ def _values(annotation: Any) -> list[Any]:
     if origin in (typing.Union, types.UnionType):
         return [value for part in typing.get_args(annotation) for value in _values(part)]
     return []
-
-
-# -- tasks of the ranks
-
-
-@dataclass(frozen=True)
-class _Refusal:
-    text: str
-
-
-def _attempt(plugin: str | None, task: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    _register(plugin)
-    try:
-        return task(*args)
-    except MeshwrightError as error:
-        return _Refusal(str(error))
-
-
-def _register(plugin: str | None) -> None:
-    import importlib
-
-    if plugin is not None:
-        module = importlib.import_module(plugin)
-        if module.__name__ not in _registered:
-            get_registry().register(module, name=module.__name__)
-            _registered.add(module.__name__)
-
-
-_registered: set[str] = set()
-
-
-def _bad_input(
-    strategy: str, config: Mapping[str, Any], sizes: Mapping[str, Any], case: Case, device: str
-) -> tuple[str, float]:
-    manager = build_manager(strategy, config, sizes, case, device=device)
-    good = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
-    num_tokens: Tensor = count_tokens(good, manager.mesh)
-    is_last = manager.mesh.rank == manager.mesh.world.size - 1
-    texts = []
-    for call in (
-        lambda: manager.forward_backward([{"input_ids": good[0]["input_ids"]}], num_tokens=num_tokens),
-        lambda: manager.forward_backward(good[: -1 if is_last else None], num_tokens=num_tokens),
-        lambda: manager.forward_backward(good, num_tokens=num_tokens * 0),
-        lambda: manager.clip_grad_norm(-1.0),
-        lambda: manager.clip_grad_norm(1.0, norm_type=0.0),
-    ):
-        try:
-            call()
-            texts.append("accepted")
-        except MeshwrightError as error:
-            texts.append(type(error).__name__)
-    return " ".join(texts), float(manager.forward_backward(good, num_tokens=num_tokens))

@@ -196,7 +196,7 @@ def _without_zeros() -> str:
     """As under a torch that cannot reduce zeros for unused parameters."""
     case = Case(model_type="routed", route="ranks")
     manager = build_manager("fsdp2", {}, {}, case)
-    for unit in manager._reshards:
+    for unit in manager._sharding.modules:
         unit.set_reduce_scatter_unused_params(False)
     manager._usage._zeros_for_unused = False
     with pytest.raises(StrategyError) as caught:
@@ -212,7 +212,7 @@ def test_a_torch_that_cannot_reduce_different_parameters_is_told_on_all_ranks() 
 
 def _has_switch() -> bool:
     manager = build_manager("fsdp2", {}, {}, Case())
-    return all(reduce_unused_parameters(unit) for unit in manager._reshards)
+    return all(reduce_unused_parameters(unit) for unit in manager._sharding.modules)
 
 
 def test_canary_this_torch_can_reduce_unused_parameters() -> None:

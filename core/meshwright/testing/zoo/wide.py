@@ -7,6 +7,8 @@ become casts to float64, so that only the order of float64 sums is left.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,38 +29,40 @@ def _widen(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
-class _Hooks:
-    """Hold the mode from the start of the outermost module to its end."""
+class _Computation:
+    """Hold the mode from the start of the outermost forward to its end."""
 
     def __init__(self) -> None:
-        self.depth = 0
-        self.mode = _Float64()
-        self.default_dtype = torch.float32
+        self._depth = 0
+        self._mode = _Float64()
 
-    def enter(self, module: nn.Module, args: Any) -> None:
-        if self.depth == 0:
-            self.default_dtype = torch.get_default_dtype()
+    def wrapped(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def wide(*args: Any, **kwargs: Any) -> Any:
+            if self._depth:
+                return forward(*args, **kwargs)
+            default_dtype = torch.get_default_dtype()
             torch.set_default_dtype(torch.float64)
-            self.mode.__enter__()
-        self.depth += 1
+            self._depth += 1
+            try:
+                with self._mode:
+                    return forward(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                torch.set_default_dtype(default_dtype)
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.depth -= 1
-        if self.depth == 0:
-            self.mode.__exit__(None, None, None)
-            torch.set_default_dtype(self.default_dtype)
+        return wide
 
 
 def compute_in_float64(model: nn.Module) -> None:
     """Make all parameters float64, and all forwards compute in float64.
 
-    The hooks are on every module, not only on the model, because activation checkpointing calls blocks again in the
-    backward.
+    Every module's own forward is wrapped, not only the model's, because activation checkpointing calls those of blocks
+    again in the backward, past their hooks.
     """
-    hooks = _Hooks()
+    computation = _Computation()
     for module in model.modules():
-        module.register_forward_pre_hook(hooks.enter)
-        module.register_forward_hook(hooks.leave, always_call=True)
+        module.forward = computation.wrapped(module.forward)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.float64)

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
+
+from meshwright.imports import import_class_from_path, import_classes_from_paths
 
 from .config import FSDP2Config
 
 if TYPE_CHECKING:
+    from .functions import apply_fsdp_sharding_recursively, fsdp2_strategy_parallelize, unshard_fsdp2_model
     from .manager import FSDP2Manager
 
-__all__ = ["FSDP2Config", "FSDP2Manager"]
+__all__ = [
+    "FSDP2Config",
+    "FSDP2Manager",
+    "apply_fsdp_sharding_recursively",
+    "fsdp2_strategy_parallelize",
+    "import_class_from_path",
+    "import_classes_from_paths",
+    "unshard_fsdp2_model",
+]
+
+# These modules import torch, which listing strategies and validating a config must not.
+_MODULE_OF = {
+    "FSDP2Manager": "manager",
+    "apply_fsdp_sharding_recursively": "functions",
+    "fsdp2_strategy_parallelize": "functions",
+    "unshard_fsdp2_model": "functions",
+}
 
 
 def __getattr__(name: str) -> object:
-    # The manager imports torch, which listing strategies and validating a config must not.
-    if name == "FSDP2Manager":
-        from .manager import FSDP2Manager
-
-        return FSDP2Manager
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)

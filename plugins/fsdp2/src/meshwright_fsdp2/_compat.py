@@ -1,8 +1,24 @@
-"""The only place in this package that touches version-dependent names of torch; each has a canary test."""
+"""The only place in this package that touches private or version-dependent names of torch and transformers.
+
+Each function says why it is needed and with which versions it was tried; tests/test_fsdp2_compat.py holds a canary for
+each.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DispatchMode = TorchDispatchMode
+"""Sees every operator that runs, which `torch.overrides` cannot inside of torch's own functions. The module has a
+private name and is used all over; tried with torch 2.13."""
 
 
 def reduce_unused_parameters(unit: FSDPModule) -> bool:
@@ -18,3 +34,93 @@ def reduce_unused_parameters(unit: FSDPModule) -> bool:
         return False
     switch(True, recurse=False)
     return True
+
+
+@contextmanager
+def held_after_forward(units: list[FSDPModule]) -> Iterator[None]:
+    """Let units keep their gathered parameters after forward, and reshard after it as before again on leaving.
+
+    `set_reshard_after_forward` takes True and False only, so it cannot bring back a number of ranks; what it sets is
+    kept and put back. torch 2.11 (by reading) has one parameter group for each unit, torch 2.13 a list.
+    """
+    groups = [group for unit in units for group in _parameter_groups(unit)]
+    before = [group.post_forward_mesh_info for group in groups]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for group, info in zip(groups, before, strict=True):
+            group.post_forward_mesh_info = info
+
+
+def _parameter_groups(unit: FSDPModule) -> list[Any]:
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return list(groups)
+
+
+@contextmanager
+def never_packed() -> Iterator[bool]:
+    """Let transformers' check for packed sequences answer False without looking, wherever modules have taken it from.
+
+    The check is a private function without a switch. Tried with transformers 5.23; 5.17 by reading.
+
+    Yields:
+        Whether this version of transformers has the check.
+    """
+    from transformers import modeling_flash_attention_utils as home
+
+    original = getattr(home, "_is_packed_sequence", None)
+    holders = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.split(".")[0] == "transformers" and vars(module).get("_is_packed_sequence") is original is not None
+    ]
+    for module in holders:
+        vars(module)["_is_packed_sequence"] = _not_packed
+    try:
+        yield original is not None
+    finally:
+        for module in holders:
+            vars(module)["_is_packed_sequence"] = original
+
+
+def _not_packed(position_ids: Any, batch_size: int) -> bool:
+    return False
+
+
+def storage_of(tensor: Tensor) -> tuple[int, Any]:
+    """A key that is the same for all views of one storage, and what must be kept alive for it to stay so.
+
+    `_cdata` is private; the Python object of a storage is not always the same. Tried with torch 2.13.
+    """
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage
+
+
+def written_arguments(operator: Any) -> list[int | str]:
+    """Positions, or names of keyword-only arguments, that an operator writes into.
+
+    `_schema` is private and is what torch's own dispatch modes read. Tried with torch 2.13.
+    """
+    return [
+        argument.name if argument.kwarg_only else index
+        for index, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def overlap_tensor_parallel(group: dist.ProcessGroup) -> None:
+    """Let compiled code overlap the collectives of a group with the matrix products beside them.
+
+    Private, both the compiler's pass and the memory that GPUs share for it. Not run yet, for want of a GPU; by reading
+    of torch 2.11 and 2.13.
+    """
+    import torch._inductor.config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    torch._inductor.config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(group.group_name)

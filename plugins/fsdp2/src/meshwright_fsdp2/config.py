@@ -2,21 +2,212 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from meshwright.contract import StrategyConfig
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
+
+from meshwright.contract import ROUNDS_ANEW, StrategyConfig
+from meshwright.errors import ConfigError, nearest
+from meshwright.imports import check_import
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+_POLICIES: Mapping[str, Mapping[str, str]] = {
+    "MixedPrecisionPolicy": {
+        "param_dtype": "dtype",
+        "reduce_dtype": "dtype",
+        "output_dtype": "dtype",
+        "cast_forward_inputs": "bool",
+    },
+    "CPUOffloadPolicy": {"pin_memory": "bool"},
+}
+
+
+def _policy_schema(name: str) -> dict[str, Any]:
+    kinds: dict[str, dict[str, Any]] = {
+        "dtype": {"anyOf": [{"enum": [*DTYPES, *(f"torch.{each}" for each in DTYPES)]}, {"type": "null"}]},
+        "bool": {"type": "boolean"},
+    }
+    properties = {"_target_": {"type": "string"}} | {key: kinds[kind] for key, kind in _POLICIES[name].items()}
+    policy = {"type": "object", "properties": properties, "additionalProperties": False}
+    # A class of the user's own has arguments of its own.
+    own = {"type": "object", "properties": {"_target_": {"not": {"pattern": rf"^torch\..*\.{name}$"}}}}
+    own["required"] = ["_target_"]
+    return {"anyOf": [policy, own, {"type": "null"}]}
 
 
 class FSDP2Config(StrategyConfig):
-    """Options of `fsdp2`; more come with later releases, and an unknown one is an error until then."""
+    """Options of `fsdp2`; the sizes of the mesh are not among them."""
 
-    reshard_after_forward: bool | None = Field(
-        None,
-        description="Free a block's gathered parameters after its forward and gather them again for backward. "
-        "null: all blocks but the last of each stack, whose backward comes first.",
+    sequence_parallel: bool = Field(
+        False,
+        description="With tensor parallelism: split norms and the residual stream along the sequence, too.",
     )
-    defer_fsdp_grad_sync: bool = Field(
+    tp_plan: dict[str, Any] | str | None = Field(
+        None,
+        description="Tensor-parallel plan, by module name; or the import path of one, or of a function that makes it. "
+        "null: the model's own, or one that is derived from its structure.",
+    )
+    patch_is_packed_sequence: bool = Field(
+        False,
+        description="During the manager's steps, answer transformers' check for packed sequences with false, which "
+        "saves a synchronization with the GPU in every attention layer; packed data is refused then.",
+    )
+    mp_policy: Annotated[Any, WithJsonSchema(_policy_schema("MixedPrecisionPolicy"))] = Field(
+        None,
+        description="Mixed precision: torch's MixedPrecisionPolicy, or a mapping of its param_dtype, reduce_dtype, "
+        "output_dtype (of the whole model) and cast_forward_inputs, with or without `_target_`.",
+    )
+    offload_policy: Annotated[Any, WithJsonSchema(_policy_schema("CPUOffloadPolicy"))] = Field(
+        None,
+        description="Keep shards, gradients and optimizer state in CPU memory: torch's CPUOffloadPolicy, or a mapping "
+        "of its pin_memory, with or without `_target_`. On a CPU only with pin_memory=false.",
+    )
+    autocast_dtype: Literal["bfloat16", "float16"] | None = Field(
+        None,
+        description="Run the forward under torch.autocast with this dtype. With output_dtype float32 in mp_policy, or "
+        "float32 parameters, the residual stream stays float32.",
+    )
+    activation_checkpointing: bool | Literal["full", "selective"] = Field(
+        False,
+        description="Compute the activations of each block again in backward: true or full: all; selective: all but "
+        "every second matrix product, attention and communication.",
+    )
+    defer_fsdp_grad_sync: bool | Literal["reduce_scatter"] = Field(
         True,
         description="Reduce gradients on the last microbatch of a step only, at the price of holding whole gradients "
-        "between microbatches. false: reduce on each, holding shards.",
+        "between microbatches. false: reduce on each, holding shards. reduce_scatter: on each over dp_shard, holding "
+        "shards, and on the last only over dp_replicate.",
+    )
+    backend: str = Field(
+        "nccl",
+        description="Backend of the process group for the mesh's device, checked where it is given. Left at its "
+        "default it means what the device uses: nccl on CUDA, gloo on a CPU.",
+    )
+    enable_async_tensor_parallel: bool = Field(
+        False,
+        description="Overlap communication of tensor parallelism with its matrix products. CUDA only; needs "
+        "sequence_parallel and enable_compile.",
+    )
+    enable_compile: Annotated[bool, ROUNDS_ANEW] = Field(False, description="Compile each block with torch.compile.")
+    enable_fsdp2_prefetch: bool = Field(
+        False,
+        description="Gather the next units explicitly ahead of their use, as many as the two depths say. false: one "
+        "ahead in backward, and in forward as the GPU's queue goes.",
+    )
+    fsdp2_backward_prefetch_depth: int = Field(2, ge=1, description="Units to gather ahead in backward.")
+    fsdp2_forward_prefetch_depth: int = Field(1, ge=1, description="Units to gather ahead in forward.")
+    reshard_after_forward: bool | int | None = Field(
+        None,
+        description="Free a block's gathered parameters after its forward and gather them again for backward. "
+        "null: all blocks but the last of each stack, whose backward comes first. A number: keep them on groups of so "
+        "many ranks, from which backward gathers.",
+        json_schema_extra={"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 2}, {"type": "null"}]},
+    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as they are, policy objects kept; not copied in depth."""
+        return dict(self)
+
+    @field_validator("reshard_after_forward", mode="before")
+    @classmethod
+    def _check_reshard(cls, value: Any) -> Any:
+        if value is None or isinstance(value, bool):
+            return value
+        if type(value) is not int or value < 2:
+            raise ValueError(
+                "must be true, false, null, or a number of ranks of at least 2 (for 1, use false: each rank keeps all)"
+            )
+        return value
+
+    @field_validator("activation_checkpointing", "defer_fsdp_grad_sync", mode="before")
+    @classmethod
+    def _check_switch(cls, value: Any) -> Any:
+        # Else "yes" or 1 would count as true.
+        if not isinstance(value, bool | str):
+            raise ValueError("must be true, false or one of the names")
+        return value
+
+    @field_validator("autocast_dtype", mode="before")
+    @classmethod
+    def _name_dtype(cls, value: Any) -> Any:
+        return value if value is None else dtype_name(value)
+
+    @field_validator("mp_policy")
+    @classmethod
+    def _check_mp_policy(cls, value: Any) -> Any:
+        return _checked_policy(value, "MixedPrecisionPolicy")
+
+    @field_validator("offload_policy")
+    @classmethod
+    def _check_offload_policy(cls, value: Any) -> Any:
+        return _checked_policy(value, "CPUOffloadPolicy")
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> FSDP2Config:
+        if not self.enable_fsdp2_prefetch:
+            for depth in ("fsdp2_forward_prefetch_depth", "fsdp2_backward_prefetch_depth"):
+                if depth in self.model_fields_set:
+                    raise ValueError(
+                        f"{depth}={getattr(self, depth)} acts only with enable_fsdp2_prefetch. "
+                        f"Set enable_fsdp2_prefetch=true, or leave {depth} out"
+                    )
+        if self.enable_async_tensor_parallel:
+            for needed in ("sequence_parallel", "enable_compile"):
+                if not getattr(self, needed):
+                    raise ValueError(
+                        f"enable_async_tensor_parallel=true acts only with {needed}. "
+                        f"Set {needed}=true, or enable_async_tensor_parallel=false"
+                    )
+        theirs = policy_value(self.mp_policy, "reduce_dtype")
+        if self.reduce_dtype and theirs is not None and dtype_name(theirs) != self.reduce_dtype:
+            raise ValueError(
+                f"reduce_dtype={self.reduce_dtype} and mp_policy.reduce_dtype={dtype_name(theirs)} differ. Give one"
+            )
+        return self
+
+
+def dtype_name(value: Any) -> Any:
+    """The name of a torch.dtype or of one's name: "bfloat16" for "torch.bfloat16". Other values as they are."""
+    is_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
+    return str(value).removeprefix("torch.") if is_dtype or isinstance(value, str) else value
+
+
+def policy_value(policy: Any, key: str) -> Any:
+    """An argument of a policy, be it an object or a mapping; None where it has none."""
+    return policy.get(key) if isinstance(policy, Mapping) else getattr(policy, key, None)
+
+
+def _checked_policy(value: Any, name: str) -> Any:
+    """A policy object or mapping as it came, dtypes of a mapping by their plain names."""
+    if value is None or _is_policy(value, name):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"must be a {name} of torch.distributed.fsdp, or a mapping of its arguments")
+    target = value.get("_target_")
+    if target is not None:
+        try:
+            check_import(target)
+        except ConfigError as error:
+            raise ValueError(f"_target_: {error}") from None
+        if str(target).rpartition(".")[2] != name:
+            # The class of the user's own is checked when it is imported, with torch.
+            return dict(value)
+    known = _POLICIES[name]
+    for key, each in value.items():
+        if key == "_target_":
+            continue
+        if key not in known:
+            raise ValueError(f"unknown key {key!r}.{nearest(str(key), known)} Allowed: {', '.join(known)}")
+        if known[key] == "bool" and not isinstance(each, bool):
+            raise ValueError(f"{key}={each!r} must be true or false")
+        if known[key] == "dtype" and each is not None and dtype_name(each) not in DTYPES:
+            raise ValueError(f"{key}={each!r} is not one of {', '.join(DTYPES)}")
+    return {key: dtype_name(each) if known.get(key) == "dtype" else each for key, each in value.items()}
+
+
+def _is_policy(value: Any, name: str) -> bool:
+    """Whether a value is an object of torch's class, or of a subclass, told without importing torch."""
+    return any(
+        cls.__name__ == name and cls.__module__.startswith("torch.distributed.fsdp") for cls in type(value).__mro__
     )

@@ -2,67 +2,128 @@
 
 Each block is one all-gather unit; the root holds what is left (embedding, head, norms). Units come from the model's
 structure, so this file names no model class.
+
+[Note: order] Tensor parallelism first, since it changes what parameters are; then activation checkpointing, which
+compile must see; then compile; then sharding, whose hooks run around compiled blocks; last, the weights of a model
+that came on the meta device.
 Source: Zhao et al. 2023, arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import ClassVar
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from meshwright.data_parallel import DataParallelManager
+from meshwright.compile import compile_blocks
+from meshwright.contract import Batch
+from meshwright.data_parallel import DataParallelManager, is_meta
+from meshwright.errors import MeshError, StrategyError
 from meshwright.mesh import Mesh
+from meshwright.recompute import checkpoint_blocks
+from meshwright.tensor_parallel import TensorParallel
 
-from ._compat import reduce_unused_parameters
+from . import policies
+from ._compat import overlap_tensor_parallel
 from .config import FSDP2Config
-from .units import find_units
+from .deferred import DeferredModel, same_generator
+from .packed import check_not_packed, without_packed_check
+from .sharding import Sharding, shard_units
+from .units import Unit, find_units
 from .usage import Usage
 
 
 class FSDP2Manager(DataParallelManager):
-    """Fully sharded data parallelism, and HSDP where dp_replicate is above 1; see `DataParallelManager`."""
+    """Fully sharded data parallelism, and HSDP where dp_replicate is above 1; see `DataParallelManager`.
+
+    Args:
+        config: options.
+        device_mesh: a `meshwright.mesh.Mesh`, which knows the degrees and the ranks along every axis.
+        moe_mesh: must be None: experts are not sharded along a mesh of their own yet.
+
+    Raises:
+        MeshError: the mesh is none of meshwright's, or has another backend than the config says.
+        StrategyError: an option cannot act on this mesh.
+        ConfigError: a policy cannot be made.
+    """
 
     config: FSDP2Config
+    materializes: ClassVar[bool] = True
 
-    def __init__(self, config: FSDP2Config, mesh: Mesh) -> None:
-        super().__init__(config, mesh)
-        self._reshards: dict[FSDPModule, bool] = {}
+    def __init__(self, config: FSDP2Config, device_mesh: Mesh, moe_mesh: DeviceMesh | None = None) -> None:
+        if not isinstance(device_mesh, Mesh):
+            raise MeshError(
+                f"FSDP2Manager takes a meshwright.Mesh, not a {type(device_mesh).__name__}. Make one with "
+                f"Mesh(MeshSizes(...).resolve(world.size), world), or use fsdp2_strategy_parallelize, which takes a "
+                f"DeviceMesh."
+            )
+        if moe_mesh is not None:
+            raise MeshError("moe_mesh is not supported yet: fsdp2 does not shard experts over ep. Leave it out.")
+        super().__init__(config, device_mesh)
+        check_backend(config, device_mesh)
+        check_options(config, device_mesh)
+        self._mp_policy = policies.mixed_precision(config)
+        self._offload_policy = policies.offload(config, self.mesh.device)
 
     def shard(self, model: nn.Module) -> nn.Module:
-        found = find_units(model, self.layout)
-        for unit in found:
-            self._shard_unit([model.get_submodule(name) for name in unit.names], is_last=unit.is_last)
-        first = [(unit.names[0], model.get_submodule(unit.names[0])) for unit in found]
-        self._usage = Usage(model, first, zeros_for_unused=self._zeros_for_unused)
+        if is_meta(model):
+            same_generator(self.mesh.device)
+        # What one rank finds wrong here (its compiler, say) is told on all.
+        deferred = self.mesh.world.together(lambda: self._prepare(model))
+        self._sharding: Sharding = shard_units(
+            model,
+            self.layout,
+            self._fsdp_mesh,
+            mp_policy=self._mp_policy,
+            offload_policy=self._offload_policy,
+            reshard_after_forward=self.config.reshard_after_forward,
+            tensor_parallel=self.tensor_parallel,
+        )
+        if self.config.enable_fsdp2_prefetch:
+            self._sharding.prefetch(
+                forward=self.config.fsdp2_forward_prefetch_depth, backward=self.config.fsdp2_backward_prefetch_depth
+            )
+        self._usage = Usage(
+            model,
+            self._sharding.first_modules,
+            zeros_for_unused=self._sharding.zeros_for_unused,
+            tensor_parallel=self.tensor_parallel is not None,
+        )
+        if deferred is not None:
+            deferred.fill(model, self.mesh.device, offloaded=policies.is_offload(self._offload_policy))
         return model
 
-    def _shard_unit(self, modules: list[nn.Module], *, is_last: bool) -> None:
-        reshard = self.config.reshard_after_forward
-        if reshard is None:
-            reshard = not is_last
-        reduce_dtype = getattr(torch, self.config.reduce_dtype) if self.config.reduce_dtype else None
-        # One module under several names is gathered for each of its forwards; several modules, from the first
-        # forward to the last.
-        distinct = list(dict.fromkeys(modules))
-        unit = fully_shard(
-            distinct[0] if len(distinct) == 1 else distinct,
-            mesh=self._fsdp_mesh,
-            reshard_after_forward=reshard,
-            mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
-        )
-        # Modules of one unit share its state.
-        unit = unit[0] if isinstance(unit, list) else unit
-        # [Note: the gradient rule]: plain sums. A factor of 1 also keeps clear of a division that torch applies twice
-        # on groups of one rank.
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
-        self._zeros_for_unused = reduce_unused_parameters(unit)
-        self._reshards[unit] = reshard
+    def _prepare(self, model: nn.Module) -> DeferredModel | None:
+        deferred = DeferredModel(model) if is_meta(model) else None
+        if self.config.activation_checkpointing == "selective":
+            check_selective(find_units(model, self.layout))
+        if self.mesh.degrees.tp > 1:
+            self.tensor_parallel = TensorParallel(
+                model,
+                self.layout,
+                self.mesh["tp"],
+                plan=self.config.tp_plan,
+                sequence_parallel=self.config.sequence_parallel,
+            )
+            self.tensor_parallel.apply()
+        checkpoint_blocks(model, self.layout, self.config.activation_checkpointing)
+        self.maybe_compile(model)
+        return deferred
+
+    def maybe_compile(self, model: nn.Module) -> None:
+        """Compile each block if `enable_compile` says so; `parallelize` calls this at its place in [Note: order]."""
+        if self.config.enable_compile:
+            compile_blocks(model, self.layout, device=self.mesh.device)
+            if self.tensor_parallel is not None:
+                # Outside of what is traced: compiled code sees plain tensors.
+                self.tensor_parallel.localize_blocks()
+            if self.config.enable_async_tensor_parallel:
+                overlap_tensor_parallel(self.mesh.group("tp"))
 
     @property
     def _fsdp_mesh(self) -> DeviceMesh:
@@ -70,11 +131,41 @@ class FSDP2Manager(DataParallelManager):
             return self.mesh["dp_replicate", "dp_shard"]
         return self.mesh["dp_shard"]
 
+    def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
+        # Backward too: recomputed attention must take the same way.
+        with self._around_step(microbatches):
+            return super().forward_backward(microbatches, num_tokens=num_tokens)
+
+    def eval_loss(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
+        try:
+            with self._around_step(microbatches):
+                return super().eval_loss(microbatches, num_tokens=num_tokens)
+        finally:
+            # No backward frees what forward keeps for it, and a step would change the shards under it.
+            if self._parallelized:
+                self._sharding.reshard()
+
+    @contextmanager
+    def _around_step(self, microbatches: Sequence[Batch]) -> Iterator[None]:
+        if not self.config.patch_is_packed_sequence:
+            yield
+            return
+        self.mesh.world.together(lambda: check_not_packed(microbatches))
+        with without_packed_check():
+            yield
+
+    def around_forward(self) -> AbstractContextManager[None]:
+        if self.config.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.mesh.device.type, dtype=getattr(torch, self.config.autocast_dtype))
+
     @contextmanager
     def sync_gradients(self, *, is_last: bool) -> Iterator[None]:
-        root = next(reversed(self._reshards))
+        root = self._sharding.root
+        defer = self.config.defer_fsdp_grad_sync
         root.set_is_last_backward(is_last)
-        root.set_requires_gradient_sync(is_last or not self.config.defer_fsdp_grad_sync)
+        root.set_requires_gradient_sync(is_last or defer is not True)
+        root.set_requires_all_reduce(is_last or defer != "reduce_scatter")
         yield
 
     def check_gradients(self) -> None:
@@ -83,13 +174,73 @@ class FSDP2Manager(DataParallelManager):
     @contextmanager
     def unshard(self) -> Iterator[Sequence[nn.Module]]:
         self._require_model()
-        for unit in self._reshards:
-            # A forward inside the context must not free what it holds.
-            unit.set_reshard_after_forward(False, recurse=False)
-            unit.unshard()
-        try:
+        whole = self.tensor_parallel.whole() if self.tensor_parallel is not None else nullcontext()
+        with self._sharding.unsharded(), whole:
             yield [self.model]
-        finally:
-            for unit, reshard in self._reshards.items():
-                unit.set_reshard_after_forward(reshard, recurse=False)
-                unit.reshard()
+
+
+def check_selective(units: Sequence[Unit]) -> None:
+    """Refuse selective recomputation of blocks that hold units of their own.
+
+    Those are gathered within the block, in forward and in recomputation at different points, and selective
+    recomputation needs the same operators in both.
+
+    Raises:
+        StrategyError: on all ranks alike.
+    """
+    inner = next((unit for unit in units if not unit.is_block and not unit.is_root), None)
+    if inner is not None:
+        raise StrategyError(
+            f"activation_checkpointing='selective' does not go with blocks that share parameters, which are gathered "
+            f"by themselves ({', '.join(inner.names)}). Set activation_checkpointing=full."
+        )
+
+
+def check_backend(config: FSDP2Config, mesh: Mesh) -> None:
+    """Refuse a backend that was asked for and is not what the process group uses for the mesh's device.
+
+    Raises:
+        MeshError: on all ranks alike.
+    """
+    if "backend" not in config.model_fields_set:
+        return
+    used = device_backend(mesh.device)
+    if config.backend != used:
+        raise MeshError(
+            f"backend={config.backend!r}, but the process group uses {used!r} for {mesh.device.type}. "
+            f"Set backend={used}, leave backend out, or start the process group with {config.backend!r}."
+        )
+
+
+def device_backend(device: torch.device) -> str:
+    """What the default process group communicates tensors of a device with."""
+    # "cpu:gloo,cuda:nccl"
+    pairs = (each.split(":") for each in str(dist.distributed_c10d.get_backend_config()).split(","))
+    return {pair[0]: pair[-1] for pair in pairs}.get(device.type, "none")
+
+
+def check_options(config: FSDP2Config, mesh: Mesh) -> None:
+    """Refuse options that cannot act on this mesh.
+
+    Raises:
+        StrategyError, MeshError: on all ranks alike.
+    """
+    if config.enable_async_tensor_parallel and mesh.device.type == "cpu":
+        raise StrategyError(
+            "enable_async_tensor_parallel=true overlaps kernels of a GPU, but the mesh is on the CPU. "
+            "Set enable_async_tensor_parallel=false."
+        )
+    if mesh.degrees.tp == 1:
+        for option, value in (("sequence_parallel", config.sequence_parallel), ("tp_plan", config.tp_plan)):
+            if value:
+                raise StrategyError(
+                    f"{option}={value!r} acts on tensor parallelism, but tp has one rank. "
+                    f"Give the mesh a tp_size of 2 or more, or leave {option} out."
+                )
+    reshard, shards = config.reshard_after_forward, mesh.degrees.dp_shard
+    if isinstance(reshard, int) and not isinstance(reshard, bool) and (reshard > shards or shards % reshard):
+        divisors = ", ".join(str(each) for each in range(2, shards + 1) if shards % each == 0) or "none"
+        raise MeshError(
+            f"reshard_after_forward={reshard} is no divisor of the {shards} ranks of dp_shard. "
+            f"Use one of them ({divisors}), or true, false or null."
+        )

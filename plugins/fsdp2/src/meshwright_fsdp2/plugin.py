@@ -23,14 +23,14 @@ def build(config: FSDP2Config, mesh: Mesh) -> FSDP2Manager:
 
 
 def estimate(config: FSDP2Config, degrees: Degrees, size: ModelSize) -> Estimate:
-    """Everything in 1/dp_shard; in flight, the block in use, the next one, and what stays gathered with the root."""
-    shards, width = degrees.dp_shard, size.bytes_per_element
+    """Everything in 1/(dp_shard x tp); in flight, the block in use and the next one, in 1/tp."""
+    shards, width = degrees.dp_shard * degrees.tp, size.bytes_per_element
     trainable = size.trainable * width // shards
     return Estimate(
         parameters=size.parameters * width // shards,
         gradients=trainable,
         optimizer=2 * trainable,
-        gathered=2 * size.largest_block * width,
+        gathered=2 * size.largest_block * width // degrees.tp,
     )
 
 
@@ -40,8 +40,8 @@ def register_strategies() -> list[StrategySpec]:
         StrategySpec(
             name="fsdp2",
             aliases=("fsdp", "fully_shard"),
-            summary="Shards parameters, gradients and optimizer state (torch fully_shard); HSDP.",
-            axes=frozenset({"dp_replicate", "dp_shard"}),
+            summary="Shards parameters, gradients and optimizer state (torch fully_shard); HSDP; tensor parallelism.",
+            axes=frozenset({"dp_replicate", "dp_shard", "tp"}),
             config_cls=FSDP2Config,
             build=build,
             estimate=estimate,

@@ -21,6 +21,11 @@ class Unit:
 
     names: tuple[str, ...]
     is_last: bool
+    is_block: bool = False
+
+    @property
+    def is_root(self) -> bool:
+        return self.names == ("",)
 
 
 def find_units(model: nn.Module, layout: ModelLayout) -> list[Unit]:
@@ -32,7 +37,7 @@ def find_units(model: nn.Module, layout: ModelLayout) -> list[Unit]:
     taken = {name for names in shared for name in names} | rooted
     units = [Unit(names, is_last=False) for names in shared]
     for stack in layout.stacks:
-        units += [Unit((name,), is_last=name == stack[-1]) for name in stack if name not in taken]
+        units += [Unit((name,), is_last=name == stack[-1], is_block=True) for name in stack if name not in taken]
     return [*units, Unit(("",), is_last=True)]
 
 

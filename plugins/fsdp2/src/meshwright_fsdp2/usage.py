@@ -26,11 +26,20 @@ class Usage:
         model: after sharding.
         units: name and module of each unit.
         zeros_for_unused: whether the units reduce zeros for parameters without gradient.
+        tensor_parallel: whether gathered parameters are DTensors on the axis `tp`.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]], *, zeros_for_unused: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[tuple[str, nn.Module]],
+        *,
+        zeros_for_unused: bool,
+        tensor_parallel: bool = False,
+    ) -> None:
         self._parameters = dict(model.named_parameters())
         self._zeros_for_unused = zeros_for_unused
+        self._tensor_parallel = tensor_parallel
         self._used: set[str] = set()
         self._watched: set[str] = set()
         for name, unit in units:
@@ -41,10 +50,14 @@ class Usage:
         """Watch a unit's gathered parameters; FSDP keeps their objects, so once is enough for each."""
         for name, parameter in unit.named_parameters():
             fqn = prefix + name
-            if isinstance(parameter, DTensor) or fqn in self._watched or not parameter.requires_grad:
+            if self._is_sharded(parameter) or fqn in self._watched or not parameter.requires_grad:
                 continue
             self._watched.add(fqn)
             parameter.register_post_accumulate_grad_hook(lambda _, fqn=fqn: self._used.add(fqn))
+
+    def _is_sharded(self, parameter: nn.Parameter) -> bool:
+        axes = 1 if self._tensor_parallel else 0
+        return isinstance(parameter, DTensor) and parameter.device_mesh.ndim > axes
 
     def settle(self, world: World) -> None:
         """After backward: drop the gradients of parameters that no rank has used.

@@ -1,0 +1,137 @@
+"""Measure how much memory a piece of code holds on this rank, by its tensors.
+
+Storages are counted, each once and by its present size, whichever tensors look at it; so views cost nothing, padding
+counts, and memory that FSDP frees by resizing a storage to 0 is free. Workspace inside of an operation, the
+allocator's rounding and caches, and the buffers of the communication backend are not counted.
+
+torch.distributed has a memory tracker that splits further, but it is private, replaces methods of torch while it runs,
+and keeps its own book of sizes. Here all live storages are summed up again after each operation, which needs no book:
+between two operations memory can only shrink.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ._compat import TorchDispatchMode, unwraps_itself
+from .collectives import tensors_in
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on this rank.
+
+    Attributes:
+        parameters: of the modules; of sharded ones, this rank's shards.
+        gradients: what is in the `.grad` of these parameters.
+        optimizer: state of the optimizer.
+        other: the rest: activations, gathered parameters, gradients on their way, batches, buffers.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    other: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.other
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What was held when it was most, and what is still held afterwards."""
+
+    peak: Held
+    after: Held
+
+
+def measure_memory(
+    work: Callable[[], object], modules: Sequence[nn.Module], optimizer: Optimizer | None = None
+) -> Memory:
+    """Run `work` and measure the memory of all tensors that it makes or touches, backward included.
+
+    Args:
+        work: usually one training step.
+        modules: whose parameters, gradients and buffers count from the start.
+        optimizer: whose state counts from the start.
+    """
+    mode = _Meter(modules, optimizer)
+    with mode:
+        work()
+    mode.update_peak()
+    return Memory(mode.peak, mode.now())
+
+
+class _Meter(TorchDispatchMode):
+    def __init__(self, modules: Sequence[nn.Module], optimizer: Optimizer | None) -> None:
+        super().__init__()
+        self._parameters = list(dict.fromkeys(p for module in modules for p in module.parameters()))
+        self._optimizer = optimizer
+        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        buffers = [b for module in modules for b in module.buffers()]
+        self._see([*self._parameters, *self._gradients(), *self._state(), *buffers])
+        self.peak = self.now()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(map(unwraps_itself, types)):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        self._see(tensors_in((args, kwargs, result)))
+        self.update_peak()
+        return result
+
+    def update_peak(self) -> None:
+        # Of equal moments the last: a gradient is in its place only after the operation that makes it.
+        if self._total() >= self.peak.total:
+            self.peak = self.now()
+
+    def now(self) -> Held:
+        """What is held now."""
+        self._see([*self._gradients(), *self._state()])
+        seen: set[int] = set()
+
+        def held(tensors: Iterable[Tensor]) -> int:
+            # A storage that several kinds share belongs to the first of them.
+            found = {id(storage): storage for storage in map(_storage, tensors) if id(storage) not in seen}
+            seen.update(found)
+            return sum(storage.nbytes() for storage in found.values())
+
+        parameters, gradients, state = held(self._parameters), held(self._gradients()), held(self._state())
+        return Held(parameters, gradients, state, self._total() - parameters - gradients - state)
+
+    def _total(self) -> int:
+        storages = (reference() for reference in list(self._live.values()))
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
+    def _see(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.layout is torch.strided:
+                storage = _storage(tensor)
+                key = id(storage)
+                if key not in self._live:
+                    # A live storage keeps its Python object, so the key is free again only when the storage is gone.
+                    self._live[key] = weakref.ref(storage, lambda _, key=key: self._live.pop(key))  # type: ignore[misc]
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def _state(self) -> list[Tensor]:
+        return [] if self._optimizer is None else list(tensors_in([*self._optimizer.state.values()]))
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    # Without gradients, the local part is the tensor itself, not a view that autograd follows.
+    with torch.no_grad():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()

@@ -1,0 +1,170 @@
+"""Functions for training loops written by hand, on a plain DeviceMesh.
+
+They shard as `FSDP2Manager` does, and reduce gradients as it does: by SUM over the ranks, not by torch's mean
+([Note: the gradient rule] in `meshwright.contract`). So divide the loss of each rank by the token count of the global
+batch, not of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+
+from meshwright.data_parallel import check_trainable, is_meta
+from meshwright.errors import MeshError, StrategyError
+from meshwright.layout import layout_by_structure, model_layout
+from meshwright.recompute import Mode, checkpoint_blocks
+from meshwright.tensor_parallel import parallelize_tensors
+
+from ._compat import held_after_forward
+from .deferred import DeferredModel, same_generator
+from .policies import is_offload
+from .sharding import shard_units
+
+
+def fsdp2_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    param_dtype: torch.dtype = torch.bfloat16,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: CPUOffloadPolicy | None = None,
+    sequence_parallel: bool = False,
+    activation_checkpointing: bool | Mode = False,
+    cpu_offload: bool = False,
+    tp_shard_plan: dict[str, Any] | str | None = None,
+    dp_mesh_name: str | tuple[str, ...] = "data_parallel",
+    tp_mesh_name: str = "tensor_parallel",
+    dp_cp_mesh_name: str = "dp_cp",
+) -> nn.Module:
+    """Shard `model` in place along the named axes of a mesh.
+
+    Every rank gives a model with the same weights, or one on the meta device: those are drawn as the random generator
+    of the first rank has them.
+
+    Args:
+        model: to train; preferably on the meta device.
+        device_mesh: with an axis of the name `dp_mesh_name`, and perhaps the others.
+        param_dtype: to compute in, where `mp_policy` is None; gradients are reduced, and outputs given, in float32.
+        mp_policy: mixed precision; its `output_dtype` is that of the whole model.
+        offload_policy: keep shards in CPU memory.
+        sequence_parallel: see FSDP2Config; needs an axis `tp_mesh_name` of 2 or more ranks.
+        activation_checkpointing: True or "full", or "selective".
+        cpu_offload: the same as an `offload_policy`, with memory pinned where there is an accelerator.
+        tp_shard_plan: tensor-parallel plan, or its import path; None: the model's own.
+        dp_mesh_name: the axis to shard over; a pair (replicate, shard) for HSDP.
+        tp_mesh_name: the axis of tensor parallelism.
+        dp_cp_mesh_name: the axis or view to shard over instead, where the mesh has it.
+
+    Returns:
+        The same model.
+
+    Raises:
+        MeshError: the mesh has no axis of the name.
+        StrategyError: an argument cannot act on this mesh.
+        ModelError: the model cannot be trained so.
+    """
+    dp_mesh = _axis(device_mesh, dp_cp_mesh_name) or _axis(device_mesh, dp_mesh_name)
+    if dp_mesh is None:
+        raise MeshError(
+            f"the mesh has no axis {dp_mesh_name!r}; its axes are {device_mesh.mesh_dim_names}. "
+            f"Give the name of one as dp_mesh_name."
+        )
+    tp_mesh = _axis(device_mesh, tp_mesh_name)
+    if tp_mesh is not None and tp_mesh.size() == 1:
+        tp_mesh = None
+    if tp_mesh is None and (sequence_parallel or tp_shard_plan is not None):
+        raise StrategyError(
+            f"sequence_parallel and tp_shard_plan act on tensor parallelism, but the mesh has no axis "
+            f"{tp_mesh_name!r} of 2 or more ranks; its axes are {device_mesh.mesh_dim_names}. Give its name as "
+            f"tp_mesh_name, or leave both out."
+        )
+    if cpu_offload and offload_policy is None:
+        offload_policy = CPUOffloadPolicy(pin_memory=device_mesh.device_type != "cpu")
+    check_trainable(model, may_be_meta=True)
+    deferred = None
+    if is_meta(model):
+        same_generator(device_mesh.device_type)
+        deferred = DeferredModel(model)
+    layout = model_layout(model)
+    tensor_parallel = None
+    if tp_mesh is not None:
+        tensor_parallel = parallelize_tensors(model, tp_mesh, tp_shard_plan, sequence_parallel=sequence_parallel)
+    checkpoint_blocks(model, layout, activation_checkpointing)
+    policy = mp_policy or MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    offload = offload_policy or OffloadPolicy()
+    shard_units(
+        model,
+        layout,
+        dp_mesh,
+        mp_policy=policy,
+        offload_policy=offload,
+        reshard_after_forward=None,
+        tensor_parallel=tensor_parallel,
+    )
+    if deferred is not None:
+        deferred.fill(model, device_mesh.device_type, offloaded=is_offload(offload))
+    return model
+
+
+def apply_fsdp_sharding_recursively(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None,
+    offload_policy: OffloadPolicy | None = None,
+) -> None:
+    """Shard the blocks of all stacks inside `module` in place, and leave the rest of it to the caller.
+
+    The last block of each stack keeps its parameters after forward, since its backward comes first. Parameters that
+    blocks share with what lies outside of the blocks are left, too; those that only blocks share are a unit.
+
+    Args:
+        module: a model, or a stack of blocks (ModuleList) itself.
+        mesh: one axis to shard over, or (replicate, shard).
+        mp_policy: mixed precision; a block's output keeps its dtype.
+        offload_policy: where shards lie.
+
+    Raises:
+        ModelError: a block has trainable parameters of several dtypes.
+    """
+    holder = nn.ModuleDict({"blocks": module}) if isinstance(module, nn.ModuleList) else module
+    shard_units(
+        holder,
+        layout_by_structure(holder),
+        mesh,
+        mp_policy=mp_policy or MixedPrecisionPolicy(),
+        offload_policy=offload_policy or OffloadPolicy(),
+        reshard_after_forward=None,
+        with_root=False,
+    )
+
+
+@contextmanager
+def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
+    """Hold all parameters of a model whole, for log-probabilities or generation, and free them on leaving.
+
+    A forward inside the context frees nothing; afterwards training goes on as if it had not been entered.
+    Collective over the ranks that share the model.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    with held_after_forward(units):
+        for unit in units:
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.reshard()
+
+
+def _axis(mesh: DeviceMesh, name: str | tuple[str, ...]) -> DeviceMesh | None:
+    """An axis or view of a mesh by its name; the mesh itself if it has just this axis."""
+    try:
+        return mesh if mesh.mesh_dim_names == (name,) else mesh[name]
+    except (KeyError, RuntimeError):
+        return None

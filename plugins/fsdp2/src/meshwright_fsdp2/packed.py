@@ -1,0 +1,45 @@
+"""The option `patch_is_packed_sequence`: transformers' check for packed sequences answers False while a step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from meshwright.contract import Batch
+from meshwright.errors import BatchError, StrategyError
+
+from ._compat import never_packed
+
+
+@contextmanager
+def without_packed_check() -> Iterator[None]:
+    """Inside, transformers takes no sequence for packed; outside everything is as before, also after an error.
+
+    Raises:
+        StrategyError: this version of transformers has no such check.
+    """
+    with never_packed() as found:
+        if not found:
+            raise StrategyError(
+                "patch_is_packed_sequence=true, but this version of transformers has no check to be patched. "
+                "Set patch_is_packed_sequence=false."
+            )
+        yield
+
+
+def check_not_packed(microbatches: Sequence[Batch]) -> None:
+    """Refuse packed data, which would be attended across its documents.
+
+    Raises:
+        BatchError: position ids restart.
+    """
+    # What is no sequence of mappings is refused with the rest of the checks.
+    batches = microbatches if isinstance(microbatches, Sequence) else ()
+    for index, batch in enumerate(batches):
+        positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
+        if positions is not None and bool((positions.diff(dim=-1) <= 0).any()):
+            raise BatchError(
+                f"microbatch {index} of {len(batches)} is packed: its position_ids restart, but "
+                f"patch_is_packed_sequence=true takes every sequence for one document. "
+                f"Set patch_is_packed_sequence=false for packed data."
+            )

@@ -1,0 +1,61 @@
+"""The policies of a config, as torch's objects.
+
+The dtype of the output is the whole model's: on each block it would cast the residual stream back and forth, and hand
+the head inputs that do not fit its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from meshwright.errors import StrategyError
+from meshwright.imports import instantiate
+
+from .config import FSDP2Config
+
+
+def mixed_precision(config: FSDP2Config) -> MixedPrecisionPolicy:
+    """The policy of the root.
+
+    Raises:
+        ConfigError: `_target_` is not on the allow-list or no policy, or an argument is wrong.
+    """
+    policy = _made(config.mp_policy, MixedPrecisionPolicy) or MixedPrecisionPolicy()
+    if config.reduce_dtype is not None:
+        policy = replace(policy, reduce_dtype=getattr(torch, config.reduce_dtype))
+    return policy
+
+
+def of_blocks(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """The policy of units below the root."""
+    return replace(policy, output_dtype=None)
+
+
+def offload(config: FSDP2Config, device: torch.device) -> OffloadPolicy:
+    """The offload policy.
+
+    Raises:
+        ConfigError: as `mixed_precision`.
+        StrategyError: it pins memory, where there is no accelerator to pin it for.
+    """
+    policy = _made(config.offload_policy, CPUOffloadPolicy)
+    if policy is not None and policy.pin_memory and device.type == "cpu":
+        raise StrategyError(
+            "offload_policy has pin_memory=True, but the mesh is on the CPU, where there is no accelerator to pin "
+            "memory for. Use offload_policy={pin_memory: false}, or leave it out: parameters are in CPU memory anyway."
+        )
+    return policy or OffloadPolicy()
+
+
+def _made(value: Any, expected: type) -> Any:
+    return instantiate(value, expected=expected) if isinstance(value, Mapping) else value
+
+
+def is_offload(policy: OffloadPolicy) -> bool:
+    """Whether shards lie in CPU memory."""
+    return isinstance(policy, CPUOffloadPolicy)

@@ -1,0 +1,199 @@
+"""Apply fully_shard to the units of a model.
+
+[Note: sums] Gradients are reduced by plain sums ([Note: the gradient rule] in `meshwright.contract`): the divide factor
+of every unit is 1. That also keeps clear of a division that torch applies twice on groups of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from meshwright.errors import ModelError
+from meshwright.layout import ModelLayout
+from meshwright.tensor_parallel import TensorParallel
+
+from . import schedule
+from ._compat import held_after_forward, reduce_unused_parameters
+from .policies import of_blocks
+from .units import Unit, find_units
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A model's units after `fully_shard`.
+
+    Attributes:
+        units: as found, innermost first, the root last; with the module that holds each one's state.
+        model: the root.
+        zeros_for_unused: whether units reduce zeros for parameters without gradient.
+    """
+
+    units: tuple[tuple[Unit, FSDPModule], ...]
+    model: nn.Module
+    zeros_for_unused: bool
+
+    @property
+    def root(self) -> FSDPModule:
+        return self.units[-1][1]
+
+    @property
+    def modules(self) -> list[FSDPModule]:
+        """One module for each unit; modules of one unit share its state."""
+        return [module for _, module in self.units]
+
+    @property
+    def first_modules(self) -> list[tuple[str, nn.Module]]:
+        """Name and module of each unit's first module."""
+        return [(unit.names[0], self.model.get_submodule(unit.names[0])) for unit, _ in self.units]
+
+    def prefetch(self, *, forward: int, backward: int) -> None:
+        """See `schedule.prefetch`. Units that blocks share are gathered where they are used."""
+        blocks = [module for unit, module in self.units[:-1] if unit.is_block]
+        schedule.prefetch(self.root, blocks, forward=forward, backward=backward)
+
+    def reshard(self) -> None:
+        """Free all gathered parameters."""
+        for module in self.modules:
+            module.reshard()
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Hold all parameters whole, also after a forward."""
+        with held_after_forward(self.modules):
+            for module in self.modules:
+                module.unshard()
+            try:
+                yield
+            finally:
+                self.reshard()
+
+
+def shard_units(
+    model: nn.Module,
+    layout: ModelLayout,
+    mesh: DeviceMesh,
+    *,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    reshard_after_forward: bool | int | None,
+    with_root: bool = True,
+    tensor_parallel: TensorParallel | None = None,
+) -> Sharding:
+    """Shard `model` in place.
+
+    Args:
+        model: on any device, meta included.
+        layout: of the model.
+        mesh: one axis to shard over, or (replicate, shard).
+        mp_policy: of the root; blocks get it without `output_dtype`.
+        offload_policy: of all units.
+        reshard_after_forward: as in FSDP2Config.
+        with_root: whether what is left makes a unit.
+        tensor_parallel: what has been applied to the model along `tp`.
+
+    Raises:
+        ModelError: a unit has trainable parameters of several dtypes.
+    """
+    found = find_units(model, layout)[: None if with_root else -1]
+    check_dtypes(model, found)
+    frozen = [all(not p.requires_grad for p in model.get_submodule(unit.names[0]).parameters()) for unit in found]
+    done: list[tuple[Unit, FSDPModule]] = []
+    for unit in found:
+        reshard = not unit.is_last if reshard_after_forward is None else reshard_after_forward
+        policy = mp_policy if unit.is_root else of_blocks(mp_policy)
+        module = _fully_shard(model, unit, mesh, reshard, policy, offload_policy, tensor_parallel)
+        zeros_for_unused = reduce_unused_parameters(module)
+        done.append((unit, module))
+    for (unit, _), is_frozen in zip(done, frozen, strict=True):
+        if is_frozen and unit.is_block:
+            schedule.skip_frozen_backward(model.get_submodule(unit.names[0]))
+    return Sharding(tuple(done), model, zeros_for_unused)
+
+
+def _fully_shard(
+    model: nn.Module,
+    unit: Unit,
+    mesh: DeviceMesh,
+    reshard: bool | int,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    tensor_parallel: TensorParallel | None,
+) -> FSDPModule:
+    # One module under several names is gathered for each of its forwards; several modules, from the first forward to
+    # the last.
+    distinct = list(dict.fromkeys(model.get_submodule(name) for name in unit.names))
+    if tensor_parallel is not None and not (unit.is_block or unit.is_root):
+        for inner in distinct:
+            tensor_parallel.localize(inner)
+    sharded = fully_shard(
+        distinct[0] if len(distinct) == 1 else distinct,
+        mesh=mesh,
+        reshard_after_forward=reshard,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        **_options(mesh, tensor_parallel),
+    )
+    module: FSDPModule = sharded[0] if isinstance(sharded, list) else sharded
+    sum_gradients(module)
+    return module
+
+
+def _options(mesh: DeviceMesh, tensor_parallel: TensorParallel | None) -> dict[str, Any]:
+    """Which dim of each parameter is sharded, where that is not the first."""
+    if tensor_parallel is None:
+        return {}
+    shards = mesh.size(-1)
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        packed = tensor_parallel.packed_dim(parameter)
+        if packed != 0:
+            return None
+        divided = [dim for dim in range(1, parameter.dim()) if parameter.shape[dim] % shards == 0]
+        if not divided:
+            raise ModelError(
+                f"a parameter of shape {tuple(parameter.shape)} holds packed parts that tensor parallelism has sharded "
+                f"along the first dim, and dp_shard={shards} divides no other. Choose a dp_shard that does, or name "
+                f"it replicate in a tp_plan."
+            )
+        return Shard(divided[0])
+
+    return {"shard_placement_fn": place}
+
+
+def sum_gradients(unit: FSDPModule) -> None:
+    """See [Note: sums]."""
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
+
+
+def check_dtypes(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Refuse units whose trainable parameters have several dtypes: their gradients are reduced as one buffer.
+
+    Raises:
+        ModelError: names a parameter of each dtype.
+    """
+    taken: set[nn.Parameter] = set()
+    for unit in units:
+        examples: dict[torch.dtype, str] = {}
+        for name in unit.names:
+            for leaf, parameter in model.get_submodule(name).named_parameters():
+                if parameter not in taken:
+                    taken.add(parameter)
+                    if parameter.requires_grad:
+                        examples.setdefault(parameter.dtype, f"{name}.{leaf}" if name else leaf)
+        if len(examples) > 1:
+            told = " and ".join(f"{name} ({dtype})" for dtype, name in examples.items())
+            raise ModelError(
+                f"fsdp2 reduces the gradients of {unit.names[0] or 'the root'} together, but {told} differ in dtype. "
+                f"Convert the model to one dtype (model.to(torch.float32), with mp_policy.param_dtype to compute in "
+                f"another), or freeze the parameters of one."
+            )

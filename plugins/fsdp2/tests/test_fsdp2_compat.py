@@ -1,0 +1,58 @@
+"""Canaries for the private names that meshwright_fsdp2._compat uses: each fails when they change under it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import torch
+from transformers import modeling_flash_attention_utils as flash
+
+from meshwright.testing import Case, pool
+from meshwright.testing.parity import build_manager
+from meshwright_fsdp2 import _compat
+from meshwright_fsdp2._compat import held_after_forward, never_packed, storage_of, written_arguments
+
+
+def _infos() -> list[bool]:
+    units = build_manager("fsdp2", {"reshard_after_forward": 2}, {}, Case())._sharding.modules
+    groups = [group for unit in units for group in _compat._parameter_groups(unit)]
+    before = [group.post_forward_mesh_info for group in groups]
+    with suppress(KeyError), held_after_forward(units):
+        held = all(group.post_forward_mesh_info is None for group in groups)
+        raise KeyError
+    same = [group.post_forward_mesh_info for group in groups] == before
+    return [len(groups) == len(units), held, same, all(info.mesh.size() == 4 for info in before)]
+
+
+def test_what_reshards_after_forward_can_be_kept_and_put_back() -> None:
+    assert pool(4).run(_infos) == [[True] * 4] * 4
+
+
+def test_the_check_for_packed_sequences_is_found_and_put_back_after_an_error() -> None:
+    original = flash._is_packed_sequence
+    with suppress(KeyError), never_packed() as found:
+        assert found
+        assert flash._is_packed_sequence(torch.tensor([[0, 1, 0, 1]]), 1) is False
+        raise KeyError
+    assert flash._is_packed_sequence is original
+    assert original(torch.tensor([[0, 1, 0, 1]]), 1)
+
+
+def test_a_transformers_without_the_check_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(flash, "_is_packed_sequence")
+    with never_packed() as found:
+        assert not found
+
+
+def test_views_share_the_key_of_their_storage() -> None:
+    tensor = torch.zeros(4, 4)
+    assert storage_of(tensor)[0] == storage_of(tensor[1:, 2])[0] == storage_of(tensor.detach())[0]
+    assert storage_of(tensor)[0] != storage_of(torch.zeros(4, 4))[0]
+
+
+def test_written_arguments_are_known() -> None:
+    aten = torch.ops.aten
+    assert written_arguments(aten.normal_.default) == [0]
+    assert written_arguments(aten.add.out) == ["out"]
+    assert written_arguments(aten.add.Tensor) == []

@@ -1,0 +1,163 @@
+"""The options of fsdp2: names and defaults, what is accepted in which form, and what is refused with which text."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from meshwright import ConfigError, MeshSizes, resolve
+from meshwright.runfile import load_run
+from meshwright_fsdp2 import FSDP2Config
+from meshwright_fsdp2.policies import mixed_precision, of_blocks, offload
+
+CPU = torch.device("cpu")
+MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32, True)
+MIXED_NAMES = {"param_dtype": "bfloat16", "reduce_dtype": "torch.float32", "output_dtype": torch.float32}
+TARGET = "torch.distributed.fsdp.MixedPrecisionPolicy"
+
+
+def test_fields_and_defaults_are_those_of_the_reference_and_two_of_our_own() -> None:
+    assert FSDP2Config().to_dict() == {
+        "sequence_parallel": False,
+        "tp_plan": None,
+        "patch_is_packed_sequence": False,
+        "mp_policy": None,
+        "offload_policy": None,
+        "autocast_dtype": None,
+        "activation_checkpointing": False,
+        "defer_fsdp_grad_sync": True,
+        "backend": "nccl",
+        "enable_async_tensor_parallel": False,
+        "enable_compile": False,
+        "enable_fsdp2_prefetch": False,
+        "fsdp2_backward_prefetch_depth": 2,
+        "fsdp2_forward_prefetch_depth": 1,
+        "reshard_after_forward": None,
+        "reduce_dtype": None,
+    }
+
+
+def test_every_field_tells_what_it_does() -> None:
+    assert all(field.description for field in FSDP2Config.model_fields.values())
+
+
+@pytest.mark.parametrize("policy", [MIXED, MIXED_NAMES, {"_target_": TARGET, **MIXED_NAMES}])
+def test_mixed_precision_is_taken_as_object_mapping_or_target(policy: Any) -> None:
+    config = FSDP2Config(mp_policy=policy)
+    assert mixed_precision(config) == MIXED
+    assert of_blocks(mixed_precision(config)) == MixedPrecisionPolicy(torch.bfloat16, torch.float32, None, True)
+
+
+def test_to_dict_keeps_policy_objects() -> None:
+    offloading = CPUOffloadPolicy(pin_memory=False)
+    kept = FSDP2Config(mp_policy=MIXED, offload_policy=offloading).to_dict()
+    assert kept["mp_policy"] is MIXED
+    assert kept["offload_policy"] is offloading
+    assert FSDP2Config(**kept | {"enable_fsdp2_prefetch": True}).to_dict()["mp_policy"] is MIXED
+
+
+@pytest.mark.parametrize("given", ["bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_dtypes_are_taken_by_name_or_as_objects(given: Any) -> None:
+    assert FSDP2Config(autocast_dtype=given).autocast_dtype == "bfloat16"
+
+
+def test_the_base_options_reduce_dtype_joins_the_policy() -> None:
+    assert mixed_precision(FSDP2Config(reduce_dtype="float64")).reduce_dtype is torch.float64
+    config = FSDP2Config(reduce_dtype="float32", mp_policy={"param_dtype": "bfloat16", "reduce_dtype": "float32"})
+    assert mixed_precision(config) == MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def test_offload_policy_forms() -> None:
+    assert offload(FSDP2Config(), CPU) == OffloadPolicy()
+    for policy in (CPUOffloadPolicy(pin_memory=False), {"pin_memory": False}):
+        assert offload(FSDP2Config(offload_policy=policy), CPU) == CPUOffloadPolicy(pin_memory=False)
+    assert offload(FSDP2Config(offload_policy={}), torch.device("cuda")) == CPUOffloadPolicy()
+
+
+def test_whole_numbers_and_truth_values_of_reshard_after_forward_are_not_confused() -> None:
+    for value in (True, False, None, 2, 4):
+        assert FSDP2Config(reshard_after_forward=value).reshard_after_forward is value
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"reshard_after_forward": 1}, "for 1, use false"),
+        ({"reshard_after_forward": 0}, "at least 2"),
+        ({"reshard_after_forward": "2"}, "at least 2"),
+        ({"reshard_after_forward": 2.0}, "at least 2"),
+        ({"activation_checkpointing": "some"}, "'full' or 'selective'"),
+        ({"activation_checkpointing": 1}, "true, false or one of the names"),
+        ({"defer_fsdp_grad_sync": "all_reduce"}, "reduce_scatter"),
+        ({"autocast_dtype": "float8"}, "'bfloat16' or 'float16'"),
+        ({"autocast_dtype": torch.float64}, "'bfloat16' or 'float16'"),
+        ({"fsdp2_forward_prefetch_depth": 2}, "Set enable_fsdp2_prefetch=true"),
+        ({"fsdp2_backward_prefetch_depth": 2}, "Set enable_fsdp2_prefetch=true"),
+        ({"enable_fsdp2_prefetch": True, "fsdp2_forward_prefetch_depth": 0}, "greater than or equal to 1"),
+        ({"enable_async_tensor_parallel": True}, "Set sequence_parallel=true"),
+        ({"enable_async_tensor_parallel": True, "sequence_parallel": True}, "Set enable_compile=true"),
+        ({"mp_policy": "bfloat16"}, "must be a MixedPrecisionPolicy"),
+        ({"mp_policy": CPUOffloadPolicy()}, "must be a MixedPrecisionPolicy"),
+        ({"mp_policy": {"param_dtpye": "bfloat16"}}, "Did you mean 'param_dtype'"),
+        ({"mp_policy": {"param_dtype": "int64"}}, "param_dtype='int64' is not one of"),
+        ({"mp_policy": {"cast_forward_inputs": "yes"}}, "must be true or false"),
+        ({"mp_policy": {"_target_": "os.system", "command": "true"}}, "not on the allow-list"),
+        ({"mp_policy": {"_target_": 3}}, "no import path"),
+        ({"offload_policy": True}, "must be a CPUOffloadPolicy"),
+        ({"offload_policy": {"pin": True}}, "Allowed: pin_memory"),
+        ({"reduce_dtype": "float64", "mp_policy": MIXED}, "reduce_dtype=float64 and mp_policy.reduce_dtype=float32"),
+        ({"mp_plicy": None}, "Did you mean 'mp_policy'"),
+        ({"tp_plan": 3}, "tp_plan"),
+    ],
+)
+def test_a_wrong_value_is_told_with_what_is_allowed(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        resolve("fsdp2", MeshSizes(), 1, config=options)
+
+
+def test_a_target_of_another_class_is_refused_when_the_policy_is_made() -> None:
+    config = FSDP2Config(mp_policy={"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1})
+    with pytest.raises(ConfigError, match="is no MixedPrecisionPolicy"):
+        mixed_precision(config)
+
+
+def test_policies_of_a_run_file_are_validated_without_torch_and_fit_the_schema(tmp_path: Any) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: {model_type: llama}\nsteps: 1\nbatch_size: 4\nstrategy: fsdp2\nstrategy_config:\n"
+        f"  mp_policy: {{_target_: {TARGET}, param_dtype: bfloat16, reduce_dtype: float32}}\n"
+        "  offload_policy: {pin_memory: false}\n  autocast_dtype: bfloat16\n  reshard_after_forward: 2\n"
+    )
+    options = load_run(file).strategy_config
+    jsonschema.validate(options, FSDP2Config.model_json_schema(), cls=jsonschema.Draft202012Validator)
+    code = (
+        "import sys\nfrom meshwright.runfile import load_run\nfrom meshwright_fsdp2 import FSDP2Config\n"
+        f"FSDP2Config(**load_run({str(file)!r}).strategy_config)\nsys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "accepted"),
+    [
+        ({"mp_policy": {"param_dtype": "torch.bfloat16"}}, True),
+        ({"mp_policy": {"param_dtype": "bf16"}}, False),
+        ({"mp_policy": {"param": "bfloat16"}}, False),
+        ({"mp_policy": {"_target_": "mine.Policy", "anything": 1}}, True),
+        ({"offload_policy": {"pin_memory": 3}}, False),
+        ({"reshard_after_forward": 4}, True),
+        ({"reshard_after_forward": 1}, False),
+        ({"reshard_after_forward": True}, True),
+        ({"activation_checkpointing": "selective"}, True),
+        ({"activation_checkpointing": "half"}, False),
+    ],
+)
+def test_the_schema_tells_editors_the_same(options: dict[str, Any], accepted: bool) -> None:
+    schema = FSDP2Config.model_json_schema()
+    assert jsonschema.Draft202012Validator(schema).is_valid(options) is accepted

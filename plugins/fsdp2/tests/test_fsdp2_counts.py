@@ -1,0 +1,146 @@
+"""What fsdp2 communicates in a step, to the byte, against a formula of the model's parameters.
+
+FSDP shards a parameter along its first dim, padded to a multiple of the number of shards; [Note: bytes of a collective]
+in `meshwright.testing.collectives` counts the padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright import count_tokens
+from meshwright.testing import Case, pool
+from meshwright.testing.collectives import Traffic, measure_collectives
+from meshwright.testing.models import case_model
+from meshwright.testing.parity import build_manager, share, train_steps
+
+LAST_BLOCK = 2
+WIDTH = 8
+"""Bytes of an element: cases are in float64."""
+
+
+def _step(config: Mapping[str, Any], sizes: Mapping[str, Any], case: Case) -> Traffic:
+    """Collectives of a whole second step, when torch has settled its order."""
+    manager = build_manager("fsdp2", config, sizes, case)
+    train_steps(manager, case, range(1))
+    mesh = manager.mesh
+    batches = share(case, 1, mesh.data_rank, mesh.data_size)
+    tokens = count_tokens(batches, mesh)
+
+    def step() -> None:
+        manager.forward_backward(batches, num_tokens=tokens)
+        manager.optimizer_step()
+
+    return measure_collectives(step, {axis: mesh.group(axis) for axis in ("dp_shard", "dp_replicate")})
+
+
+def _padded(case: Case, shards: int, chosen: Callable[[str], bool] = lambda name: True) -> int:
+    """Elements of the case's parameters of chosen names, each padded along dim 0 to a multiple of `shards`."""
+    model: nn.Module = case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64)
+    shapes = {name: p.shape for name, p in model.named_parameters() if chosen(name)}
+    return sum(math.ceil(shape[0] / shards) * shards * shape[1:].numel() for shape in shapes.values())
+
+
+def _is_freed(name: str, reshard: bool | None) -> bool:
+    """Whether the parameter's unit is freed after forward and gathered again for backward."""
+    in_block = "layers." in name
+    by_default = in_block and f"layers.{LAST_BLOCK}." not in name
+    # The root's own backward starts right after its forward, but the strategy does what it is told.
+    return by_default if reshard is None else reshard
+
+
+def _trains(name: str, case: Case) -> bool:
+    return not any(fnmatchcase(name, pattern) for pattern in case.frozen)
+
+
+TIED = Case(tied=True)
+ACCUMULATED = Case(microbatches=3)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("case", [Case(), TIED, ACCUMULATED], ids=["plain", "tied", "accumulated"])
+def test_gathers_parameters_for_forward_and_freed_ones_again_for_backward(
+    ranks: int, reshard: bool | None, case: Case
+) -> None:
+    freed = _padded(case, ranks, lambda name: _is_freed(name, reshard))
+    expected = case.microbatches * (_padded(case, ranks) + freed) * WIDTH
+    for traffic in pool(ranks).run(_step, {"reshard_after_forward": reshard}, {}, case):
+        assert traffic.of("all_gather").bytes == expected
+        assert {each.group for each in traffic.of("all_gather")} == {"dp_shard"}
+
+
+def test_only_the_embedding_needs_padding_on_2_ranks_and_more_does_on_3() -> None:
+    """The formula is not blind to padding: it differs from the plain sum of sizes."""
+    plain = _padded(Case(), 1)
+    assert _padded(Case(), 2) == plain + 2 * 36  # rows of the embedding and the head: 131 to 132
+    assert _padded(Case(), 3) > _padded(Case(), 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("defer", "times"), [(True, 1), (False, 3)])
+def test_reduce_scatters_gradients_once_a_step_or_once_a_microbatch(ranks: int, defer: bool, times: int) -> None:
+    for traffic in pool(ranks).run(_step, {"defer_fsdp_grad_sync": defer}, {}, ACCUMULATED):
+        assert traffic.of("reduce_scatter").bytes == times * _padded(ACCUMULATED, ranks) * WIDTH
+
+
+def test_gradients_travel_in_the_reduce_dtype_and_parameters_in_their_own() -> None:
+    case = replace(Case(), dtype="float32")
+    for traffic in pool(2).run(_step, {"reduce_dtype": "float64"}, {}, case):
+        gathered, reduced = traffic.of("all_gather"), traffic.of("reduce_scatter")
+        assert {each.dtype for each in gathered} == {torch.float32}
+        assert {each.dtype for each in reduced} == {torch.float64}
+        assert reduced.bytes == _padded(case, 2) * 8
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        pytest.param(("*layers.1.*",), id="a-block-between"),
+        pytest.param(("*embed*", "*layers.0.*"), id="the-first-block-and-what-comes-before"),
+        pytest.param(("*proj*", "*embed*", "lm_head*"), id="all-but-the-norms"),
+    ],
+)
+def test_frozen_parameters_are_gathered_but_have_no_gradients_to_reduce(frozen: tuple[str, ...]) -> None:
+    case = replace(Case(), frozen=frozen)
+    trainable = _padded(case, 2, lambda name: _trains(name, case)) * WIDTH
+    assert trainable < _padded(case, 2) * WIDTH
+    for traffic in pool(2).run(_step, {"reshard_after_forward": False}, {}, case):
+        assert traffic.of("all_gather").bytes == _padded(case, 2) * WIDTH
+        assert traffic.of("reduce_scatter").bytes == trainable
+
+
+def test_a_block_without_backward_is_not_gathered_for_it() -> None:
+    case = replace(Case(), frozen=("*embed*", "*layers.0.*"))
+    again = _padded(case, 2, lambda name: "layers.1." in name)
+    for traffic in pool(2).run(_step, {}, {}, case):
+        assert traffic.of("all_gather").bytes == (_padded(case, 2) + again) * WIDTH
+
+
+@pytest.mark.parametrize(("defer", "times"), [(True, 1), (False, 3)])
+def test_hsdp_shards_within_and_all_reduces_shards_across(defer: bool, times: int) -> None:
+    config, sizes = {"defer_fsdp_grad_sync": defer}, {"dp_replicate_size": 2}
+    freed = _padded(ACCUMULATED, 2, lambda name: _is_freed(name, None))
+    gradients = _padded(ACCUMULATED, 2) * WIDTH
+    for traffic in pool(4).run(_step, config, sizes, ACCUMULATED):
+        assert traffic.of("all_gather", "dp_shard").bytes == 3 * (_padded(ACCUMULATED, 2) + freed) * WIDTH
+        assert traffic.of("reduce_scatter", "dp_shard").bytes == times * gradients
+        assert traffic.of("all_reduce", "dp_replicate").bytes == times * gradients // 2
+        for kind in ("all_gather", "reduce_scatter"):
+            assert len(traffic.of(kind, "dp_replicate")) == 0
+
+
+def test_the_rest_of_a_steps_traffic_is_a_few_numbers() -> None:
+    for traffic in pool(2).run(_step, {}, {}, Case()):
+        rest = [each for each in traffic if each.kind not in ("all_gather", "reduce_scatter")]
+        # Checks of the microbatches, which parameters have a gradient (two ints for each), and the loss.
+        parameters = sum(1 for _ in case_model("llama", tied=False, seed=0, dtype=torch.float64).parameters())
+        assert sum(each.bytes for each in rest) < 2 * 8 * parameters + 200

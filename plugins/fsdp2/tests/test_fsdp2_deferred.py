@@ -1,0 +1,124 @@
+"""A model on the meta device gets the weights of its seed, without a rank that holds them all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright import Mesh, MeshSizes, ModelError, open_world, optimizer_factory
+from meshwright.runfile import OptimizerConfig
+from meshwright.testing import Case, pool
+from meshwright.testing.models import tiny_model
+from meshwright.testing.parity import full_weights, train_steps
+from meshwright.testing.zoo import zoo_config
+from meshwright_fsdp2 import FSDP2Config, FSDP2Manager, deferred
+from meshwright_fsdp2.deferred import DeferredModel
+
+CPU = torch.device("cpu")
+
+
+def _whole_and_filled(model_type: str, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, nn.Module]:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(deferred, "LARGE_BYTES", 64)
+    torch.manual_seed(3)
+    whole = AutoModelForCausalLM.from_config(zoo_config(model_type), dtype=torch.float32)
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(zoo_config(model_type), dtype=torch.float32)
+    values = DeferredModel(model, budget_bytes=0)
+    # What is drawn next is what would have been drawn.
+    assert torch.equal(torch.get_rng_state(), after)
+    values.fill(model, CPU)
+    return whole, model
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    # Rotary tables, tied heads, rescaled projections, truncated normals by rejection, computed decay rates, experts,
+    # submodels, arrays of numpy, one block in several places.
+    ["llama", "gemma2", "gpt2", "modernbert-decoder", "mamba2", "mixtral", "gemma3", "roformer", "zamba"],
+)
+def test_parameters_buffers_and_ties_are_those_of_the_seed(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, model = _whole_and_filled(model_type, monkeypatch)
+    expected, found = whole.state_dict(), model.state_dict()
+    assert list(expected) == list(found)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    for (name, a), (_, b) in zip(whole.named_buffers(), model.named_buffers(), strict=True):
+        assert torch.equal(a, b), name
+    assert [name for name, _ in whole.named_parameters()] == [name for name, _ in model.named_parameters()]
+
+
+def test_memory_is_bounded_by_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred, "LARGE_BYTES", 64)
+    with torch.device("meta"):
+        model = tiny_model()
+    largest = max(p.nbytes for p in model.parameters())
+    peaks = []
+
+    class Outline(deferred._Outline):
+        def __torch_dispatch__(self, *arguments: Any) -> Any:
+            result = super().__torch_dispatch__(*arguments)
+            peaks.append(sum(storage.nbytes() for storage in self._storages.values()))
+            return result
+
+    monkeypatch.setattr(deferred, "_Outline", Outline)
+    built = DeferredModel(model, budget_bytes=largest)
+    # One beside those that an operator works on: no model of 13 times as much.
+    assert max(peaks) <= 3 * largest < sum(p.nbytes for p in model.parameters()) / 2
+    built.fill(model, CPU)
+
+
+def _parallelized(meta: bool, tied: bool, seed_by_rank: bool, config: dict[str, Any]) -> tuple[Any, ...]:
+    world = open_world("cpu")
+    deferred.LARGE_BYTES = 64
+    mesh = Mesh(MeshSizes().resolve(world.size, frozenset({"dp_shard"})), world)
+    manager = FSDP2Manager(FSDP2Config(**config), mesh)
+    seed = world.rank if seed_by_rank else 0
+    if meta:
+        with torch.device("meta"):
+            model = tiny_model(tied=tied, seed=seed)
+    else:
+        model = tiny_model(tied=tied, seed=seed)
+    manager.parallelize(model)
+    manager.build_optimizer(optimizer_factory(OptimizerConfig(lr=1e-2)))
+    local = {name: p.to_local().numel() for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    same = model.lm_head.weight is model.model.embed_tokens.weight
+    weights = full_weights(manager)
+    losses = train_steps(manager, Case(), range(2))[0]
+    return weights, losses, local, same, model.model.rotary_emb.inv_freq
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("config", [{}, {"activation_checkpointing": "full", "reshard_after_forward": True}], ids=str)
+def test_sharded_on_meta_and_trained_bit_for_bit_as_without(tied: bool, config: dict[str, Any]) -> None:
+    expected = pool(3).run(_parallelized, False, tied, False, config)
+    for (weights, losses, local, same, table), whole in zip(
+        pool(3).run(_parallelized, True, tied, True, config), expected, strict=True
+    ):
+        assert weights.keys() == whole[0].keys()
+        assert all(torch.equal(weights[name], whole[0][name]) for name in weights)
+        assert losses == whole[1]
+        assert local == whole[2]
+        assert same is tied
+        assert torch.equal(table, whole[4])
+
+
+def test_what_has_no_weights_of_its_own_is_refused() -> None:
+    with torch.device("meta"):
+        plain = nn.ModuleDict({"blocks": nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])})
+        partly = tiny_model()
+        changed = tiny_model()
+    partly.model.norm.to_empty(device="cpu")
+    changed.model.norm = nn.LayerNorm(36, device="meta", dtype=torch.float64)
+    with pytest.raises(ModelError, match="no model of transformers"):
+        DeferredModel(plain)
+    with pytest.raises(ModelError, match=r"in part: model\.norm\.weight has memory"):
+        DeferredModel(partly)
+    with pytest.raises(ModelError, match=r"model\.norm\.bias differs"):
+        DeferredModel(changed)

@@ -1,0 +1,179 @@
+"""The functions for loops written by hand, on a plain DeviceMesh."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import meshwright_fsdp2
+from meshwright import MeshError, MeshwrightError, StrategyError
+from meshwright.loss import token_loss_sum
+from meshwright.testing import Case, pool
+from meshwright.testing.models import tiny_model
+from meshwright.testing.parity import global_batch, reference, share
+from meshwright_fsdp2 import (
+    apply_fsdp_sharding_recursively,
+    deferred,
+    fsdp2_strategy_parallelize,
+    import_class_from_path,
+    import_classes_from_paths,
+    unshard_fsdp2_model,
+)
+
+PLAIN = MixedPrecisionPolicy()
+CASE = Case(max_norm=None)
+
+
+def test_signatures_are_those_of_the_reference() -> None:
+    def defaults(function: Any) -> dict[str, Any]:
+        return {name: p.default for name, p in inspect.signature(function).parameters.items()}
+
+    empty = inspect.Parameter.empty
+    assert defaults(fsdp2_strategy_parallelize) == {
+        "model": empty,
+        "device_mesh": empty,
+        "param_dtype": torch.bfloat16,
+        "mp_policy": None,
+        "offload_policy": None,
+        "sequence_parallel": False,
+        "activation_checkpointing": False,
+        "cpu_offload": False,
+        "tp_shard_plan": None,
+        "dp_mesh_name": "data_parallel",
+        "tp_mesh_name": "tensor_parallel",
+        "dp_cp_mesh_name": "dp_cp",
+    }
+    assert defaults(apply_fsdp_sharding_recursively) == {
+        "module": empty,
+        "mesh": empty,
+        "mp_policy": empty,
+        "offload_policy": None,
+    }
+    assert list(defaults(unshard_fsdp2_model)) == ["model"]
+    assert import_class_from_path("torch.optim.AdamW") is torch.optim.AdamW
+    assert import_classes_from_paths(["torch.nn.Linear"]) == [nn.Linear]
+
+
+def test_names_are_found_at_the_package_and_unknown_ones_are_not() -> None:
+    assert all(getattr(meshwright_fsdp2, name) is not None for name in meshwright_fsdp2.__all__)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = meshwright_fsdp2.no_such_name
+
+
+def _train(shape: tuple[int, ...], names: tuple[str, ...], options: dict[str, Any]) -> tuple[list[float], Any, Any]:
+    """A loop by hand, with the loss of each rank divided by the tokens of all."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    deferred.LARGE_BYTES = 64
+    meta, unshard = options.pop("meta", False), options.pop("unshard", False)
+    with torch.device("meta" if meta else "cpu"):
+        model = tiny_model()
+    model = fsdp2_strategy_parallelize(model, mesh, **{"mp_policy": PLAIN, **options})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    losses = []
+    for step in range(3):
+        (batch,) = share(CASE, step, rank, size)
+        tokens = (global_batch(CASE, step)["labels"][:, 1:] != -100).sum()
+        output = model(input_ids=batch["input_ids"], use_cache=False)
+        loss = token_loss_sum(output.logits, batch["labels"]) / tokens
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.distributed.all_reduce(loss.detach_())
+        losses.append(float(loss))
+        if unshard:
+            with unshard_fsdp2_model(model), torch.no_grad():
+                assert not any(isinstance(p, DTensor) for p in model.parameters())
+                model(input_ids=batch["input_ids"])
+                assert not any(isinstance(p, DTensor) for p in model.parameters())
+            assert all(isinstance(p, DTensor) for p in model.parameters())
+    placements = {p.placements for p in model.parameters()}
+    return losses, placements, output.logits.dtype
+
+
+def _expected() -> list[float]:
+    from meshwright.runfile import OptimizerConfig
+
+    return reference(Case(max_norm=None, optimizer=OptimizerConfig(lr=1e-2))).losses
+
+
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        (("data_parallel",), {}),
+        (("rows",), {"dp_mesh_name": "rows", "activation_checkpointing": True}),
+        (("dp_cp",), {"dp_mesh_name": "not there"}),
+        (("data_parallel",), {"cpu_offload": True, "activation_checkpointing": "selective"}),
+        (("data_parallel",), {"offload_policy": CPUOffloadPolicy(pin_memory=False), "unshard": True}),
+        (("data_parallel",), {"meta": True}),
+    ],
+    ids=str,
+)
+def test_a_loop_by_hand_has_the_losses_of_one_process(names: tuple[str, ...], options: dict[str, Any]) -> None:
+    for losses, placements, _ in pool(2).run(_train, (2,), names, options):
+        assert losses == pytest.approx(_expected(), abs=1e-9)
+        assert placements == {(Shard(0),)}
+
+
+def test_a_pair_of_axes_makes_hsdp_and_an_axis_of_one_rank_for_tensors_is_none() -> None:
+    options = {"dp_mesh_name": ("replicate", "shard"), "tp_mesh_name": "tp"}
+    for losses, placements, _ in pool(4).run(_train, (2, 2, 1), ("replicate", "shard", "tp"), options):
+        assert losses == pytest.approx(_expected(), abs=1e-9)
+        assert placements == {(Replicate(), Shard(0))}
+
+
+def test_precision_by_default_computes_in_bfloat16_and_gives_float32() -> None:
+    for losses, _, dtype in pool(2).run(_train, (2,), ("data_parallel",), {"mp_policy": None}):
+        assert dtype is torch.float32
+        assert losses == pytest.approx(_expected(), rel=2e-2)
+        assert losses != pytest.approx(_expected(), abs=1e-9)
+    (first, *_) = pool(2).run(_train, (2,), ("data_parallel",), {"mp_policy": None, "param_dtype": torch.float64})
+    assert first[0] == pytest.approx(_expected(), rel=1e-5)
+
+
+def _refused(names: tuple[str, ...], options: dict[str, Any]) -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=names)
+    with pytest.raises(MeshwrightError) as caught:
+        fsdp2_strategy_parallelize(tiny_model(), mesh, **options)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "texts"),
+    [
+        (("dp",), {}, [MeshError.__name__, "'data_parallel'", "('dp',)"]),
+        (("data_parallel",), {"sequence_parallel": True}, [StrategyError.__name__, "'tensor_parallel'"]),
+        (("data_parallel",), {"tp_shard_plan": "mine.plan"}, [StrategyError.__name__, "'tensor_parallel'"]),
+    ],
+    ids=str,
+)
+def test_refusals(names: tuple[str, ...], options: dict[str, Any], texts: list[str]) -> None:
+    for found in pool(2).run(_refused, names, options):
+        assert all(text in found for text in texts), found
+
+
+def _recursively() -> tuple[list[str], list[str], list[bool]]:
+    mesh = init_device_mesh("cpu", (2,))
+    model, stack = tiny_model(), tiny_model().model.layers
+    apply_fsdp_sharding_recursively(model, mesh, None)
+    apply_fsdp_sharding_recursively(stack, mesh, MixedPrecisionPolicy(torch.float32))
+    names = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    freed = [block._get_fsdp_state()._fsdp_param_groups[0].post_forward_mesh_info is not None for block in stack]
+    return names, left, freed
+
+
+def test_blocks_are_sharded_the_last_keeps_its_parameters_and_the_rest_is_left() -> None:
+    for names, left, freed in pool(2).run(_recursively):
+        assert names == [f"model.layers.{index}" for index in range(3)]
+        assert left == ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+        assert freed == [True, True, False]

@@ -1,0 +1,572 @@
+"""Each option of fsdp2 acts, on real ranks; and where it cannot, it is refused on all of them before any step."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import modeling_flash_attention_utils as flash
+
+from meshwright import (
+    BatchError,
+    Mesh,
+    MeshError,
+    MeshSizes,
+    MeshwrightError,
+    ModelError,
+    StrategyError,
+    count_tokens,
+    open_world,
+    resolve,
+)
+from meshwright.testing import Case, assert_parity, count_collectives, pool
+from meshwright.testing.models import tiny_model
+from meshwright.testing.parity import build_manager, full_weights, share, train_case, train_steps
+from meshwright_fsdp2 import FSDP2Config, FSDP2Manager
+from meshwright_fsdp2.manager import device_backend
+
+BLOCKS = 3
+UNITS = BLOCKS + 1
+OWN_REDUCTIONS = 3
+
+
+def _step(manager: Any, case: Case, index: int = 1) -> Any:
+    batches = share(case, index, manager.mesh.data_rank, manager.mesh.data_size)
+    tokens = count_tokens(batches, manager.mesh)
+    return lambda: manager.forward_backward(batches, num_tokens=tokens)
+
+
+# -- parity: options that must not change a thing
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": "selective", "reshard_after_forward": True},
+        {"enable_fsdp2_prefetch": True, "fsdp2_forward_prefetch_depth": 2},
+        {"enable_fsdp2_prefetch": True, "fsdp2_backward_prefetch_depth": 9, "reshard_after_forward": True},
+        {"reshard_after_forward": 2},
+        {"reshard_after_forward": 2, "activation_checkpointing": "full"},
+        {"defer_fsdp_grad_sync": "reduce_scatter"},
+        {"patch_is_packed_sequence": True},
+        {"offload_policy": {"pin_memory": False}},
+        {"backend": "gloo"},
+        {"mp_policy": {"param_dtype": "float64", "reduce_dtype": "float64", "output_dtype": "float64"}},
+    ],
+    ids=str,
+)
+def test_parity(config: dict[str, Any]) -> None:
+    case = Case(microbatches=2, sequences=24, tied=True, eval_after=True, unshard_after=True)
+    assert_parity("fsdp2", case, world_size=4, config=config)
+
+
+@pytest.mark.parametrize("config", [{"defer_fsdp_grad_sync": "reduce_scatter"}, {"reshard_after_forward": 2}], ids=str)
+def test_parity_on_hsdp(config: dict[str, Any]) -> None:
+    case = Case(microbatches=3, sequences=24)
+    assert_parity("fsdp2", case, world_size=4, config=config, sizes={"dp_replicate_size": 2})
+
+
+@pytest.mark.parametrize(("model_type", "mode"), [("mixtral", "full"), ("mixtral", "selective"), ("zamba", "full")])
+def test_recomputation_fits_experts_and_units_within_blocks(model_type: str, mode: str) -> None:
+    case = Case(model_type=model_type, tied=None, microbatches=2, sequences=8)
+    config = {"activation_checkpointing": mode, "reshard_after_forward": True}
+    assert_parity("fsdp2", case, world_size=2, config=config)
+
+
+# -- communication
+
+
+def _traffic(config: dict[str, Any], sizes: dict[str, int], case: Case) -> Counter[str]:
+    manager = build_manager("fsdp2", config, sizes, case)
+    train_steps(manager, case, range(1))
+    return count_collectives(_step(manager, case))
+
+
+@pytest.mark.parametrize(
+    ("defer", "scatters", "reductions"),
+    [(True, UNITS, UNITS), (False, 3 * UNITS, 3 * UNITS), ("reduce_scatter", 3 * UNITS, UNITS)],
+)
+def test_what_is_reduced_on_each_microbatch_and_what_on_the_last(defer: Any, scatters: int, reductions: int) -> None:
+    sizes = {"dp_replicate_size": 2}
+    for traffic in pool(4).run(_traffic, {"defer_fsdp_grad_sync": defer}, sizes, Case(microbatches=3)):
+        assert traffic["reduce_scatter"] == scatters
+        assert traffic["all_reduce"] == reductions + OWN_REDUCTIONS
+
+
+FROZEN = ("*embed_tokens*", "*layers.0.*", "*layers.1.*")
+
+
+@pytest.mark.parametrize(
+    ("frozen", "config", "gathers"),
+    [
+        # Backward gathers the last block again and no frozen one before it.
+        (FROZEN, {"reshard_after_forward": True}, UNITS + 2),
+        (FROZEN, {"reshard_after_forward": True, "enable_fsdp2_prefetch": True}, UNITS + 2),
+        # Gradients run through a frozen block on their way to the first.
+        (("*layers.1.*",), {"reshard_after_forward": True}, 2 * UNITS),
+    ],
+)
+def test_a_frozen_tower_is_not_gathered_for_backward(
+    frozen: tuple[str, ...], config: dict[str, Any], gathers: int
+) -> None:
+    for traffic in pool(2).run(_traffic, config, {}, Case(frozen=frozen)):
+        assert traffic["all_gather"] == gathers
+
+
+def test_parity_with_a_frozen_tower() -> None:
+    for config in ({}, {"reshard_after_forward": True, "enable_fsdp2_prefetch": True}):
+        assert_parity("fsdp2", Case(frozen=FROZEN, microbatches=2), world_size=2, config=config)
+
+
+def _order(config: dict[str, Any]) -> list[str]:
+    """Gathers and block forwards of a step, as they follow on each other."""
+    case = Case()
+    manager = build_manager("fsdp2", config, {}, case)
+    train_steps(manager, case, range(1))
+    seen: list[str] = []
+    root = manager.model_parts[0]
+    for index, block in enumerate(root.model.layers):
+        block.register_forward_pre_hook(lambda *_, index=index: seen.append(f"forward {index}"))
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if str(func).startswith("c10d._allgather_base_"):
+                seen.append("gather")
+            return func(*args, **kwargs or {})
+
+    step = _step(manager, case)
+    with Watch():
+        step()
+    return seen
+
+
+def test_prefetch_gathers_units_before_their_turn() -> None:
+    plain = pool(2).run(_order, {})[0]
+    ahead = pool(2).run(_order, {"enable_fsdp2_prefetch": True, "fsdp2_forward_prefetch_depth": 2})[0]
+    first = [name for name in plain if name != "gather"]
+    assert [name for name in ahead if name != "gather"] == first == ["forward 0", "forward 1", "forward 2"]
+    # The root and the block itself; or the root, two blocks, and the one after.
+    assert plain.index("forward 0") == 2
+    assert ahead.index("forward 0") == 4
+    assert plain.count("gather") == ahead.count("gather")
+
+
+def _backward_order(config: dict[str, Any]) -> list[str]:
+    """Gathers and blocks' backwards, from the first block's backward on."""
+    case = Case()
+    manager = build_manager("fsdp2", {"reshard_after_forward": True, **config}, {}, case)
+    train_steps(manager, case, range(1))
+    seen: list[str] = []
+    for index, block in enumerate(manager.model_parts[0].model.layers):
+        block.mlp.down_proj.register_full_backward_pre_hook(lambda *_, index=index: seen.append(f"backward {index}"))
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if str(func).startswith("c10d._allgather_base_"):
+                seen.append("gather")
+            return func(*args, **kwargs or {})
+
+    step = _step(manager, case)
+    with Watch():
+        step()
+    return seen[UNITS:]
+
+
+def test_prefetch_depth_in_backward() -> None:
+    config = {"enable_fsdp2_prefetch": True}
+    one, two = (pool(2).run(_backward_order, {**config, "fsdp2_backward_prefetch_depth": depth})[0] for depth in (1, 2))
+    # The root's gather, and so many blocks ahead of it, and of each block.
+    assert one.index("backward 2") == 3
+    assert two.index("backward 2") == 4
+    assert one.count("gather") == two.count("gather") == UNITS
+
+
+# -- precision
+
+
+def _dtypes(config: dict[str, Any]) -> dict[str, Any]:
+    case = Case(dtype="float32")
+    manager = build_manager("fsdp2", config, {}, case)
+    seen: dict[str, Any] = {}
+    model = manager.model_parts[0]
+    block = model.model.layers[1]
+    block.mlp.up_proj.register_forward_hook(lambda m, a, out: seen.update(product=out.dtype, weight=m.weight.dtype))
+    block.register_forward_hook(lambda m, a, out: seen.update(residual=out.dtype))
+    model.register_forward_hook(lambda m, a, out: seen.update(logits=out.logits.dtype))
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if str(func).startswith("c10d._reduce_scatter_base_"):
+                seen["reduced"] = args[1].dtype
+            return func(*args, **kwargs or {})
+
+    step = _step(manager, case)
+    with Watch():
+        loss = step()
+    seen["shard"] = {p.dtype for p in model.parameters()}
+    seen["gradient"] = {p.grad.dtype for p in model.parameters()}
+    seen["loss"] = float(loss)
+    return seen
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, {"product": FP32, "weight": FP32, "residual": FP32, "logits": FP32, "reduced": FP32}),
+        (
+            {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}},
+            {"product": BF16, "weight": BF16, "residual": BF16, "logits": BF16, "reduced": FP32},
+        ),
+        (
+            {"mp_policy": {"param_dtype": "bfloat16", "output_dtype": "float32"}},
+            {"product": BF16, "weight": BF16, "residual": BF16, "logits": FP32, "reduced": BF16},
+        ),
+        (
+            {"autocast_dtype": "bfloat16"},
+            {"product": BF16, "weight": FP32, "residual": FP32, "logits": BF16, "reduced": FP32},
+        ),
+        (
+            {"autocast_dtype": "bfloat16", "mp_policy": {"output_dtype": "float32"}},
+            {"product": BF16, "weight": FP32, "residual": FP32, "logits": FP32, "reduced": FP32},
+        ),
+    ],
+    ids=str,
+)
+def test_precision(config: dict[str, Any], expected: dict[str, torch.dtype]) -> None:
+    plain = pool(2).run(_dtypes, {})[0]["loss"]
+    for seen in pool(2).run(_dtypes, config):
+        assert {name: seen[name] for name in expected} == expected
+        # The optimizer's are full precision throughout.
+        assert seen["shard"] == seen["gradient"] == {FP32}
+        assert seen["loss"] == pytest.approx(plain, rel=2e-2)
+
+
+def test_inputs_are_cast_unless_told_otherwise() -> None:
+    policy = {"param_dtype": "bfloat16", "cast_forward_inputs": False}
+    assert pool(1).run(_cast, {"param_dtype": "bfloat16"}) == [BF16]
+    assert pool(1).run(_cast, policy) == [FP32]
+
+
+def _cast(policy: dict[str, Any]) -> torch.dtype:
+    manager = build_manager("fsdp2", {"mp_policy": policy}, {}, Case(dtype="float32"))
+    block = manager.model_parts[0].model.layers[0]
+    seen = []
+    block.forward = lambda hidden: (seen.append(hidden.dtype), hidden)[1]
+    block(torch.zeros(1, 2, 36))
+    return seen[0]
+
+
+def test_bf16_on_two_ranks_is_near_bf16_on_one() -> None:
+    case = Case(dtype="float32", steps=2)
+    config = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
+    one = pool(1).run(train_case, "fsdp2", config, {}, case)[0]
+    two = pool(2).run(train_case, "fsdp2", config, {}, case)[0]
+    assert two.losses == pytest.approx(one.losses, rel=2e-3)
+
+
+# -- recomputation and compile
+
+
+def _operators(config: dict[str, Any]) -> tuple[int, int, bool]:
+    """How often attention and activation functions are computed in a step, and whether names are the model's."""
+    case = Case()
+    manager = build_manager("fsdp2", config, {}, case)
+    step = _step(manager, case)
+    counts: Counter[str] = Counter()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counts[str(func)] += 1
+            return func(*args, **kwargs or {})
+
+    with Watch():
+        step()
+    same_names = list(full_weights(manager)) == [name for name, _ in tiny_model().named_parameters()]
+    attention = counts["aten._scaled_dot_product_flash_attention_for_cpu.default"]
+    return attention, counts["aten.silu.default"], same_names
+
+
+@pytest.mark.parametrize(
+    ("mode", "attentions", "activations"),
+    [(False, 1, 1), (True, 2, 2), ("full", 2, 2), ("selective", 1, 2)],
+)
+def test_activation_checkpointing_computes_again_what_its_mode_says(
+    mode: Any, attentions: int, activations: int
+) -> None:
+    for found in pool(2).run(_operators, {"activation_checkpointing": mode}):
+        assert found == (BLOCKS * attentions, BLOCKS * activations, True)
+
+
+def _shared_units() -> str:
+    with pytest.raises(StrategyError) as caught:
+        build_manager("fsdp2", {"activation_checkpointing": "selective"}, {}, Case(model_type="zamba", tied=None))
+    return str(caught.value)
+
+
+def test_selective_is_refused_where_units_lie_within_blocks() -> None:
+    for text in pool(2).run(_shared_units):
+        assert "shared_transf" in text
+        assert "Set activation_checkpointing=full" in text
+
+
+def _compiled(config: dict[str, Any], backend: str) -> tuple[list[float], int, bool]:
+    from meshwright import compile as compiling
+
+    torch.compiler.reset()
+    original, calls = compiling.compiled, []
+
+    def counted(function: Any, *, backend: str, versions: int) -> Any:
+        calls.append(function)
+        return original(function, backend=used, versions=versions)
+
+    used, compiling.compiled = backend, counted
+    compiling.check_compiler.cache_clear()
+    try:
+        manager = build_manager("fsdp2", config, {}, Case(microbatches=2))
+        losses = train_steps(manager, Case(microbatches=2), range(3))[0]
+        names = [name for name, _ in manager.model_parts[0].named_parameters()]
+    finally:
+        compiling.compiled = original
+        compiling.check_compiler.cache_clear()
+        torch.compiler.reset()
+    return losses, len(calls), names == [name for name, _ in tiny_model().named_parameters()]
+
+
+@pytest.mark.parametrize("extra", [{}, {"activation_checkpointing": "selective"}, {"reshard_after_forward": True}])
+def test_compile_takes_each_block_and_changes_no_loss_and_no_name(extra: dict[str, Any]) -> None:
+    expected = pool(2).run(train_case, "fsdp2", {}, {}, Case(microbatches=2))[0].losses
+    for losses, calls, same_names in pool(2).run(_compiled, {"enable_compile": True, **extra}, "aot_eager"):
+        assert losses == pytest.approx(expected, abs=1e-9)
+        # Each block, and the trial.
+        assert calls == BLOCKS + 1
+        assert same_names
+
+
+def _broken_compiler() -> str:
+    from meshwright import compile as compiling
+
+    original = compiling.check_compiler
+
+    def broken(device: str, backend: str) -> None:
+        # On one rank only.
+        if torch.distributed.get_rank() == 1:
+            raise StrategyError("no compiler on this node")
+
+    compiling.check_compiler = broken
+    try:
+        with pytest.raises(StrategyError) as caught:
+            build_manager("fsdp2", {"enable_compile": True}, {}, Case())
+    finally:
+        compiling.check_compiler = original
+    return str(caught.value)
+
+
+def test_a_compiler_that_is_missing_on_one_rank_is_told_on_all() -> None:
+    assert all("no compiler on this node" in text and "rank 1" in text for text in pool(2).run(_broken_compiler))
+
+
+# -- memory
+
+
+def _offloaded() -> tuple[set[str], bool]:
+    manager = build_manager("fsdp2", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {}, Case())
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in manager._sharding.modules]
+    return {type(group.offload_policy).__name__ for group in groups}, all(
+        p.device.type == "cpu" for p in manager.trainable()
+    )
+
+
+def test_offload_policy_reaches_every_unit() -> None:
+    assert pool(2).run(_offloaded) == [({"CPUOffloadPolicy"}, True)] * 2
+
+
+def _after_eval(reshard: Any) -> tuple[bool, Counter[str]]:
+    case = Case()
+    manager = build_manager("fsdp2", {"reshard_after_forward": reshard}, {}, case)
+    train_steps(manager, case, range(1))
+    batches = share(case, 1, manager.mesh.data_rank, manager.mesh.data_size)
+    tokens = count_tokens(batches, manager.mesh)
+    before = count_collectives(_step(manager, case))
+    manager.eval_loss(batches, num_tokens=tokens)
+    sharded = all(isinstance(p, DTensor) for p in manager.model_parts[0].parameters())
+    manager.optimizer_step()
+    with manager.unshard():
+        pass
+    return sharded and before == count_collectives(_step(manager, case)), before
+
+
+@pytest.mark.parametrize("reshard", [None, True, False, 2])
+def test_evaluation_and_unshard_leave_shards_and_the_reshard_policy_as_they_were(reshard: Any) -> None:
+    for same, counts in pool(4).run(_after_eval, reshard):
+        assert same
+        # A smaller group is gathered from, too; its gathers are as many.
+        assert counts["all_gather"] == {None: UNITS + BLOCKS - 1, True: 2 * UNITS, False: UNITS, 2: 2 * UNITS}[reshard]
+
+
+def _unshard_between(reshard: Any, use: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    case = Case()
+    manager = build_manager("fsdp2", {"reshard_after_forward": reshard}, {}, case)
+    losses = train_steps(manager, case, range(1))[0]
+    if use:
+        ids = share(case, 0, 0, manager.mesh.data_size)[0]["input_ids"]
+        with manager.unshard() as (model,), torch.no_grad():
+            model(input_ids=ids)
+    losses += train_steps(manager, case, range(1, 3))[0]
+    return losses, full_weights(manager)
+
+
+@pytest.mark.parametrize("reshard", [True, False, 2])
+def test_training_goes_on_bit_for_bit_after_unshard(reshard: Any) -> None:
+    for (losses, weights), (expected, expected_weights) in zip(
+        pool(4).run(_unshard_between, reshard, True), pool(4).run(_unshard_between, reshard, False), strict=True
+    ):
+        assert losses == expected
+        assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
+
+
+# -- packed sequences
+
+
+def _packed() -> tuple[list[Any], str, str]:
+    case = Case()
+    manager = build_manager("fsdp2", {"patch_is_packed_sequence": True}, {}, case)
+    packed = torch.tensor([[0, 1, 2, 0, 1]])
+    answers: list[Any] = []
+    manager.model_parts[0].model.layers[0].register_forward_hook(
+        lambda *_: answers.append(flash._is_packed_sequence(packed, 1))
+    )
+    (batch,) = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
+    tokens = count_tokens([batch], manager.mesh)
+    manager.forward_backward([batch], num_tokens=tokens)
+    answers.append(bool(flash._is_packed_sequence(packed, 1)))
+    positions = torch.arange(16).expand_as(batch["input_ids"]).clone()
+    manager.optimizer_step()
+    manager.forward_backward([{**batch, "position_ids": positions}], num_tokens=tokens)
+    manager.optimizer_step()
+    if manager.mesh.rank == 1:
+        positions[:, 8:] -= 8
+    texts = []
+    for call in (manager.forward_backward, manager.eval_loss):
+        with pytest.raises(BatchError) as caught:
+            call([{**batch, "position_ids": positions}], num_tokens=tokens)
+        texts.append(str(caught.value))
+    with pytest.raises(BatchError, match="labels"):
+        manager.forward_backward([{"input_ids": batch["input_ids"]}], num_tokens=tokens)
+    answers.append(bool(flash._is_packed_sequence(packed, 1)))
+    return answers, *texts
+
+
+def test_the_check_for_packed_sequences_answers_false_in_steps_only_and_packed_data_is_refused_on_all_ranks() -> None:
+    for answers, *texts in pool(2).run(_packed):
+        assert answers == [False, True, False, True]
+        for text in texts:
+            assert "position_ids restart" in text
+            assert "Set patch_is_packed_sequence=false" in text
+            assert "found on rank 1" in text
+
+
+# -- dtypes of a model
+
+
+def _mixed_dtypes(freeze: bool) -> str | float:
+    model = tiny_model(dtype=torch.float32)
+    norm = model.model.layers[1].input_layernorm
+    norm.to(torch.bfloat16)
+    norm.weight.requires_grad_(not freeze)
+    model.model.layers[0].register_parameter("steps", nn.Parameter(torch.tensor([3, 4, 5]), requires_grad=False))
+    model.model.layers[0].register_buffer("mask", torch.ones(3, dtype=torch.bool))
+    world = open_world("cpu")
+    manager = FSDP2Manager(FSDP2Config(), Mesh(MeshSizes().resolve(world.size, frozenset({"dp_shard"})), world))
+    try:
+        manager.parallelize(model)
+    except ModelError as error:
+        return str(error)
+    case = Case()
+    batches = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
+    loss = manager.forward_backward(batches, num_tokens=count_tokens(batches, manager.mesh))
+    with manager.unshard():
+        assert model.model.layers[0].steps.tolist() == [3, 4, 5]
+    return float(loss)
+
+
+def test_several_trainable_dtypes_in_a_unit_are_refused_and_frozen_or_whole_numbers_are_not() -> None:
+    (text, *rest) = pool(2).run(_mixed_dtypes, False)
+    assert rest == [text]
+    assert "model.layers.1.input_layernorm.weight (torch.bfloat16)" in text
+    losses = pool(2).run(_mixed_dtypes, True)
+    assert losses[0] == losses[1] == pytest.approx(4.9, abs=0.5)
+
+
+# -- refusals
+
+
+def _refused(config: dict[str, Any], sizes: dict[str, int]) -> str:
+    with pytest.raises(MeshwrightError) as caught:
+        build_manager("fsdp2", config, sizes, Case())
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("config", "texts"),
+    [
+        ({"offload_policy": {"pin_memory": True}}, ["StrategyError", "pin_memory: false"]),
+        ({"offload_policy": {}}, ["StrategyError", "pin_memory: false"]),
+        ({"backend": "nccl"}, ["MeshError", "backend='nccl'", "Set backend=gloo"]),
+        ({"sequence_parallel": True}, ["StrategyError", "sequence_parallel=True", "tp_size"]),
+        ({"tp_plan": "mine.plan"}, ["StrategyError", "tp_plan='mine.plan'", "tp_size"]),
+        (
+            {"enable_async_tensor_parallel": True, "sequence_parallel": True, "enable_compile": True},
+            ["StrategyError", "on the CPU", "Set enable_async_tensor_parallel=false"],
+        ),
+        ({"reshard_after_forward": 3}, ["MeshError", "reshard_after_forward=3", "2 ranks"]),
+        ({"reshard_after_forward": 4}, ["MeshError", "reshard_after_forward=4", "(2)"]),
+    ],
+    ids=str,
+)
+def test_what_cannot_act_on_this_mesh_is_refused_on_all_ranks(config: dict[str, Any], texts: list[str]) -> None:
+    found = pool(2).run(_refused, config, {})
+    assert len(set(found)) == 1
+    assert all(text in found[0] for text in texts), found[0]
+
+
+def _foreign_mesh() -> list[str]:
+    world = open_world("cpu")
+    mesh = Mesh(MeshSizes().resolve(world.size, frozenset({"dp_shard"})), world)
+    assert device_backend(mesh.device) == "gloo"
+    texts = []
+    for arguments in ((mesh.device_mesh,), (mesh, mesh.expert_mesh)):
+        with pytest.raises(MeshError) as caught:
+            FSDP2Manager(FSDP2Config(), *arguments)
+        texts.append(str(caught.value))
+    assert FSDP2Manager(FSDP2Config(), device_mesh=mesh, moe_mesh=None).mesh is mesh
+    return texts
+
+
+def test_a_raw_device_mesh_is_refused_with_the_way_to_go() -> None:
+    for texts in pool(2).run(_foreign_mesh):
+        assert "Mesh(MeshSizes(...)" in texts[0]
+        assert "fsdp2_strategy_parallelize" in texts[0]
+        assert "moe_mesh" in texts[1]
+
+
+def test_the_default_backend_means_what_the_device_uses() -> None:
+    stack, _ = resolve("fsdp2", MeshSizes(), 1)
+    assert stack.inner.config.backend == "nccl"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pool(1).run(_builds) == [True]
+
+
+def _builds() -> bool:
+    return build_manager("fsdp2", {}, {}, Case()) is not None

@@ -1,0 +1,170 @@
+"""Names from configurations are imported from the allow-list only, and never run anything else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from meshwright import imports
+from meshwright.errors import ConfigError
+from meshwright.imports import (
+    ENVIRONMENT_VARIABLE,
+    allow_imports,
+    allowed_imports,
+    import_class_from_path,
+    import_classes_from_paths,
+    instantiate,
+)
+
+
+@pytest.fixture
+def side_effect(tmp_path, monkeypatch):
+    """A package that leaves a file when it is imported."""
+    package = tmp_path / "my_plans"
+    package.mkdir()
+    trace = tmp_path / "imported"
+    (package / "__init__.py").write_text(
+        f"open({str(trace)!r}, 'w').close()\n"
+        "from os import system\n"
+        "from subprocess import Popen\n"
+        "class Style:\n    class Inner: pass\n"
+        "def plan(): return {}\n"
+        "PLAN = {'a': 1}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(imports, "_ALLOWED", set(imports._ALLOWED))
+    yield trace
+    sys.modules.pop("my_plans", None)
+
+
+def refusal(name: str, **options: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        import_class_from_path(name, **options)
+    return str(caught.value)
+
+
+def test_classes_of_allowed_modules_are_imported():
+    assert import_class_from_path("torch.optim.AdamW") is torch.optim.AdamW
+    assert import_classes_from_paths(["torch.nn.Linear", "torch.distributed.fsdp.CPUOffloadPolicy"]) == [
+        torch.nn.Linear,
+        CPUOffloadPolicy,
+    ]
+
+
+def test_a_foreign_module_is_refused_before_it_is_imported(side_effect):
+    text = refusal("my_plans.Style")
+    assert "allow_imports('my_plans')" in text
+    assert f"{ENVIRONMENT_VARIABLE}=my_plans" in text
+    with pytest.raises(ConfigError):
+        import_classes_from_paths(["torch.nn.Linear", "my_plans.Style"])
+    assert not side_effect.exists()
+
+
+def test_the_user_extends_the_list_by_code(side_effect):
+    allow_imports("my_plans")
+    assert import_class_from_path("my_plans.Style").__name__ == "Style"
+    assert import_class_from_path("my_plans.Style.Inner").__name__ == "Inner"
+    assert import_class_from_path("my_plans.plan", kind="function")() == {}
+    assert import_class_from_path("my_plans.PLAN", kind=("function", "dict")) == {"a": 1}
+    assert "not a class" in refusal("my_plans.PLAN")
+    assert side_effect.exists()
+
+
+def test_the_user_extends_the_list_by_the_environment(side_effect, monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "other, my_plans")
+    assert {"other", "my_plans"} <= set(allowed_imports())
+    assert import_class_from_path("my_plans.Style").__name__ == "Style"
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "not a module")
+    assert ENVIRONMENT_VARIABLE in refusal("my_plans.Style")
+
+
+def test_what_an_allowed_module_has_imported_from_elsewhere_is_refused(side_effect):
+    allow_imports("my_plans")
+    assert "defined in 'subprocess'" in refusal("my_plans.Popen")
+    assert "not a function" in refusal("my_plans.system", kind="function")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torchevil.Class",
+        "os.system",
+        "builtins.eval",
+        "torch.os.system",
+        "torch.sys.exit",
+        "torch.os.popen",
+        "torch.os.environ",
+        "torch.load",
+        "torch.save",
+        "torch.hub.load",
+        "torch.hub.load_state_dict_from_url",
+        "torch.utils.cpp_extension.load_inline",
+        "torch.utils.cpp_extension.BuildExtension",
+        "torch.package.PackageImporter",
+        "torch.multiprocessing.Process",
+        "torch.multiprocessing.spawn",
+        "transformers.dynamic_module_utils.get_class_from_dynamic_module",
+        "meshwright.imports.allow_imports",
+        "torch.optim",
+        "torch.nn.Linaer",
+        "torch.no_such_module.Thing",
+        "torch",
+        "torch..nn",
+        "torch.nn.Linear()",
+        ".nn.Linear",
+        "",
+    ],
+)
+@pytest.mark.parametrize("kind", ["class", ("class", "function", "dict")])
+def test_refused(name, kind):
+    assert repr(name) in refusal(name, kind=kind)
+
+
+def test_a_misspelt_class_is_told_with_the_nearest():
+    assert "Did you mean 'Linear'" in refusal("torch.nn.Linaer")
+
+
+def test_a_function_is_no_class():
+    assert "not a class" in refusal("torch.nn.functional.softmax")
+
+
+def test_importing_this_module_imports_no_torch():
+    code = "import sys, meshwright.imports; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# -- instantiate
+
+
+def test_a_policy_is_made_with_dtypes_from_their_names():
+    made = instantiate(
+        {
+            "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy",
+            "param_dtype": "bfloat16",
+            "reduce_dtype": "torch.float32",
+            "cast_forward_inputs": False,
+        },
+        expected=MixedPrecisionPolicy,
+    )
+    assert made == MixedPrecisionPolicy(torch.bfloat16, torch.float32, None, False)
+    assert instantiate({"pin_memory": False}, expected=CPUOffloadPolicy) == CPUOffloadPolicy(pin_memory=False)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "text"),
+    [
+        ({"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}, "is no MixedPrecisionPolicy"),
+        ({"_target_": "subprocess.Popen", "args": "true"}, "not on the allow-list"),
+        ({"_target_": 3}, "no import path"),
+        ({"param_dtpye": "bfloat16"}, "Did you mean 'param_dtype'"),
+        ({"param_dtype": "bfloat17"}, "no dtype"),
+        ({"param_dtype": "nn"}, "no dtype"),
+    ],
+)
+def test_instantiate_refuses(mapping, text):
+    with pytest.raises(ConfigError, match=text):
+        instantiate(mapping, expected=MixedPrecisionPolicy)

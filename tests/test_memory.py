@@ -1,0 +1,95 @@
+"""Measured memory against sizes known by construction."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.testing.memory import Held, measure_memory
+
+MB = 2**20
+
+
+def _floats(count: int) -> Tensor:
+    return torch.ones(count, dtype=torch.float32)
+
+
+def test_peak_counts_what_lives_at_once_and_not_what_comes_one_after_the_other() -> None:
+    def work() -> None:
+        for _ in range(3):
+            first = _floats(MB)
+            second = first + 1
+            del first, second
+
+    memory = measure_memory(work, [])
+    assert memory.peak == Held(0, 0, 0, 2 * 4 * MB)
+    assert memory.after.total == 0
+
+
+def test_views_share_their_storage_and_what_is_kept_stays_counted() -> None:
+    kept: list[Tensor] = []
+
+    def work() -> None:
+        whole = _floats(MB)
+        kept.extend([whole[:10], whole.view(2, -1).t()])
+
+    memory = measure_memory(work, [])
+    assert memory.peak.other == memory.after.other == 4 * MB
+
+
+def test_storage_that_is_resized_to_nothing_is_free_and_counts_again_when_it_is_filled() -> None:
+    first = _floats(MB)
+
+    def work() -> None:
+        first.add_(1)
+        first.untyped_storage().resize_(0)
+        second = _floats(MB // 2)
+        assert second.numel() == MB // 2
+        del second
+        first.untyped_storage().resize_(4 * MB)
+        first.zero_()
+        third = _floats(MB // 4)
+        third.add_(1)
+
+    memory = measure_memory(work, [])
+    assert memory.peak.other == 4 * MB + MB
+    assert memory.after.other == 4 * MB
+
+
+def test_parameters_gradients_and_optimizer_state_are_told_apart() -> None:
+    model = nn.Linear(512, 512, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    size = 4 * 512 * 512
+    inputs = torch.ones(1, 512)
+
+    def backward() -> None:
+        model(inputs).sum().backward()
+
+    first = measure_memory(backward, [model], optimizer)
+    assert first.after == Held(size, size, 0, 4 * 512)
+    step = measure_memory(optimizer.step, [model], optimizer)
+    assert step.after.optimizer == 2 * size + 4
+    again = measure_memory(optimizer.step, [model], optimizer)
+    assert (again.peak.parameters, again.peak.gradients, again.peak.optimizer) == (size, size, 2 * size + 4)
+    optimizer.zero_grad()
+    assert measure_memory(lambda: None, [model], optimizer).after == Held(size, 0, 2 * size + 4, 0)
+
+
+def test_activations_are_what_autograd_keeps() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh()) for _ in range(8)))
+    inputs = torch.ones(1024, 64)
+    losses: list[Tensor] = []
+
+    def forward() -> None:
+        losses.append(model(inputs).sum())
+
+    memory = measure_memory(forward, [model])
+    # The input, which is counted as it is used, and the outputs of eight tanh; those of the linears are not kept.
+    assert memory.after.other == 9 * 4 * 1024 * 64 + 4
+    assert memory.peak.other == 10 * 4 * 1024 * 64
+
+
+def test_a_parameter_that_two_modules_share_counts_once() -> None:
+    first, second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+    second.weight = first.weight
+    assert measure_memory(lambda: None, [first, second]).after == Held(4 * 64, 0, 0, 0)

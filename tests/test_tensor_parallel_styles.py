@@ -1,0 +1,246 @@
+"""The collectives of tensor parallelism and its loss against the same arithmetic on whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.contract import IGNORED_LABEL
+from meshwright.loss import token_loss_sum
+from meshwright.tensor_parallel.collectives import (
+    Copy,
+    Gather,
+    GatherForParts,
+    Reduce,
+    ReduceScatter,
+    Split,
+    chunk_sizes,
+    gather,
+)
+from meshwright.tensor_parallel.loss import sharded_token_loss_sum
+from meshwright.testing import pool
+from meshwright.testing.collectives import measure_collectives
+
+
+def test_chunks_are_those_of_torch() -> None:
+    for size in range(1, 12):
+        for count in range(1, 7):
+            sizes = [len(chunk) for chunk in torch.arange(size).chunk(count)]
+            assert chunk_sizes(size, count) == sizes + [0] * (count - len(sizes))
+    assert chunk_sizes(0, 3) == [0, 0, 0]
+
+
+# -- autograd functions. A chain takes a whole leaf to a scalar that is equal on all ranks; `weights` makes every element
+#    count differently. Replicated tensors are computed alike by all ranks, so the leaf's gradient is too.
+
+SHAPE = (3, 8, 5)
+
+
+def _leaf(seed: int) -> Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
+
+
+def _weights(seed: int, shape: torch.Size = torch.Size(SHAPE)) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 + seed), dtype=torch.float64)
+
+
+def _own(tensor: Tensor, dim: int) -> Tensor:
+    sizes = chunk_sizes(tensor.shape[dim], dist.get_world_size())
+    return tensor.split(sizes, dim)[dist.get_rank()]
+
+
+def _copy_and_reduce(x: Tensor, dim: int, group: Any) -> Tensor:
+    """Replicated, used in parts: the sum over ranks of own_weights * x**2."""
+    part = (_weights(dist.get_rank()) * Copy.apply(x, group) ** 2).sum()
+    return Reduce.apply(part, group)
+
+
+def _split_and_gather(x: Tensor, dim: int, group: Any) -> Tensor:
+    """x**2, computed in chunks."""
+    whole = Gather.apply(Split.apply(x, dim, group) ** 2, dim, x.shape[dim], group)
+    return (_weights(0) * whole).sum()
+
+
+def _split_and_gather_for_parts(x: Tensor, dim: int, group: Any) -> Tensor:
+    """x**2, computed in chunks, then used in parts."""
+    whole = GatherForParts.apply(Split.apply(x, dim, group) ** 2, None, dim, group)
+    return Reduce.apply((_weights(dist.get_rank()) * whole).sum(), group)
+
+
+def _given_whole_for_parts(x: Tensor, dim: int, group: Any) -> Tensor:
+    """The same with what has been gathered before."""
+    part = Split.apply(x, dim, group) ** 2
+    whole = GatherForParts.apply(part, gather(part.detach(), dim, x.shape[dim], group), dim, group)
+    return Reduce.apply((_weights(dist.get_rank()) * whole).sum(), group)
+
+
+def _reduce_scatter_and_gather(x: Tensor, dim: int, group: Any) -> Tensor:
+    """Partial products, whose sum is squared in chunks."""
+    partial = _weights(dist.get_rank()) * Copy.apply(x, group)
+    whole = Gather.apply(ReduceScatter.apply(partial, dim, group) ** 2, dim, x.shape[dim], group)
+    return (_weights(9) * whole).sum()
+
+
+def _whole_weights(ranks: int) -> Tensor:
+    return torch.stack([_weights(rank) for rank in range(ranks)]).sum(0)
+
+
+Chain = Callable[[Tensor, int, Any], Tensor]
+# By name: the chain, what it computes, and whether it takes sizes that the ranks do not divide.
+CHAINS: dict[str, tuple[Chain, Callable[[Tensor, int], Tensor], bool]] = {
+    "copy-reduce": (_copy_and_reduce, lambda x, ranks: (_whole_weights(ranks) * x**2).sum(), True),
+    "split-gather": (_split_and_gather, lambda x, ranks: (_weights(0) * x**2).sum(), True),
+    "split-gather_for_parts": (
+        _split_and_gather_for_parts,
+        lambda x, ranks: (_whole_weights(ranks) * x**2).sum(),
+        False,
+    ),
+    "split-given_for_parts": (
+        _given_whole_for_parts,
+        lambda x, ranks: (_whole_weights(ranks) * x**2).sum(),
+        False,
+    ),
+    "reduce_scatter-gather": (
+        _reduce_scatter_and_gather,
+        lambda x, ranks: (_weights(9) * (_whole_weights(ranks) * x) ** 2).sum(),
+        False,
+    ),
+}
+
+
+def _run_chain(name: str, dim: int) -> tuple[Tensor, Tensor]:
+    x = _leaf(0)
+    value = CHAINS[name][0](x, dim, dist.group.WORLD)
+    value.backward()
+    assert x.grad is not None
+    return value.detach(), x.grad
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("name", CHAINS)
+def test_collectives_and_their_gradients_are_those_of_whole_tensors(name: str, dim: int) -> None:
+    _, whole, any_size = CHAINS[name]
+    for ranks in (2, 4):
+        if SHAPE[dim] % ranks and not any_size:
+            continue
+        x = _leaf(0)
+        expected = whole(x, ranks)
+        expected.backward()
+        for value, grad in pool(ranks).run(_run_chain, name, dim):
+            torch.testing.assert_close(value, expected.detach(), rtol=1e-13, atol=1e-13)
+            torch.testing.assert_close(grad, x.grad, rtol=1e-13, atol=1e-13)
+
+
+def _chunks() -> list[Tensor]:
+    whole = torch.arange(20.0).view(2, 10).T
+    return [gather(_own(whole, dim), dim, whole.shape[dim], dist.group.WORLD) for dim in (0, 1, -1, -2)]
+
+
+def test_gather_puts_uneven_chunks_in_order_also_empty_ones_and_strided_tensors() -> None:
+    whole = torch.arange(20.0).view(2, 10).T
+    for ranks in (2, 4):
+        for gathered in pool(ranks).run(_chunks):
+            assert all(torch.equal(each, whole) for each in gathered)
+
+
+# -- the loss
+
+
+def _labels(shape: tuple[int, int], vocab: int, masked: str) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    labels_BS = torch.randint(0, vocab, shape, generator=generator)
+    # The ends of every rank's part.
+    labels_BS[0, : min(vocab, shape[1])] = torch.arange(vocab)[: shape[1]]
+    if masked == "ragged":
+        labels_BS[torch.rand(shape, generator=generator) < 0.4] = IGNORED_LABEL
+        labels_BS[1] = IGNORED_LABEL
+    if masked == "all":
+        labels_BS[:] = IGNORED_LABEL
+    return labels_BS
+
+
+def _logits(shape: tuple[int, int], vocab: int, dtype: torch.dtype, scale: float) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return (torch.randn(*shape, vocab, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+
+def _sharded_loss(vocab: int, dtype: torch.dtype, scale: float, masked: str) -> tuple[Tensor, Tensor, int]:
+    """Loss, gradient of this rank's logits, bytes communicated."""
+    whole_BSV = _logits((3, 9), vocab, dtype, scale)
+    sizes = chunk_sizes(vocab, dist.get_world_size())
+    start = sum(sizes[: dist.get_rank()])
+    logits_BSL = whole_BSV[..., start : start + sizes[dist.get_rank()]].clone().requires_grad_()
+    before_BSL = logits_BSL.detach().clone()
+    labels_BS = _labels((3, 9), vocab, masked)
+    losses: list[Tensor] = []
+
+    def work() -> None:
+        losses.append(sharded_token_loss_sum(logits_BSL, labels_BS, start, dist.group.WORLD))
+        (losses[0] / 7).backward()
+
+    traffic = measure_collectives(work)
+    assert torch.equal(logits_BSL.detach(), before_BSL), "logits were changed in place"
+    assert logits_BSL.grad is not None
+    return losses[0].detach(), logits_BSL.grad, traffic.bytes
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "scale", "masked"),
+    [
+        (8, torch.float64, 1.0, "none"),
+        (7, torch.float64, 1.0, "ragged"),
+        (7, torch.float64, 1.0, "all"),
+        # Four ranks: the last one has no entry of 6, and of 3 neither; of 2, two have none.
+        (6, torch.float64, 3.0, "ragged"),
+        (3, torch.float64, 1.0, "ragged"),
+        (2, torch.float64, 1.0, "none"),
+        # exp() of these overflows.
+        (7, torch.float64, 1e4, "ragged"),
+        (7, torch.float32, 1e4, "ragged"),
+        (131, torch.bfloat16, 4.0, "ragged"),
+        (131, torch.float16, 4.0, "ragged"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_loss_of_sharded_logits_is_that_of_whole_ones(
+    ranks: int, vocab: int, dtype: torch.dtype, scale: float, masked: str
+) -> None:
+    whole_BSV = _logits((3, 9), vocab, dtype, scale).requires_grad_()
+    expected = token_loss_sum(whole_BSV, _labels((3, 9), vocab, masked))
+    (expected / 7).backward()
+    answers = pool(ranks).run(_sharded_loss, vocab, dtype, scale, masked)
+    grad_BSV = torch.cat([grad for _, grad, _ in answers], -1)
+    # Half precision is computed in float32, and its gradient rounded to its own.
+    rtol, atol = {torch.float64: (1e-13, 1e-13), torch.float32: (1e-6, 1e-6)}.get(dtype, (1e-2, 1e-4))
+    for loss, grad, sent in answers:
+        assert loss.dtype == expected.dtype
+        assert grad.dtype == dtype
+        torch.testing.assert_close(loss, expected.detach(), rtol=min(rtol, 1e-6), atol=min(atol, 1e-6))
+        # Three numbers per position, whatever the vocabulary.
+        assert sent == 3 * 3 * 9 * expected.element_size()
+    torch.testing.assert_close(grad_BSV, whole_BSV.grad, rtol=rtol, atol=atol)
+
+
+def _loss_without_mercy() -> list[float]:
+    """Logits of -inf, as models give to entries that are never to be chosen; a whole part of them too."""
+    rank = dist.get_rank()
+    logits_BSL = torch.zeros(1, 3, 2, dtype=torch.float64)
+    logits_BSL[..., 1] = -torch.inf
+    if rank == 1:
+        logits_BSL[:] = -torch.inf
+    logits_BSL.requires_grad_()
+    labels_BS = torch.zeros(1, 3, dtype=torch.int64)
+    loss = sharded_token_loss_sum(logits_BSL, labels_BS, 2 * rank, dist.group.WORLD)
+    loss.backward()
+    assert logits_BSL.grad is not None
+    return [float(loss), float(logits_BSL.grad.abs().max())]
+
+
+def test_entries_that_are_never_chosen_give_no_nan() -> None:
+    assert pool(2).run(_loss_without_mercy) == [[0.0, 0.0]] * 2
