@@ -77,9 +77,12 @@ def _of_unit_length(logits_BSV: Tensor) -> Tensor:
     return logits_BSV / logits_BSV.norm(dim=-1, keepdim=True)
 
 
+_SIX_HEADS = {"num_attention_heads": 6, "head_dim": 6}
 VARIANTS: Mapping[str, tuple[Mapping[str, Any], Callable[[Tensor], Tensor] | None]] = {
-    "three_kv_heads": ({"num_key_value_heads": 3}, None),
-    "one_kv_head": ({"num_key_value_heads": 1}, None),
+    "six_heads": ({**_SIX_HEADS, "num_key_value_heads": 2}, None),
+    "three_kv_heads": ({**_SIX_HEADS, "num_key_value_heads": 3}, None),
+    "one_kv_head": ({**_SIX_HEADS, "num_key_value_heads": 1}, None),
+    "eager": ({"attn_implementation": "eager"}, None),
     "soft_capped": ({}, lambda logits: torch.tanh(logits.float().to(logits.dtype) / 3.0) * 3.0),
     "flipped": ({}, lambda logits: logits.flip(-1)),
     "first_entry_masked": ({}, _first_entry_masked),

@@ -33,16 +33,17 @@ def adamw(**options: Any) -> OptimizerConfig:
     return OptimizerConfig(lr=1e-2, weight_decay=0.1, options=options)
 
 
-# -- parity. The tiny Llama has 6 query and 2 key heads, 52 features between MLP layers and 131 tokens.
+# -- parity. The tiny Llama has 2 key heads, 52 features between MLP layers and 131 tokens.
 
 
 @pytest.mark.parametrize(
     ("model_type", "ranks"),
     [
-        # One key head for all query heads of two ranks; of the middle one, each query head has its own.
-        ("llama", 3),
-        # More ranks than key heads. The last rank's MLP has 7 features, the others' 9.
-        ("llama", 6),
+        # The middle rank's two query heads read a key head each, those of the others one. The last rank's MLP has 16
+        # features, the others' 18.
+        ("six_heads", 3),
+        # More ranks than key heads, one query head each. The last rank's MLP has 7 features, the others' 9.
+        ("six_heads", 6),
         # A rank's first two query heads read one key head, and its third one another.
         ("three_kv_heads", 2),
         ("one_kv_head", 2),
@@ -222,8 +223,9 @@ def test_parameters_keep_names_and_values_and_each_rank_its_part(tied: bool) -> 
         assert kinds == {"DTensor"}
         assert whole
         assert shapes["model.embed_tokens.weight"] == ((66, 65)[rank], 36)
-        assert shapes["model.layers.0.self_attn.q_proj.weight"] == (18, 36)
-        assert shapes["model.layers.0.self_attn.o_proj.weight"] == (36, 18)
+        width = tiny_model().model.layers[0].self_attn.q_proj.out_features // 2
+        assert shapes["model.layers.0.self_attn.q_proj.weight"] == (width, 36)
+        assert shapes["model.layers.0.self_attn.o_proj.weight"] == (36, width)
         assert shapes["model.layers.0.mlp.down_proj.weight"] == (36, 26)
         assert shapes["model.layers.0.input_layernorm.weight"] == (36,)
 

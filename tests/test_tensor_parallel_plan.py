@@ -229,7 +229,7 @@ def _refused(model_type: str, tied: bool | None, plan: Mapping[str, Any] | None)
     [
         pytest.param(
             4,
-            "llama",
+            "six_heads",
             False,
             None,
             r"model.layers.0.self_attn has 6 attention heads, which tp_size=4 does not divide. Set tp_size to one of "

@@ -1,0 +1,302 @@
+"""fsdp2 with tensor and sequence parallelism: placements, parity with options, communication, memory, whole weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from meshwright import ModelError, OptimizerConfig, count_tokens
+from meshwright.loss import token_loss_sum
+from meshwright.testing import Case, assert_parity, pool
+from meshwright.testing.collectives import Traffic, measure_collectives
+from meshwright.testing.memory import Held, measure_memory
+from meshwright.testing.models import case_model, tiny_model
+from meshwright.testing.parity import build_manager, full_weights, global_batch, reference, share, train_steps
+from meshwright_fsdp2 import deferred, fsdp2_strategy_parallelize, unshard_fsdp2_model
+
+TP2 = {"tp_size": 2}
+SP = {"sequence_parallel": True}
+HARD = Case(tied=True, microbatches=2, sequences=24, eval_after=True, unshard_after=True)
+
+
+def _placements() -> dict[str, Any]:
+    manager = build_manager("fsdp2", {}, TP2, Case())
+    parameters = dict(manager.model_parts[0].named_parameters())
+    return {
+        name: (p.device_mesh.mesh_dim_names, p.placements[-1], p.placements[0].dim) for name, p in parameters.items()
+    }
+
+
+def test_every_parameter_lies_on_both_axes() -> None:
+    for found in pool(4).run(_placements):
+        assert {names for names, _, _ in found.values()} == {("dp_shard", "tp")}
+        assert {dim for _, _, dim in found.values()} == {0}
+        along_tp = {name.removeprefix("model.layers.0."): tp for name, (_, tp, _) in found.items()}
+        assert along_tp["self_attn.q_proj.weight"] == Shard(0)
+        assert along_tp["mlp.down_proj.weight"] == Shard(1)
+        assert along_tp["input_layernorm.weight"] == Replicate()
+        assert along_tp["model.embed_tokens.weight"] == along_tp["lm_head.weight"] == Shard(0)
+
+
+@pytest.mark.parametrize(
+    ("config", "case"),
+    [
+        ({}, HARD),
+        (SP, HARD),
+        (SP | {"activation_checkpointing": "full", "reshard_after_forward": True}, HARD),
+        (SP | {"activation_checkpointing": "selective", "reshard_after_forward": False}, HARD),
+        (SP | {"defer_fsdp_grad_sync": False, "enable_fsdp2_prefetch": True}, HARD),
+        (SP | {"offload_policy": {"pin_memory": False}}, Case(norm_type=math.inf)),
+        (SP, Case(frozen=("*embed*", "*layers.1.*"))),
+        ({}, Case(model_type="routed", route="ranks")),
+        ({}, Case(optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, options={"fused": True}))),
+        ({}, Case(optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, options={"foreach": True}))),
+    ],
+    ids=str,
+)
+def test_parity_on_two_axes(config: dict[str, Any], case: Case) -> None:
+    assert_parity("fsdp2", case, world_size=4, config=config, sizes=TP2)
+
+
+@pytest.mark.parametrize("config", [{}, SP], ids=["tp", "sp"])
+def test_parity_on_three_axes(config: dict[str, Any]) -> None:
+    assert_parity("fsdp2", HARD, world_size=8, config=config, sizes=TP2 | {"dp_replicate_size": 2})
+
+
+@pytest.mark.parametrize("config", [{}, SP], ids=["tp", "sp"])
+def test_heads_that_ranks_share(config: dict[str, Any]) -> None:
+    """2 key and value heads for 4 ranks."""
+    assert_parity("fsdp2", HARD, world_size=4, config=config, sizes={"tp_size": 4})
+
+
+PACKED = {
+    "model.layers.*.mlp.gate_up_proj": "packed_colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+}
+
+
+def test_packed_layers_are_sharded_along_different_dims_by_the_two_axes() -> None:
+    case = Case(model_type="phi3", tied=None)
+    assert_parity("fsdp2", case, world_size=4, config={"tp_plan": PACKED}, sizes=TP2)
+
+
+def _refused() -> str:
+    try:
+        build_manager("fsdp2", {"tp_plan": PACKED}, TP2, Case(model_type="phi3", tied=None))
+    except ModelError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_packed_layers_that_no_dim_is_left_to_divide_are_refused() -> None:
+    for text in pool(6).run(_refused):
+        assert "dp_shard=3 divides no other" in text
+
+
+# -- communication
+
+
+def _traffic(config: dict[str, Any], case: Case) -> tuple[Traffic, int]:
+    """Collectives of a whole second step, and the bytes that fsdp gathers in forward, by each parameter's own part."""
+    manager = build_manager("fsdp2", config, TP2, case)
+    train_steps(manager, case, range(1))
+    mesh = manager.mesh
+    batches = share(case, 1, mesh.data_rank, mesh.data_size)
+    tokens = count_tokens(batches, mesh)
+
+    def step() -> None:
+        manager.forward_backward(batches, num_tokens=tokens)
+        manager.optimizer_step()
+
+    groups = {axis: mesh.group(axis) for axis in ("dp_shard", "tp")}
+    padded = 0
+    for parameter in manager.model_parts[0].parameters():
+        placement = parameter.placements[-1]
+        part = list(parameter.shape)
+        if placement.is_shard():
+            chunk = -(-part[placement.dim] // 2)
+            part[placement.dim] = max(0, min(chunk, part[placement.dim] - mesh.axis_rank("tp") * chunk))
+        padded += -(-part[0] // 2) * 2 * math.prod(part[1:]) * parameter.element_size()
+    return measure_collectives(step, groups), padded
+
+
+HIDDEN = 12 // 2 * 16 * 36 * 8
+"""Bytes of the hidden states of a data rank: half of 12 sequences of 16 tokens, 36 wide, in float64."""
+BLOCKS = 3
+
+
+def test_a_block_all_reduces_twice_in_forward_and_twice_in_backward() -> None:
+    for traffic, padded in pool(4).run(_traffic, {"reshard_after_forward": False}, Case()):
+        own = [each for each in traffic.of("all_reduce", "tp") if each.bytes == HIDDEN]
+        # Beside the blocks', the embedding's output and the gradient of the head's input.
+        assert len(own) == 4 * BLOCKS + 2
+        assert not traffic.of("all_gather", "tp")
+        assert traffic.of("all_gather", "dp_shard").bytes == padded
+        assert traffic.of("reduce_scatter", "dp_shard").bytes == padded
+
+
+def test_sequence_parallel_scatters_and_gathers_in_pairs() -> None:
+    for traffic, _ in pool(4).run(_traffic, {"reshard_after_forward": False, **SP}, Case()):
+        own = [each for each in traffic.of("all_reduce", "tp") if each.bytes == HIDDEN]
+        assert len(own) == 2
+        scatters = [each for each in traffic.of("reduce_scatter", "tp") if each.bytes == HIDDEN]
+        gathers = [each for each in traffic.of("all_gather", "tp") if each.bytes == HIDDEN]
+        assert len(scatters) == 4 * BLOCKS
+        # And at the stack's exit in forward, and its entry in backward.
+        assert len(gathers) == 4 * BLOCKS + 2
+
+
+def test_logits_are_never_whole() -> None:
+    logits = 6 * 16 * 131 * 8
+    for traffic, _ in pool(4).run(_traffic, {}, Case()):
+        assert all(each.bytes < logits / 2 for each in traffic.of("all_gather", "tp"))
+        assert all(each.bytes < logits / 2 for each in traffic.of("all_reduce", "tp"))
+
+
+# -- memory
+
+
+def _held() -> tuple[Held, int, int]:
+    """What a rank holds after a step, its part of the parameters as cut by hand, and their number."""
+    case = Case()
+    manager = build_manager("fsdp2", {}, TP2, case)
+
+    def step() -> None:
+        train_steps(manager, case, range(1))
+
+    optimizer = manager.optimizer  # type: ignore[attr-defined]
+    memory = measure_memory(step, manager.model_parts, optimizer)
+    parameters = list(manager.model_parts[0].parameters())
+    return memory.after, sum(p.to_local().numel() for p in parameters), len(parameters)
+
+
+def test_a_rank_holds_its_part_of_both_axes_and_no_more() -> None:
+    whole = sum(p.numel() for p in tiny_model().parameters())
+    replicated = sum(p.numel() for name, p in tiny_model().named_parameters() if "norm" in name)
+    outcomes = pool(4).run(_held)
+    assert sum(elements for _, elements, _ in outcomes) == whole + replicated
+    for held, elements, count in outcomes:
+        # FSDP pads its shards.
+        assert elements * 8 <= held.parameters <= elements * 8 * 1.05
+        assert held.optimizer == pytest.approx(2 * elements * 8 + 4 * count, rel=0.05)
+
+
+# -- whole weights
+
+
+def _unshard(config: dict[str, Any]) -> tuple[bool, float, list[int], bool]:
+    case = Case()
+    runs = []
+    for is_interrupted in (False, True):
+        manager = build_manager("fsdp2", config, TP2, case)
+        train_steps(manager, case, range(1))
+        if is_interrupted:
+            single = tiny_model()
+            single.load_state_dict(full_weights(manager))
+            with manager.unshard() as (model,), torch.no_grad():
+                plain = not any(isinstance(p, DTensor) for p in model.parameters())
+                ids = global_batch(case, 0)["input_ids"][:2]
+                apart = float((model(input_ids=ids).logits - single(input_ids=ids).logits).abs().max())
+                told = model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
+                same = bool(torch.equal(told, single.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)))
+        runs.append((train_steps(manager, case, range(1, 3))[0], full_weights(manager)))
+    (losses, weights), (again, weights_again) = runs
+    is_same = losses == again and all(torch.equal(weights[name], weights_again[name]) for name in weights)
+    return plain, apart, [int(same)], is_same
+
+
+@pytest.mark.parametrize("config", [{}, SP], ids=["tp", "sp"])
+def test_unshard_gives_a_plain_model_and_changes_nothing(config: dict[str, Any]) -> None:
+    for plain, apart, same, is_same in pool(4).run(_unshard, config):
+        assert plain
+        assert apart < 1e-12
+        assert same == [1]
+        assert is_same
+
+
+def _from_meta(model_type: str) -> bool:
+    deferred.LARGE_BYTES = 64
+    like = case_model(model_type, tied=None, seed=0, dtype=torch.float32)
+    weights = []
+    for device in ("meta", "cpu"):
+        torch.manual_seed(3)
+        with torch.device(device):
+            model = type(like)(like.config)
+        weights.append(full_weights(_manager(model)))
+    return all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+def _manager(model: nn.Module) -> Any:
+    from meshwright import Mesh, MeshSizes, open_world, resolve
+
+    world = open_world("cpu")
+    stack, degrees = resolve("fsdp2", MeshSizes(**TP2), world.size)
+    manager = stack.build(Mesh(degrees, world))
+    manager.parallelize(model)
+    return manager
+
+
+def test_a_model_on_the_meta_device_gets_the_weights_that_its_seed_gives() -> None:
+    assert pool(4).run(_from_meta, "llama") == [True] * 4
+
+
+# -- precision, and the functions
+
+
+def test_bfloat16_follows_one_rank_of_the_same_precision() -> None:
+    case = Case(dtype="float32")
+    config = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": "float32"}}
+    alone = pool(1).run(_losses, config, {}, case)[0]
+    for losses in pool(4).run(_losses, config | SP, TP2, case):
+        assert losses == pytest.approx(alone, rel=5e-3)
+
+
+def _losses(config: dict[str, Any], sizes: dict[str, Any], case: Case) -> list[float]:
+    return train_steps(build_manager("fsdp2", config, sizes, case), case, range(3))[0]
+
+
+def _by_hand(options: dict[str, Any]) -> tuple[list[float], float]:
+    """A loop by hand; and how far the whole model inside of unshard_fsdp2_model is from its own answer outside."""
+    case = Case(max_norm=None)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    model = fsdp2_strategy_parallelize(tiny_model(), mesh, mp_policy=MixedPrecisionPolicy(), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    losses = []
+    for step in range(3):
+        (batch,) = share(case, step, mesh.get_local_rank("data_parallel"), 2)
+        tokens = (global_batch(case, step)["labels"][:, 1:] != -100).sum()
+        logits: Tensor = model(input_ids=batch["input_ids"], use_cache=False).logits
+        loss = token_loss_sum(logits, batch["labels"]) / tokens
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.distributed.all_reduce(loss.detach_(), group=mesh.get_group("data_parallel"))
+        losses.append(float(loss))
+    with torch.no_grad():
+        outside = model(input_ids=batch["input_ids"], use_cache=False).logits
+        with unshard_fsdp2_model(model):
+            inside = model(input_ids=batch["input_ids"], use_cache=False).logits
+    return losses, float((outside - inside).abs().max())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sequence_parallel": True, "activation_checkpointing": True},
+        {"tp_shard_plan": {"model.layers.*.mlp.gate_proj": "colwise_gather_output"}},
+    ],
+    ids=str,
+)
+def test_a_loop_by_hand_on_two_axes(options: dict[str, Any]) -> None:
+    expected = reference(Case(max_norm=None, optimizer=OptimizerConfig(lr=1e-2))).losses
+    for losses, apart in pool(4).run(_by_hand, options):
+        assert losses == pytest.approx(expected, abs=1e-9)
+        assert apart < 1e-12
