@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from meshwright import Mesh, MeshSizes, open_world
-from meshwright._compat import foreach_mul_, foreach_norm
+from meshwright._compat import (
+    all_gather,
+    all_reduce,
+    foreach_mul_,
+    foreach_norm,
+    is_sharded,
+    packed_shard,
+    reduce_scatter,
+)
 from meshwright.testing import pool
 from meshwright.testing._compat import TorchDispatchMode, bound_arguments, process_group, unwraps_itself
 
@@ -78,3 +90,74 @@ def test_a_dispatch_mode_sees_collectives_with_their_groups_also_those_inside_a_
     for groups, left, name in pool(2).run(_collectives_of_three_kinds):
         assert groups == {"c10d.allreduce_.default": name, "_c10d_functional.all_reduce.default": name}
         assert "DTensor" in left
+
+
+def _functional_collectives() -> list[Tensor]:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    # Transposed, so not contiguous.
+    given = (torch.arange(8.0).view(4, 2) + 10 * rank).T
+    before = given.clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        answers = [
+            all_reduce(given, "sum", group),
+            all_reduce(given, "max", group),
+            all_gather(given, 0, group),
+            all_gather(given, -1, group),
+            reduce_scatter(given, 0, group),
+            reduce_scatter(given, -1, group),
+        ]
+    assert torch.equal(given, before)
+    return answers
+
+
+def test_functional_collectives_make_new_tensors_of_strided_ones_along_any_dim_without_warnings() -> None:
+    parts = [(torch.arange(8.0).view(4, 2) + 10 * rank).T for rank in range(2)]
+    total = parts[0] + parts[1]
+    for rank, answers in enumerate(pool(2).run(_functional_collectives)):
+        expected = [
+            total,
+            parts[1],
+            torch.cat(parts, 0),
+            torch.cat(parts, 1),
+            total[rank : rank + 1],
+            total[:, 2 * rank : 2 * rank + 2],
+        ]
+        for answer, wanted in zip(answers, expected, strict=True):
+            torch.testing.assert_close(answer, wanted, rtol=0, atol=0)
+
+
+def _packed() -> tuple[list[float], list[float], list[int]]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    made = distribute_tensor(torch.arange(8.0), mesh, [packed_shard(0, 2)])
+    columns = distribute_tensor(torch.arange(24.0).view(3, 8), mesh, [packed_shard(1, 2)])
+    assert torch.equal(columns.full_tensor(), torch.arange(24.0).view(3, 8))
+    return made.to_local().tolist(), made.full_tensor().tolist(), columns.to_local()[0].int().tolist()
+
+
+def test_a_packed_shard_divides_each_part() -> None:
+    for rank, (local, whole, columns) in enumerate(pool(2).run(_packed)):
+        assert local == [[0.0, 1.0, 4.0, 5.0], [2.0, 3.0, 6.0, 7.0]][rank]
+        assert whole == list(range(8))
+        assert columns == [[0, 1, 4, 5], [2, 3, 6, 7]][rank]
+
+
+def _placements_after_fully_shard() -> list[list[bool]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    layer = nn.Linear(8, 8)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh["tp"], [Shard(0)]))
+    layer.bias = nn.Parameter(distribute_tensor(layer.bias.detach(), mesh["tp"], [Replicate()]))
+    fully_shard(layer, mesh=mesh["dp"])
+    return [[is_sharded(placement) for placement in parameter.placements] for parameter in (layer.weight, layer.bias)]
+
+
+def test_placements_that_divide_are_known_also_where_fully_shard_divides_further() -> None:
+    assert [is_sharded(each) for each in (Shard(0), packed_shard(0, 2), Replicate(), Partial())] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    for weight, bias in pool(4).run(_placements_after_fully_shard):
+        assert weight == [True, True]
+        assert bias == [True, False]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright import ConfigError, UnknownStrategyError
+from meshwright import ConfigError, MeshError, UnknownStrategyError
 from meshwright.check import as_table, run_cells, summary, told
 from meshwright.testing import Cell, Result, conformance
 
@@ -30,9 +30,15 @@ KINDS = [
 ]
 
 
+def _marks(cell: Cell) -> list[pytest.MarkDecorator]:
+    """Every cell of every layout takes a while: in daily runs, those of a layout with each axis, and no compilation."""
+    daily = cell.ranks < 4 or cell.strategy != "fsdp2" or cell.layout in ("dp_shard=4", "dp_shard=2 x tp=2")
+    return [] if daily and not cell.name.startswith("enable_compile") else [pytest.mark.slow]
+
+
 @pytest.mark.parametrize(
     "cell",
-    [pytest.param(cell, id=f"{name}-{cell}") for name in STRATEGIES for cell in conformance(name)],
+    [pytest.param(cell, id=f"{name}-{cell}", marks=_marks(cell)) for name in STRATEGIES for cell in conformance(name)],
 )
 def test_strategy_passes(cell: Cell) -> None:
     cell.check()
@@ -72,8 +78,18 @@ def test_planted_bug_is_caught_where_it_acts(strategy: str, caught: list[str], u
 
 def test_every_claimed_axis_is_tried_alone_and_in_pairs() -> None:
     layouts = {cell.layout for cell in conformance("fsdp2")}
-    alone = {f"{axis}={degree}" for axis in ("dp_replicate", "dp_shard") for degree in (2, 4)}
-    assert layouts == {"one rank", *alone, "dp_replicate=2 x dp_shard=2"}
+    alone = {f"{axis}={degree}" for axis in ("dp_replicate", "dp_shard", "tp") for degree in (2, 4)}
+    pairs = {"dp_replicate=2 x dp_shard=2", "dp_replicate=2 x tp=2", "dp_shard=2 x tp=2"}
+    assert layouts == {"one rank", *alone, *pairs}
+
+
+def test_sizes_choose_one_layout() -> None:
+    cells = conformance("fsdp2", sizes={"tp_size": 2, "dp_replicate_size": 2})
+    assert {(cell.layout, cell.ranks) for cell in cells} == {("dp_replicate=2 x tp=2", 4)}
+    (cell,) = conformance("fsdp2", ranks=2, sizes={"tp_size": 2}, models=["qwen3"])
+    assert cell.run().status == "passed"
+    with pytest.raises(MeshError, match="tp_size"):
+        conformance("fsdp2", sizes={"tp_size": 3})
 
 
 def test_every_option_is_tried_or_said_to_be_open() -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from meshwright import RankError
 from meshwright.testing import Case, pool
-from meshwright.testing.parity import build_manager
+from meshwright.testing.parity import build_manager, train_case
 
 
 def _sum() -> int:
@@ -53,8 +53,11 @@ def test_workers_stay_between_tasks() -> None:
     assert pool(2).run(_pid) == pool(2).run(_pid)
 
 
-def _group() -> None:
-    build_manager("fsdp2", {}, {"dp_replicate_size": 2}, Case())
+def _group(sizes: dict[str, int]) -> None:
+    case = Case(steps=1)
+    # A full state, so that torch plans how to gather each kind of placement.
+    train_case("fsdp2", {}, sizes, case)
+    build_manager("fsdp2", {}, sizes, case).state_dict(full=True)
 
 
 def _threads() -> int:
@@ -62,10 +65,11 @@ def _threads() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux shows them")
-def test_process_groups_of_earlier_tasks_leave_no_threads() -> None:
+@pytest.mark.parametrize("sizes", [{"dp_replicate_size": 2}, {"tp_size": 2}], ids=str)
+def test_process_groups_of_earlier_tasks_leave_no_threads(sizes: dict[str, int]) -> None:
     counts = []
     for _ in range(4):
-        pool(4).run(_group)
+        pool(4).run(_group, sizes)
         counts.append(pool(4).run(_threads))
     assert max(counts[-1]) <= max(counts[0]), counts
 

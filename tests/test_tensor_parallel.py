@@ -21,7 +21,6 @@ from meshwright import StrategyError, count_tokens
 from meshwright.runfile import OptimizerConfig
 from meshwright.tensor_parallel import parallelize_tensors
 from meshwright.testing import Case, Cell, pool
-from meshwright.testing.cells import Cell
 from meshwright.testing.collectives import measure_collectives
 from meshwright.testing.models import case_model, tiny_model
 from meshwright.testing.parity import build_manager, full_weights, global_batch, share, train_steps
@@ -159,8 +158,7 @@ def _messages(model_type: str, sequence_parallel: bool) -> tuple[list[dict[str, 
     # The first forward finds out whether the loss can be computed on shards.
     forward()
     parts = [
-        measure_collectives(work)
-        for work in (forward, lambda: losses[-1].backward(), parallel.sum_partial_gradients)
+        measure_collectives(work) for work in (forward, lambda: losses[-1].backward(), parallel.sum_partial_gradients)
     ]
     kinds = ("all_reduce", "all_gather", "reduce_scatter")
     assert all(each.kind in kinds for part in parts for each in part)

@@ -15,6 +15,7 @@ import transformers
 from tensor_only import expected, prepare, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import CONFIG_MAPPING
 
@@ -280,7 +281,7 @@ def test_a_mesh_of_several_axes_is_refused() -> None:
 
 
 def styles_of_transformers() -> dict[str, str]:
-    """Where each style occurs first, in the plans of configurations and of model classes."""
+    """An occurrence of each style, in the plans of configurations and of model classes."""
     styles: dict[str, str] = {}
     for model_type in CONFIG_MAPPING:
         try:
@@ -351,14 +352,15 @@ def _by_torch() -> tuple[float, int]:
     parallelize_module(model, mesh, get_hf_tp_shard_plan(model))
     with torch.no_grad():
         apart = (model(input_ids=ids_BS).logits - whole(input_ids=ids_BS).logits).abs().max()
-    return float(apart), sum(parameter.to_local().numel() for parameter in model.parameters() if hasattr(parameter, "to_local"))
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
+    return float(apart), sum(each.numel() for each in local)
 
 
 def test_torch_parallelizes_a_llama_by_it() -> None:
     whole = sum(parameter.numel() for parameter in llama().parameters())
     for apart, held in pool(2).run(_by_torch):
         assert apart < 1e-12
-        assert held < 0.51 * whole
+        assert held < 0.52 * whole
 
 
 # -- corrections of transformers' plans

@@ -35,8 +35,8 @@ def test_chunks_are_those_of_torch() -> None:
     assert chunk_sizes(0, 3) == [0, 0, 0]
 
 
-# -- autograd functions. A chain takes a whole leaf to a scalar that is equal on all ranks; `weights` makes every element
-#    count differently. Replicated tensors are computed alike by all ranks, so the leaf's gradient is too.
+# -- autograd functions: chains of them take a leaf, equal on all ranks, to a scalar that is too; weights, of which each
+#    rank has its own where a tensor is used in parts, make every element count differently
 
 SHAPE = (3, 8, 5)
 
@@ -45,8 +45,8 @@ def _leaf(seed: int) -> Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
 
 
-def _weights(seed: int, shape: torch.Size = torch.Size(SHAPE)) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(100 + seed), dtype=torch.float64)
+def _weights(seed: int) -> Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(100 + seed), dtype=torch.float64)
 
 
 def _own(tensor: Tensor, dim: int) -> Tensor:

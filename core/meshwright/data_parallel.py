@@ -118,6 +118,7 @@ class DataParallelManager(StrategyManager):
             )
         if not self.module.training:
             self.module.train()
+        self._choose_loss(microbatches[0])
         losses = []
         for index, batch in enumerate(microbatches):
             is_last = index == len(microbatches) - 1
@@ -185,18 +186,34 @@ class DataParallelManager(StrategyManager):
     # -- helpers
 
     def _share_of_loss(self, batch: Batch, num_tokens: Tensor) -> Tensor:
-        device = self.mesh.device
-        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        inputs = self._on_device(batch)
         labels = inputs.pop("labels")
-
-        def logits() -> Tensor:
-            with self.around_forward():
-                answer: Tensor = self.module(**inputs, **self._forward_options).logits
-            return answer
-
         if self.tensor_parallel is not None:
-            return self.tensor_parallel.token_loss_sum(logits, labels) / num_tokens
-        return token_loss_sum(logits(), labels) / num_tokens
+            return self.tensor_parallel.token_loss_sum(lambda: self._logits(inputs), labels) / num_tokens
+        return token_loss_sum(self._logits(inputs), labels) / num_tokens
+
+    def _logits(self, inputs: Batch) -> Tensor:
+        with self.around_forward():
+            logits: Tensor = self.module(**inputs, **self._forward_options).logits
+        return logits
+
+    def _on_device(self, batch: Batch) -> dict[str, Tensor]:
+        return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def _choose_loss(self, batch: Batch) -> None:
+        """Before the first step, on a few tokens of one sequence: whether tensor parallelism can shard the loss."""
+        parallel = self.tensor_parallel
+        if parallel is None or not parallel.loss_is_open:
+            return
+        shape = batch["input_ids"].shape
+        multiple = parallel.sequence_multiple
+        length = min(shape[1], multiple * -(-_FEW_TOKENS // multiple))
+        few = {
+            name: tensor[:1, :length] if tensor.shape[:2] == shape else tensor[:1]
+            for name, tensor in batch.items()
+            if name != "labels"
+        }
+        parallel.choose_loss(lambda: self._logits(self._on_device(few)))
 
     def _check_plan(self) -> None:
         """In the first step: whether the tensor-parallel plan names every parameter that it should."""
@@ -265,6 +282,9 @@ class DataParallelManager(StrategyManager):
 def is_meta(model: nn.Module) -> bool:
     """Whether a parameter or buffer is on the meta device, and so has no values yet."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+_FEW_TOKENS = 8
 
 
 def check_trainable(model: nn.Module, *, may_be_meta: bool = False) -> None:

@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism, for any strategy that claims the axis `tp`.
 
-A strategy makes a `TensorParallel` of the model before it shards it further, calls `apply`, and `localize` for modules
-whose parameters it gathers by themselves. `parallelize_tensors` does so for hand-written loops.
+A strategy makes a `TensorParallel` of the model before it shards it further, and calls its `apply`. For hand-written
+loops, `parallelize_tensors` does so.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 [Note: local parameters] A strategy that gathers parameters (fully_shard) puts DTensors on the `tp` axis into the
 modules just before their forward. `inside` replaces those, and no others, while a module runs, and lets autograd give
-the gradients back as DTensors.
+the gradients back as DTensors. Each module replaces its own parameters, not those of a module in it that does so
+itself: a gathered block may still be whole when the model starts, and fully_shard reduces a block's gradients as soon
+as what was made of its parameters within the block has had its backward.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ class LocalParameters:
         self._mesh = mesh
         self._cuts: dict[Slot, Cut] = {}
         self._foreign: set[nn.Module] = set()
+        self._taken: set[nn.Module] = set()
 
     def leave_alone(self, module: nn.Module) -> None:
         """A module that brings DTensors and hooks of its own, with what is in it."""
@@ -73,14 +76,17 @@ class LocalParameters:
                 made[id(parameter)] = _distributed(parameter, self._mesh, placements[name])
             module._parameters[own] = made[id(parameter)]
 
-    def slots(self, module: nn.Module) -> list[Slot]:
-        """Where a module and what is in it have parameters."""
-        return [
-            (each, name)
-            for each in module.modules()
-            if each not in self._foreign
-            for name, _ in each.named_parameters(recurse=False)
-        ]
+    def take(self, module: nn.Module) -> list[Slot]:
+        """Where a module, and what is in it, has parameters, for `inside`; they are not those of modules around it."""
+        self._taken.add(module)
+        return [(each, name) for each in self._within(module) for name, _ in each.named_parameters(recurse=False)]
+
+    def _within(self, module: nn.Module) -> Iterator[nn.Module]:
+        if module not in self._foreign:
+            yield module
+        for child in module.children():
+            if child not in self._taken:
+                yield from self._within(child)
 
     @contextmanager
     def inside(self, slots: Iterable[Slot]) -> Iterator[None]:

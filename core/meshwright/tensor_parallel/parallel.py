@@ -9,7 +9,7 @@ names. Nothing of the model's own code changes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,21 +20,18 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from .._compat import all_reduce, is_sharded
+from .._compat import all_reduce, is_elementwise, is_sharded
 from ..errors import ModelError, StrategyError
 from ..layout import ModelLayout, model_layout
 from ..loss import token_loss_sum
 from .collectives import Copies, chunk_sizes
 from .heads import SharedHeads, check_heads
-from .local import Cut, LocalParameters
+from .local import Cut, LocalParameters, Slot
 from .loss import sharded_token_loss_sum
 from .plan import Plan, StyleName, find_plan, text_config
 from .sequence import SequenceParts, find_parts
 from .stream import Stream
 from .styles import PACKED_PARTS, STYLES, Forward
-
-# Operations between head and loss that treat every entry of the vocabulary alike, as autograd names them.
-_ELEMENTWISE = ("ToCopyBackward0", "MulBackward0", "DivBackward0", "TanhBackward0", "AliasBackward0")
 
 
 class TensorParallel:
@@ -77,6 +74,7 @@ class TensorParallel:
         self._cuts = _cuts(self._plan, self._heads, parts)
         self._copies = Copies(self.group)
         self._parameters = LocalParameters(model, mesh)
+        self._blocks: dict[nn.Module, list[Slot]] = {}
         self._stream = Stream(model, parts, self._copies, self.group) if parts is not None else None
         head = self._plan.modules.get(layout.head) if layout.head else None
         gathers = head in ("colwise_gather_output", "colwise_rep")
@@ -87,8 +85,12 @@ class TensorParallel:
 
     # -- set up
 
-    def apply(self) -> None:
-        """Shard the parameters in place and put the communication around the modules."""
+    def apply(self, separate: Iterable[str] = ()) -> None:
+        """Shard the parameters in place and put the communication around the modules.
+
+        Args:
+            separate: modules that a strategy will gather by themselves, beside blocks and the model.
+        """
         self._apply_torch_styles()
         self._parameters.distribute(self._placements, self._cuts)
         modules = dict(self._model.named_modules())
@@ -104,23 +106,23 @@ class TensorParallel:
                 self._wrap(modules[name], functools.partial(self._stream.run_region, name))
             for name in self._stream.parts.blocks:
                 self._wrap(modules[name], functools.partial(self._stream.run_block, name))
+        # A module may serve several layers.
+        for module in dict.fromkeys(self._model.get_submodule(name) for name in separate):
+            self._localize(module, self._parameters.take(module))
+        for block in dict.fromkeys(self._model.get_submodule(name) for name in self._layout.blocks):
+            self._blocks[block] = self._parameters.take(block)
         self.localize_blocks()
-        self.localize(self._model)
+        self._localize(self._model, self._parameters.take(self._model))
 
     def localize_blocks(self) -> None:
-        """`localize` every block; once more where its forward has been wrapped by what must see local tensors."""
-        # A block may serve several layers.
-        for block in dict.fromkeys(self._model.get_submodule(name) for name in self._layout.blocks):
-            self.localize(block)
+        """Let blocks compute on local tensors; see [Note: local parameters] in `local`.
 
-    def localize(self, module: nn.Module) -> None:
-        """Let a module and what is in it compute on local tensors; see [Note: local parameters] in `local`.
-
-        Blocks and the model are localized by `apply`; a strategy that gathers other modules by themselves localizes
-        them too.
+        `apply` does so; do it once more where forwards of blocks have been wrapped by what must see local tensors.
         """
-        slots = self._parameters.slots(module)
+        for block, slots in self._blocks.items():
+            self._localize(block, slots)
 
+    def _localize(self, module: nn.Module, slots: list[Slot]) -> None:
         def run(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             known = len(self._copies)
             try:
@@ -175,24 +177,45 @@ class TensorParallel:
             finally:
                 self.active = True
 
-    def token_loss_sum(self, compute_logits: Callable[[], Tensor], labels_BS: Tensor) -> Tensor:
-        """`meshwright.loss.token_loss_sum` of what the model answers, with sharded logits where that is right.
+    @property
+    def loss_is_open(self) -> bool:
+        """Whether `choose_loss` has still to be called."""
+        return self._loss_parallel is None
 
-        It is where the head is sharded along the vocabulary and what follows it treats all entries alike, which the
-        first call with gradients finds out.
+    def choose_loss(self, compute_logits: Callable[[], Tensor]) -> None:
+        """Find out whether the loss can take sharded logits.
+
+        It can where the head is sharded along the vocabulary and what the model makes of its answer treats every entry
+        alike, which the autograd graph of a small forward tells.
+
+        Args:
+            compute_logits: the model's answer to a few tokens, with gradients. Nothing remains of it.
+        """
+        devices = [] if self.mesh.device_type == "cpu" else [torch.accelerator.current_device_index()]
+        with (
+            torch.random.fork_rng(devices=devices),
+            torch.compiler.set_stance("force_eager"),
+            torch.enable_grad(),
+        ):
+            logits = compute_logits()
+        self._loss_parallel = self._logits is not None and is_elementwise(logits, self._logits)
+        self._logits = None
+
+    def token_loss_sum(self, compute_logits: Callable[[], Tensor], labels_BS: Tensor) -> Tensor:
+        """`meshwright.loss.token_loss_sum` of what the model answers, with sharded logits where `choose_loss` said so.
 
         Raises:
             ModelError: the model answers with a part of the positions.
         """
-        if self._loss_parallel or (self._loss_parallel is None and torch.is_grad_enabled()):
-            logits_BSL = self._sharded_logits(compute_logits)
+        if self._loss_parallel and self._head is not None:
+            self._keeps_logits = True
+            try:
+                logits_BSL = compute_logits()
+            finally:
+                self._keeps_logits = False
             self._check_length(logits_BSL, labels_BS)
-            if self._loss_parallel is None:
-                self._loss_parallel = self._follows_head(logits_BSL)
-            self._logits = None
-            if self._loss_parallel and self._head is not None:
-                sizes = chunk_sizes(int(self._head.out_features), self.size)
-                return sharded_token_loss_sum(logits_BSL, labels_BS, sum(sizes[: self.rank]), self.group)
+            sizes = chunk_sizes(int(self._head.out_features), self.size)
+            return sharded_token_loss_sum(logits_BSL, labels_BS, sum(sizes[: self.rank]), self.group)
         logits_BSV = compute_logits()
         self._check_length(logits_BSV, labels_BS)
         return token_loss_sum(logits_BSV, labels_BS)
@@ -246,29 +269,10 @@ class TensorParallel:
         """Whether a layer that gathers its output should not, since it is the head and the loss takes shards."""
         return self._keeps_logits and module is self._head
 
-    def note_logits(self, logits: Tensor) -> None:
-        """Tell what the head has answered."""
-        self._logits = logits
-
-    # -- the loss
-
-    def _sharded_logits(self, compute_logits: Callable[[], Tensor]) -> Tensor:
-        self._keeps_logits = True
-        try:
-            return compute_logits()
-        finally:
-            self._keeps_logits = False
-
-    def _follows_head(self, logits: Tensor) -> bool:
-        """Whether the logits are the head's answer, but for elementwise operations; equal on all ranks."""
-        if self._logits is None or logits.shape != self._logits.shape:
-            return False
-        node = logits.grad_fn
-        while node is not None and node is not self._logits.grad_fn:
-            if node.name() not in _ELEMENTWISE:
-                return False
-            node = node.next_functions[0][0]
-        return node is not None
+    def note_logits(self, module: nn.Module, logits: Tensor) -> None:
+        """Tell what a layer has answered, in case it is the head."""
+        if module is self._head and self.loss_is_open:
+            self._logits = logits
 
     def _check_length(self, logits: Tensor, labels_BS: Tensor) -> None:
         if self._stream is not None and logits.shape[1] * self.size == labels_BS.shape[1]:
@@ -284,8 +288,9 @@ def parallelize_tensors(
     plan: Mapping[str, StyleName] | str | None = None,
     *,
     sequence_parallel: bool = False,
+    separate: Iterable[str] = (),
 ) -> TensorParallel:
-    """Apply tensor parallelism to a model, for hand-written loops; see `TensorParallel`.
+    """Apply tensor parallelism to a model, for hand-written loops; see `TensorParallel` and its `apply`.
 
     Args:
         mesh: the axis, 1-D, a slice of a root mesh if the model is sharded further.
@@ -293,7 +298,7 @@ def parallelize_tensors(
     if mesh.ndim != 1:
         raise StrategyError(f"tensor parallelism takes one axis of a mesh, not {mesh.ndim}. Give mesh['tp'].")
     parallel = TensorParallel(model, model_layout(model), mesh, plan=plan, sequence_parallel=sequence_parallel)
-    parallel.apply()
+    parallel.apply(separate)
     return parallel
 
 

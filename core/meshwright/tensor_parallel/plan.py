@@ -205,10 +205,10 @@ def _expanded(model: nn.Module, values: Mapping[str, StyleName], source: str, *,
     for name in plan.modules:
         style = plan.style(name)
         module = model.get_submodule(name)
-        if style is not None and style.needs and not hasattr(module, style.needs):
+        if style is not None and style.needs and not any(hasattr(module, each) for each in style.needs):
             raise ModelError(
                 f"{source} gives {name} ({type(module).__name__}) the style {plan.modules[name]!r}, which needs a "
-                f"module with {style.needs}. Change the plan."
+                f"module with {' or '.join(style.needs)}. Change the plan."
             )
     return plan
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from .parallel import TensorParallel
 
 Forward: TypeAlias = Callable[..., Any]
+LINEAR = ("out_features", "nf")
+"""What linear layers have, torch's and the Conv1D of transformers."""
 PACKED_PARTS = 2
 """Gate and up projection lie one behind the other in a packed parameter."""
 
@@ -39,13 +41,13 @@ class Style:
         run: `run(parallel, module, forward, args, kwargs)`: the module's forward, with what is communicated around it;
             None where nothing is.
         partial: each rank's gradient of the parameters covers a part of the computation, and they are summed.
-        needs: an attribute that the module must have.
+        needs: one of these attributes is what the module must have.
     """
 
     place: Callable[[nn.Module, str, Tensor], Placement]
     run: Callable[[TensorParallel, nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any] | None = None
     partial: bool = False
-    needs: str | None = None
+    needs: tuple[str, ...] = ()
 
 
 # -- where parameters lie
@@ -102,9 +104,10 @@ def _column_linear_gathered(
 ) -> Any:
     output = _column_linear(parallel, module, forward, args, kwargs)
     if parallel.keeps_sharded(module):
-        parallel.note_logits(output)
         return output
-    return Gather.apply(output, -1, out_features(module), parallel.group)
+    whole: Tensor = Gather.apply(output, -1, out_features(module), parallel.group)
+    parallel.note_logits(module, whole)
+    return whole
 
 
 def _row_linear(
@@ -215,15 +218,15 @@ def _on_sequence_shard(
 
 
 STYLES: Mapping[str, Style] = {
-    "colwise": Style(_columns, _column_linear, needs="weight"),
-    "colwise_gather_output": Style(_columns, _column_linear_gathered, needs="weight"),
-    "colwise_rep": Style(_columns, _column_linear_gathered, needs="weight"),
-    "rowwise": Style(_rows, _row_linear, needs="weight"),
-    "rowwise_split_input": Style(_rows, _row_linear_split, needs="weight"),
-    "rowwise_rep": Style(_rows, _row_linear_split, needs="weight"),
-    "embedding_rowwise": Style(_along(0), _embedding_rows, needs="num_embeddings"),
-    "embedding_colwise": Style(_along(1), _embedding_columns, needs="embedding_dim"),
-    "packed_colwise": Style(_packed(-2), _column_linear),
+    "colwise": Style(_columns, _column_linear, needs=LINEAR),
+    "colwise_gather_output": Style(_columns, _column_linear_gathered, needs=LINEAR),
+    "colwise_rep": Style(_columns, _column_linear_gathered, needs=LINEAR),
+    "rowwise": Style(_rows, _row_linear, needs=LINEAR),
+    "rowwise_split_input": Style(_rows, _row_linear_split, needs=LINEAR),
+    "rowwise_rep": Style(_rows, _row_linear_split, needs=LINEAR),
+    "embedding_rowwise": Style(_along(0), _embedding_rows, needs=("num_embeddings",)),
+    "embedding_colwise": Style(_along(1), _embedding_columns, needs=("embedding_dim",)),
+    "packed_colwise": Style(_packed(-2), _column_linear, needs=LINEAR),
     "packed_rowwise": Style(_packed_rows),
     "replicated_with_grad_allreduce": Style(_whole, partial=True),
     "mla_kv_a_proj": Style(_whole, _latent_projection),

@@ -5,17 +5,21 @@ tests/test_compat.py holds a canary for each.
 
 from __future__ import annotations
 
+import functools
+import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import _redistribute
 
 # A private module, though torch's own documentation teaches the class; there is no other way to see every operation.
 # Tried with torch 2.11 (by reading) and 2.13.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TorchDispatchMode", "bound_arguments", "process_group", "unwraps_itself"]
+__all__ = ["TorchDispatchMode", "bound_arguments", "forget_meshes", "process_group", "unwraps_itself"]
 
 
 def bound_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,3 +49,21 @@ def unwraps_itself(kind: type) -> bool:
     Tried with torch 2.11 (by reading) and 2.13.
     """
     return hasattr(kind, "__tensor_flatten__")
+
+
+def forget_meshes() -> None:
+    """Empty the caches in which torch keeps the layouts of DTensors, and with them meshes whose groups are gone.
+
+    Each gloo group has threads of its own, and they go on polling. Private because torch, which expects one mesh in the
+    life of a process, has no public call for it. Tried with torch 2.11 (by reading) and 2.13.
+    """
+    for each in gc.get_objects():
+        if type(each) is functools._lru_cache_wrapper and (each.__module__ or "").startswith("torch.distributed."):
+            each.cache_clear()
+    for module, name in (
+        (torch._C, "_clear_DTensor_sharding_propagator_cache"),
+        (_redistribute, "clear_redistribute_planner_cache"),
+    ):
+        clear = getattr(module, name, None)
+        if clear is not None:
+            clear()

@@ -48,8 +48,8 @@ def conformance(
         strategy: name or alias.
         ranks: world size of the larger layouts, at least 2 and even for pairs of axes.
         config: options of the strategy that hold in every cell.
-        models: names for `meshwright.testing.models.case_model`, each trained in the layout with the most axes; None:
-            every case of a small Llama in every layout.
+        models: names for `meshwright.testing.models.case_model`, each trained in one layout: `sizes`, or data-parallel
+            over `ranks`; None: every case of a small Llama in every layout.
         device: cpu or cuda.
         plugin: a module that brings the strategy, where its package is not installed.
         sizes: for MeshSizes: one layout of `ranks` ranks instead of all that the claims allow.
@@ -67,7 +67,9 @@ def conformance(
     validated(spec.config_cls, fixed, where=f"options of {spec.name!r}")
     layouts = list(_layouts(spec, ranks)) if not sizes else [_layout(spec, ranks, sizes)]
     if models is not None:
-        layout, count, sizes, _ = layouts[-1]
+        # Of the layouts that divide the data alone, where there are some, the one with the most axes.
+        data = [each for each in layouts if set(each[2]) <= {"dp_size", "dp_replicate_size"} and each[1] > 1]
+        layout, count, sizes, _ = (data or layouts)[-1]
         return [
             Cell(
                 spec.name,

@@ -136,6 +136,7 @@ def _serve(rank: int, size: int, connection: Connection) -> None:
     import torch.distributed as dist
 
     from ..mesh import open_world
+    from ._compat import forget_meshes
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
@@ -156,4 +157,5 @@ def _serve(rank: int, size: int, connection: Connection) -> None:
         except Exception:
             connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
         # Models and their hooks form cycles that hold process groups, each with polling threads of its own.
+        forget_meshes()
         gc.collect()

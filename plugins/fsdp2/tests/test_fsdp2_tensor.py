@@ -76,6 +76,27 @@ def test_heads_that_ranks_share(config: dict[str, Any]) -> None:
     assert_parity("fsdp2", HARD, world_size=4, config=config, sizes={"tp_size": 4})
 
 
+def _after_a_forward_alone(sizes: dict[str, int]) -> bool:
+    """Gradients of a step, and of one that follows a forward in training mode without backward."""
+    gradients = []
+    for is_first in (True, False):
+        manager = build_manager("fsdp2", {}, sizes, Case())
+        (batch,) = share(Case(), 0, manager.mesh.data_rank, manager.mesh.data_size)
+        (model,) = manager.model_parts
+        model.train()
+        if not is_first:
+            model(input_ids=batch["input_ids"], use_cache=False)
+        manager.forward_backward([batch], num_tokens=count_tokens([batch], manager.mesh))
+        gradients.append([p.grad.full_tensor() for p in model.parameters()])
+    return all(map(torch.equal, *gradients)) and all(bool(grad.any()) for grad in gradients[1])
+
+
+@pytest.mark.parametrize("sizes", [{}, TP2], ids=["dp", "tp"])
+def test_a_forward_without_backward_loses_no_gradient_of_the_next_step(sizes: dict[str, int]) -> None:
+    """It leaves the last block gathered, whose parameters the model must not take for its own."""
+    assert pool(2).run(_after_a_forward_alone, sizes) == [True, True]
+
+
 PACKED = {
     "model.layers.*.mlp.gate_up_proj": "packed_colwise",
     "model.layers.*.mlp.down_proj": "rowwise",

@@ -10,6 +10,8 @@ from meshwright.imports import import_class_from_path, import_classes_from_paths
 from .config import FSDP2Config
 
 if TYPE_CHECKING:
+    from meshwright.tensor_parallel import get_hf_tp_shard_plan, translate_to_torch_parallel_style
+
     from .functions import apply_fsdp_sharding_recursively, fsdp2_strategy_parallelize, unshard_fsdp2_model
     from .manager import FSDP2Manager
 
@@ -18,21 +20,25 @@ __all__ = [
     "FSDP2Manager",
     "apply_fsdp_sharding_recursively",
     "fsdp2_strategy_parallelize",
+    "get_hf_tp_shard_plan",
     "import_class_from_path",
     "import_classes_from_paths",
+    "translate_to_torch_parallel_style",
     "unshard_fsdp2_model",
 ]
 
 # These modules import torch, which listing strategies and validating a config must not.
 _MODULE_OF = {
-    "FSDP2Manager": "manager",
-    "apply_fsdp_sharding_recursively": "functions",
-    "fsdp2_strategy_parallelize": "functions",
-    "unshard_fsdp2_model": "functions",
+    "FSDP2Manager": ".manager",
+    "apply_fsdp_sharding_recursively": ".functions",
+    "fsdp2_strategy_parallelize": ".functions",
+    "get_hf_tp_shard_plan": "meshwright.tensor_parallel",
+    "translate_to_torch_parallel_style": "meshwright.tensor_parallel",
+    "unshard_fsdp2_model": ".functions",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+    return getattr(importlib.import_module(_MODULE_OF[name], __name__), name)

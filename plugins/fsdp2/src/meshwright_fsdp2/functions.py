@@ -26,6 +26,7 @@ from ._compat import held_after_forward
 from .deferred import DeferredModel, same_generator
 from .policies import is_offload
 from .sharding import shard_units
+from .units import find_units, separate_names
 
 
 def fsdp2_strategy_parallelize(
@@ -94,7 +95,13 @@ def fsdp2_strategy_parallelize(
     layout = model_layout(model)
     tensor_parallel = None
     if tp_mesh is not None:
-        tensor_parallel = parallelize_tensors(model, tp_mesh, tp_shard_plan, sequence_parallel=sequence_parallel)
+        tensor_parallel = parallelize_tensors(
+            model,
+            tp_mesh,
+            tp_shard_plan,
+            sequence_parallel=sequence_parallel,
+            separate=separate_names(find_units(model, layout)),
+        )
     checkpoint_blocks(model, layout, activation_checkpointing)
     policy = mp_policy or MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
     offload = offload_policy or OffloadPolicy()

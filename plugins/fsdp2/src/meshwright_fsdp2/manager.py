@@ -34,7 +34,7 @@ from .config import FSDP2Config
 from .deferred import DeferredModel, same_generator
 from .packed import check_not_packed, without_packed_check
 from .sharding import Sharding, shard_units
-from .units import Unit, find_units
+from .units import Unit, find_units, separate_names
 from .usage import Usage
 
 
@@ -110,7 +110,7 @@ class FSDP2Manager(DataParallelManager):
                 plan=self.config.tp_plan,
                 sequence_parallel=self.config.sequence_parallel,
             )
-            self.tensor_parallel.apply()
+            self.tensor_parallel.apply(separate_names(find_units(model, self.layout)))
         checkpoint_blocks(model, self.layout, self.config.activation_checkpointing)
         self.maybe_compile(model)
         return deferred

@@ -131,9 +131,6 @@ def _fully_shard(
     # One module under several names is gathered for each of its forwards; several modules, from the first forward to
     # the last.
     distinct = list(dict.fromkeys(model.get_submodule(name) for name in unit.names))
-    if tensor_parallel is not None and not (unit.is_block or unit.is_root):
-        for inner in distinct:
-            tensor_parallel.localize(inner)
     sharded = fully_shard(
         distinct[0] if len(distinct) == 1 else distinct,
         mesh=mesh,

@@ -41,6 +41,11 @@ def find_units(model: nn.Module, layout: ModelLayout) -> list[Unit]:
     return [*units, Unit(("",), is_last=True)]
 
 
+def separate_names(units: Sequence[Unit]) -> list[str]:
+    """Names of the modules that are gathered by themselves within blocks."""
+    return [name for unit in units if not (unit.is_block or unit.is_root) for name in unit.names]
+
+
 def shared_modules(model: nn.Module, layout: ModelLayout, tied: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """The largest modules within blocks that consist of shared parameters, those that share with each other together.
 
