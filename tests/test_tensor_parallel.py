@@ -155,8 +155,7 @@ def _messages(model_type: str, sequence_parallel: bool) -> tuple[list[dict[str, 
         logits = lambda: model(input_ids=batch["input_ids"], use_cache=False).logits  # noqa: E731
         losses.append(parallel.token_loss_sum(logits, batch["labels"]))
 
-    # The first forward finds out whether the loss can be computed on shards.
-    forward()
+    parallel.choose_loss(lambda: model(input_ids=batch["input_ids"][:1, :8], use_cache=False).logits)
     parts = [
         measure_collectives(work) for work in (forward, lambda: losses[-1].backward(), parallel.sum_partial_gradients)
     ]
