@@ -22,6 +22,7 @@ TORCH_FREE = {
     "data.config",
     "errors",
     "hookspecs",
+    "imports",
     "launch",
     "rank",
     "registry",
@@ -180,8 +181,15 @@ def patches_of_foreign_code(source: Source) -> Iterator[str]:
         elif isinstance(node, ast.Call) and called(node) in ("setattr", "delattr") and node.args:
             targets = [ast.Attribute(node.args[0], "?")]
         for target in targets:
-            if not isinstance(target, ast.Name) and source.is_foreign(target):
+            if not isinstance(target, ast.Name) and source.is_foreign(target) and not is_setting(source, target):
                 yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def is_setting(source: Source, target: ast.expr) -> bool:
+    """Whether an assignment changes a setting in one of torch's config modules, which `_compat` may."""
+    settings = ("torch._dynamo.config", "torch._inductor.config")
+    is_one = isinstance(target, ast.Attribute) and ast.unparse(target.value) in settings
+    return is_one and source.module == "_compat"
 
 
 def assert_statements(source: Source) -> Iterator[str]:
@@ -264,6 +272,7 @@ RULES: dict[Callable[[Source], Iterator[str]], list[tuple[str, str, str]]] = {
         ("meshwright", "mesh", "from transformers import AutoConfig\nsetattr(AutoConfig, 'x', 1)"),
         ("meshwright", "mesh", "from transformers import CONFIG_MAPPING\nCONFIG_MAPPING['mine'] = 1"),
         ("meshwright", "mesh", "from torch import nn\ndel nn.Linear"),
+        ("meshwright", "mesh", "import torch\ntorch._dynamo.config.x = True"),
     ],
     assert_statements: [("meshwright", "mesh", "def f(x):\n    assert x > 0, 'bad'")],
     model_class_names: [
@@ -280,6 +289,7 @@ ALLOWED: list[tuple[Callable[[Source], Iterator[str]], str, str, str]] = [
     (private_foreign_names, "meshwright", "_compat", "def f(mesh):\n    return mesh._flatten('dp')"),
     (private_foreign_names, "meshwright", "rank", "import os\nos._exit(1)"),
     (private_foreign_names, "meshwright", "mesh", "import torch\ntorch.__version__"),
+    (patches_of_foreign_code, "meshwright", "_compat", "import torch\ntorch._dynamo.config.x = True"),
     (patches_of_foreign_code, "meshwright", "mesh", "import torch\nseed = torch.initial_seed()\nseed.x = 1"),
     (model_class_names, "meshwright", "model", "from transformers import AutoModelForCausalLM"),
 ]
