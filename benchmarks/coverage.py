@@ -1,6 +1,7 @@
 """Draw which architecture trains under which strategy, from the results of `meshwright check --models all`.
 
     meshwright check fsdp2 --ranks 2 --models all --json benchmarks/results/zoo/fsdp2.json
+    meshwright check fsdp2 --models all --set tp_size=2 --json benchmarks/results/zoo/fsdp2-tp2.json
     python benchmarks/coverage.py
 
 Reads benchmarks/results/zoo/*.json and writes docs/coverage.md and docs/coverage.png. Neither is edited by hand.
@@ -49,7 +50,8 @@ def load(directory: Path) -> tuple[dict[str, dict[str, dict[str, Any]]], list[st
         report = json.loads(path.read_text(encoding="utf-8"))
         records = list(report["cells"].values())
         versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
-        column = f"{records[0]['strategy']}, {records[0]['layout']}"
+        options = [f"{name}={value}" for name, value in records[0]["config"].items()]
+        column = ", ".join([records[0]["strategy"], records[0]["layout"], *options])
         results[column] = {record["case"]: record for record in records}
         about.append(f"{column}: {report['date']}, {versions}, Python {report['python']}, on {records[0]['device']}")
     return results, about
@@ -108,7 +110,7 @@ def draw(results: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
         part = types[start : start + per_column]
         values = [[names.index(kind(column.get(name))) for column in results.values()] for name in part]
         axes.pcolormesh(values, cmap=colours, vmin=-0.5, vmax=len(KINDS) - 0.5, edgecolors="white", linewidth=1)
-        axes.set_xticks([i + 0.5 for i in range(len(results))], [name.split(",")[0] for name in results])
+        axes.set_xticks([i + 0.5 for i in range(len(results))], [name.replace(", ", "\n") for name in results], fontsize=6)
         axes.set_yticks([i + 0.5 for i in range(len(part))], part, fontsize=8)
         axes.set_ylim(per_column, 0)
         axes.tick_params(length=0, labeltop=True, labelbottom=False)

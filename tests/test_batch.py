@@ -172,7 +172,7 @@ def _untrainable() -> list[str]:
     from meshwright.testing.models import tiny_model
 
     world = open_world("cpu")
-    stack, degrees = resolve("fsdp2", MeshSizes(), world.size)
+    stack, degrees = resolve("ddp", MeshSizes(), world.size)
     mesh = Mesh(degrees, world)
     frozen = tiny_model().requires_grad_(False)
     routed = tiny_model()
@@ -191,3 +191,27 @@ def test_models_that_would_train_wrongly_are_refused_on_all_ranks() -> None:
     assert "meta device" in first[0]
     assert "no parameter" in first[1]
     assert "router loss" in first[2]
+
+
+def _shared(rank: int) -> list[str]:
+    """Rank `rank` chooses another batch than the rank that it shares one with; then all choose right."""
+    case = Case()
+    manager = build_manager("fsdp2", {}, {"tp_size": 2}, case)
+    mesh, texts = manager.mesh, []
+    for culprit in (rank, None):
+        mine = share(case, 0, mesh.data_rank, mesh.data_size)
+        if mesh.rank == culprit:
+            mine = [{**batch, "input_ids": batch["input_ids"].flip(0)} for batch in mine]
+        try:
+            manager.forward_backward(mine, num_tokens=count_tokens(mine, mesh))
+            texts.append("trained")
+        except BatchError as error:
+            texts.append(str(error))
+    return texts
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_ranks_that_share_a_batch_must_have_the_same_tokens(rank: int) -> None:
+    for told, then in pool(4).run(_shared, rank):
+        assert f"different input_ids for data rank {rank // 2} of 2" in told
+        assert then == "trained"

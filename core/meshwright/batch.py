@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,9 @@ from .contract import IGNORED_LABEL, Batch
 from .errors import BatchError
 from .loss import targets
 from .mesh import Mesh
+
+_NEUTRAL = 2**62
+"""Above all checksums."""
 
 
 def count_tokens(microbatches: Sequence[Batch], mesh: Mesh) -> Tensor:
@@ -59,8 +63,9 @@ def check_step(
         defect = "num_tokens is 0: no rank has an unmasked target in this step. Leave the step out, or unmask labels."
     count = len(microbatches) if defect is None else 0
     # MIN over x and over -x agree (but for the sign) exactly when x is the same on all ranks.
-    values = [int(defect is None), count, -count, tokens, -tokens]
-    ok, low_count, high_count, low_tokens, high_tokens = mesh.world.reduce_ints(values, dist.ReduceOp.MIN)
+    values = [int(defect is None), count, -count, tokens, -tokens, *_prints(microbatches, mesh, defect)]
+    reduced = mesh.world.reduce_ints(values, dist.ReduceOp.MIN)
+    ok, low_count, high_count, low_tokens, high_tokens = reduced[:5]
     if not ok:
         mesh.world.raise_any(BatchError(defect) if defect else None)
     if low_count != -high_count:
@@ -73,6 +78,29 @@ def check_step(
             f"ranks disagree on num_tokens: between {low_tokens} and {-high_tokens}. It is the count over the global "
             f"batch, equal on all ranks: use meshwright.count_tokens."
         )
+    lows, highs = reduced[5::2], reduced[6::2]
+    for data_rank, (low, high) in enumerate(zip(lows, highs, strict=True)):
+        if low != -high and low != _NEUTRAL:
+            raise BatchError(
+                f"ranks that share a batch ({mesh.degrees}) have different input_ids for data rank {data_rank} of "
+                f"{mesh.data_size}. Choose the batch by mesh.data_rank, not by the rank."
+            )
+
+
+def _prints(microbatches: Sequence[Batch], mesh: Mesh, defect: str | None) -> list[int]:
+    """For each data rank, a checksum of its tokens and the negative of it, neutral to MIN elsewhere.
+
+    Nothing where no two ranks share a batch. Ids on an accelerator are not looked at.
+    """
+    if mesh.world.size == mesh.data_size:
+        return []
+    prints = [_NEUTRAL] * (2 * mesh.data_size)
+    if defect is None and all(batch["input_ids"].device.type == "cpu" for batch in microbatches):
+        checksum = 0
+        for batch in microbatches:
+            checksum = zlib.crc32(batch["input_ids"].contiguous().numpy().tobytes(), checksum)
+        prints[2 * mesh.data_rank : 2 * mesh.data_rank + 2] = [checksum, -checksum]
+    return prints
 
 
 def _defect(microbatches: Sequence[Batch], vocab_size: int | None) -> str | None:
