@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from .errors import StrategyError
@@ -129,10 +129,24 @@ def _gathered(value: Any, world: World) -> Any:
     """A copy of the whole tensor on the CPU of rank 0; None elsewhere. What is no tensor stays as it is."""
     if not isinstance(value, Tensor):
         return value
-    whole = value.detach()
-    if isinstance(whole, DTensor):
-        whole = whole.full_tensor()
+    whole = whole_tensor(value.detach())
     return whole.to("cpu", copy=True) if world.rank == 0 else None
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """All of a DTensor as a plain tensor, on every rank of its mesh; a plain tensor as it is.
+
+    One axis at a time, outermost first, which undoes what sharding one dim along `tp` and then along `dp_shard` has
+    done; `full_tensor` does the same, but complains of it on every rank. Collective.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            placements = list(tensor.placements)
+            placements[axis] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 def _kind(value: Any) -> Any:
