@@ -110,7 +110,9 @@ def draw(results: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
         part = types[start : start + per_column]
         values = [[names.index(kind(column.get(name))) for column in results.values()] for name in part]
         axes.pcolormesh(values, cmap=colours, vmin=-0.5, vmax=len(KINDS) - 0.5, edgecolors="white", linewidth=1)
-        axes.set_xticks([i + 0.5 for i in range(len(results))], [name.replace(", ", "\n") for name in results], fontsize=6)
+        axes.set_xticks(
+            [i + 0.5 for i in range(len(results))], [name.replace(", ", "\n") for name in results], fontsize=6
+        )
         axes.set_yticks([i + 0.5 for i in range(len(part))], part, fontsize=8)
         axes.set_ylim(per_column, 0)
         axes.tick_params(length=0, labeltop=True, labelbottom=False)

@@ -19,7 +19,7 @@ class Averaging(FSDP2Manager):
 
     def shard(self, model: nn.Module) -> nn.Module:
         module = super().shard(model)
-        for unit in self._reshards:
+        for unit in self._sharding.modules:
             unit.set_force_sum_reduction_for_comms(False)
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 group.gradient_divide_factor = None
@@ -31,7 +31,7 @@ class DividedTwice(FSDP2Manager):
 
     def shard(self, model: nn.Module) -> nn.Module:
         module = super().shard(model)
-        for unit in self._reshards:
+        for unit in self._sharding.modules:
             unit.set_gradient_divide_factor(float(self.mesh.degrees.dp))
         return module
 

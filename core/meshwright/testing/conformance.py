@@ -89,7 +89,7 @@ def conformance(
     return [
         Cell(spec.name, layout, count, sizes, name, case, {**fixed, **extra}, kind, device, plugin, reason)
         for layout, count, sizes, main in layouts
-        for name, case, extra, kind, reason in _cases(spec, count, main, fixed)
+        for name, case, extra, kind, reason in _cases(spec, count, _data_ranks(spec, count, sizes), main, fixed)
     ]
 
 
@@ -127,13 +127,17 @@ def _sizes(degrees: Mapping[str, int], spec: StrategySpec) -> dict[str, int]:
 _Entry = tuple[str, Case, dict[str, Any], Kind, str | None]
 
 
-def _cases(spec: StrategySpec, ranks: int, main: bool, fixed: Mapping[str, Any]) -> Iterator[_Entry]:
+def _data_ranks(spec: StrategySpec, ranks: int, sizes: Mapping[str, int]) -> int:
+    return MeshSizes(**sizes).resolve(ranks, spec.axes).dp
+
+
+def _cases(spec: StrategySpec, ranks: int, data_ranks: int, main: bool, fixed: Mapping[str, Any]) -> Iterator[_Entry]:
     base = Case()
     yield _entry("ragged masks", base)
     if not main:
         return
-    uneven = (*range(1, ranks), 12 - sum(range(1, ranks))) if ranks <= 4 else None
-    alone = "there is no other rank to differ from" if ranks == 1 else None
+    uneven = (*range(1, data_ranks), 12 - sum(range(1, data_ranks))) if data_ranks <= 4 else None
+    alone = "there is no other data rank to differ from" if data_ranks == 1 else None
     cases = {
         "accumulation 2": replace(base, microbatches=2, sequences=24),
         "accumulation 4": replace(base, microbatches=4, sequences=48),
@@ -152,10 +156,11 @@ def _cases(spec: StrategySpec, ranks: int, main: bool, fixed: Mapping[str, Any])
     }
     for name, case in cases.items():
         yield _entry(name, case)
-    empty = replace(base, empty=12 // ranks)
+    empty = replace(base, empty=12 // data_ranks)
     yield _entry("a rank without tokens", empty, reason=alone)
-    more = replace(base, empty=24 // ranks, sequences=24, microbatches=2)
+    more = replace(base, empty=24 // data_ranks, sequences=24, microbatches=2)
     yield _entry("a rank without tokens, accumulating", more, reason=alone)
+    lonely = "there is no other rank to differ from" if ranks == 1 else None
     few = None if uneven else "there are shares for 2 to 4 data ranks only"
     yield _entry("uneven shares", replace(base, shares=uneven), reason=alone or few)
     yield _entry("unused parameters", Case(model_type="routed"))
@@ -163,7 +168,7 @@ def _cases(spec: StrategySpec, ranks: int, main: bool, fixed: Mapping[str, Any])
     yield _entry("ranks use different parameters", Case(model_type="routed", route="ranks"))
     for name, tied in (("state to single and back", False), ("state to single and back, tied", True)):
         yield _entry(name, replace(base, steps=4, tied=tied), kind="state")
-    yield _entry("bad input", replace(base, microbatches=2, sequences=24), kind="bad input", reason=alone)
+    yield _entry("bad input", replace(base, microbatches=2, sequences=24), kind="bad input", reason=lonely)
     for option, value, reason in _options(spec.config_cls, fixed):
         case = replace(base, microbatches=2, sequences=24, tied=True)
         if ROUNDS_ANEW in spec.config_cls.model_fields[option].metadata:
