@@ -28,7 +28,7 @@ from .collectives import Copies, chunk_sizes
 from .heads import SharedHeads, check_heads
 from .local import Cut, LocalParameters, Slot
 from .loss import sharded_token_loss_sum
-from .plan import Plan, StyleName, find_plan, text_config
+from .plan import Plan, StyleName, find_plan, keep_small_layers_whole, text_config
 from .sequence import SequenceParts, find_parts
 from .stream import Stream
 from .styles import PACKED_PARTS, STYLES, Forward
@@ -68,6 +68,7 @@ class TensorParallel:
         self._model = model
         self._layout = layout
         self._plan = find_plan(model, layout, plan, sequence_parallel=sequence_parallel)
+        keep_small_layers_whole(self._plan, model, self.size)
         self._heads = check_heads(model, self._plan, self.size, self.rank)
         self._placements = _placements(model, layout, self._plan, self._heads, self.size)
         parts = find_parts(model, layout, self._plan) if sequence_parallel else None
@@ -331,6 +332,7 @@ def _placements(
         if style is not None and name not in replicated:
             placements[name] = STYLES[style].place(model.get_submodule(owner), own, parameter)
         _check_packed(name, parameter, placements[name], size)
+        _check_not_empty(name, parameter, placements[name], size)
     for names in layout.tied:
         different = {str(placements[name]): name for name in names if name in placements}
         if len(different) > 1:
@@ -341,6 +343,14 @@ def _placements(
                 f"colwise_gather_output for the head, or replicate for both."
             )
     return placements
+
+
+def _check_not_empty(name: str, parameter: Tensor, placement: Placement, size: int) -> None:
+    if placement.is_shard() and chunk_sizes(parameter.shape[placement.dim], size)[-1] == 0:
+        raise ModelError(
+            f"{name} of shape {tuple(parameter.shape)} is too small along dim {placement.dim} for tp_size={size}: a "
+            f"rank would have nothing of it. Choose a smaller tp_size, or replicate it in a tp_plan."
+        )
 
 
 def _check_packed(name: str, parameter: Tensor, placement: Placement, size: int) -> None:

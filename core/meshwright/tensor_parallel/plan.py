@@ -29,7 +29,8 @@ from ..errors import ConfigError, ModelError, nearest
 from ..imports import import_class_from_path
 from ..layout import ModelLayout, model_layout
 from ..registry import Registry, get_registry
-from .styles import STYLES, Style
+from .collectives import chunk_sizes
+from .styles import STYLES, Style, out_features
 
 StyleName: TypeAlias = "str | ParallelStyle"
 
@@ -112,6 +113,21 @@ def find_plan(
             f"derived from. Give a tp_plan, or set tp_size=1."
         )
     return plan
+
+
+def keep_small_layers_whole(plan: Plan, model: nn.Module, size: int) -> None:
+    """Take layers whose output is gathered out of the plan where a rank would have nothing of them.
+
+    `fully_shard` cannot reduce parameters without elements.
+    """
+    for name, style in list(plan.modules.items()):
+        if style not in ("colwise_gather_output", "colwise_rep"):
+            continue
+        features = out_features(model.get_submodule(name))
+        if chunk_sizes(features, size)[-1] == 0:
+            del plan.modules[name]
+            for parameter, _ in model.get_submodule(name).named_parameters(recurse=False):
+                plan.parameters.pop(f"{name}.{parameter}", None)
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:

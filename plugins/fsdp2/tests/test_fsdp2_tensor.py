@@ -76,6 +76,11 @@ def test_heads_that_ranks_share(config: dict[str, Any]) -> None:
     assert_parity("fsdp2", HARD, world_size=4, config=config, sizes={"tp_size": 4})
 
 
+def test_layers_with_fewer_features_than_ranks_can_share_stay_whole() -> None:
+    """5 features for 4 ranks would leave the last one nothing."""
+    assert_parity("fsdp2", Case(model_type="routed"), world_size=4, sizes={"tp_size": 4})
+
+
 def _after_a_forward_alone(sizes: dict[str, int]) -> bool:
     """Gradients of a step, and of one that follows a forward in training mode without backward."""
     gradients = []
