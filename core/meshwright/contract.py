@@ -96,7 +96,7 @@ class StrategySpec:
             `inner: Callable[[], StrategyManager]`, called once for each model part.
         aliases: other names for it.
         wraps: it claims its axes around another strategy, which does the rest.
-        estimate: `estimate(config, degrees, model_size) -> Estimate`, or None when it has no say.
+        estimate: `estimate(config, degrees, model_size) -> Estimate | None`, or None when it has no say.
     """
 
     name: str
@@ -106,7 +106,7 @@ class StrategySpec:
     build: Callable[..., StrategyManager]
     aliases: tuple[str, ...] = ()
     wraps: bool = False
-    estimate: Callable[[Any, Degrees, ModelSize], Estimate] | None = None
+    estimate: Callable[[Any, Degrees, ModelSize], Estimate | None] | None = None
 
 
 class StrategyManager(ABC):

@@ -25,7 +25,7 @@ from .layout import ModelLayout, model_layout
 from .loss import token_loss_sum
 from .mesh import Mesh
 from .norms import check_clip, scale_to_norm, total_grad_norm
-from .state import load_model_state, load_optimizer_state, model_state, optimizer_state
+from .state import DTENSORS, Parts, load_model_state, load_optimizer_state, model_state, optimizer_state
 
 if TYPE_CHECKING:
     from .tensor_parallel import TensorParallel
@@ -41,6 +41,7 @@ class DataParallelManager(StrategyManager):
         parameter_names: fully qualified names of what the optimizer trains, as it is after sharding.
         tensor_parallel: what shards the model along `tp`, for strategies that claim it and set this in `shard`; None
             where `tp` has one rank.
+        parts: how parameters and optimizer state are divided over ranks, for strategies that use no DTensors.
     """
 
     model: nn.Module
@@ -48,6 +49,7 @@ class DataParallelManager(StrategyManager):
     layout: ModelLayout
     parameter_names: Mapping[nn.Parameter, str]
     tensor_parallel: TensorParallel | None = None
+    parts: Parts = DTENSORS
     materializes: ClassVar[bool] = False
     """Whether `shard` takes a model on the meta device, and gives it the same weights on all ranks."""
 
@@ -164,24 +166,24 @@ class DataParallelManager(StrategyManager):
 
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:
         self._require_model()
-        state: dict[str, Any] = {"model": model_state(self.model, self.mesh.world, full=full)}
+        state: dict[str, Any] = {"model": model_state(self.model, self.mesh.world, full=full, parts=self.parts)}
         if self._optimizer is not None:
             state["optimizer"] = self.optimizer_state(full=full)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], *, full: bool = False) -> None:
         self._require_model()
-        load_model_state(self.model, state["model"], self.mesh.world, full=full)
+        load_model_state(self.model, state["model"], self.mesh.world, full=full, parts=self.parts)
         if self._optimizer is not None:
             self.load_optimizer_state(state.get("optimizer", {}), full=full)
 
     def optimizer_state(self, *, full: bool) -> dict[str, Any]:
         """The optimizer's part of `state_dict`; for strategies to replace whose optimizer is divided in its own way."""
-        return optimizer_state(self.optimizer, self.parameter_names, self.mesh.world, full=full)
+        return optimizer_state(self.optimizer, self.parameter_names, self.mesh.world, full=full, parts=self.parts)
 
     def load_optimizer_state(self, state: Mapping[str, Any], *, full: bool) -> None:
         """The optimizer's part of `load_state_dict`."""
-        load_optimizer_state(self.optimizer, self.parameter_names, state, self.mesh.world, full=full)
+        load_optimizer_state(self.optimizer, self.parameter_names, state, self.mesh.world, full=full, parts=self.parts)
 
     # -- helpers
 

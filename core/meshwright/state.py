@@ -21,7 +21,32 @@ from .errors import StrategyError
 from .mesh import World
 
 
-def model_state(model: nn.Module, world: World, *, full: bool) -> dict[str, Any]:
+class Parts:
+    """How a strategy divides tensors over ranks; as DTensors, unless it says otherwise.
+
+    A strategy with parts of another kind derives from this and sets `DataParallelManager.parts`.
+    """
+
+    def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
+        """`value` whole, on every rank, at least on the first. Collective.
+
+        Args:
+            value: `parameter` itself, or an entry of its optimizer state: divided like it, or a scalar.
+            parameter: what is trained, as the optimizer holds it.
+        """
+        return whole_tensor(value)
+
+    def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        """This rank's part of `whole`, the reverse of `whole`; every rank has `whole`. Collective."""
+        if isinstance(parameter, DTensor) and parameter.shape == whole.shape:
+            return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return whole
+
+
+DTENSORS = Parts()
+
+
+def model_state(model: nn.Module, world: World, *, full: bool, parts: Parts = DTENSORS) -> dict[str, Any]:
     """See `StrategyManager.state_dict`. Collective if `full`."""
     state = model.state_dict(keep_vars=True)
     if not full:
@@ -30,11 +55,13 @@ def model_state(model: nn.Module, world: World, *, full: bool) -> dict[str, Any]
     copies: dict[int, Any] = {}
     for value in state.values():
         if id(value) not in copies:
-            copies[id(value)] = _gathered(value, world)
+            copies[id(value)] = _gathered(value, value, world, parts)
     return {name: copies[id(value)] for name, value in state.items()} if world.rank == 0 else {}
 
 
-def load_model_state(model: nn.Module, state: Mapping[str, Any], world: World, *, full: bool) -> None:
+def load_model_state(
+    model: nn.Module, state: Mapping[str, Any], world: World, *, full: bool, parts: Parts = DTENSORS
+) -> None:
     """See `StrategyManager.load_state_dict`. Collective if `full`.
 
     Raises:
@@ -55,13 +82,18 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], world: World, *
     for name, value in mine.items():
         if id(value) not in done:
             done.add(id(value))
-            source = _spread(state.get(name), shapes[name], value, world) if full else state[name]
+            source = _spread(state.get(name), shapes[name], value, world, parts) if full else state[name]
             with torch.no_grad():
                 value.copy_(source)
 
 
 def optimizer_state(
-    optimizer: Optimizer, names: Mapping[nn.Parameter, str], world: World, *, full: bool
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+    world: World,
+    *,
+    full: bool,
+    parts: Parts = DTENSORS,
 ) -> dict[str, Any]:
     """The optimizer's part of `StrategyManager.state_dict`. Collective if `full`; never steps the optimizer."""
     state: dict[str, dict[str, Any]] = {}
@@ -70,7 +102,7 @@ def optimizer_state(
             values = optimizer.state.get(parameter)
             if values:
                 state[names[parameter]] = {
-                    key: _gathered(value, world) if full else value for key, value in values.items()
+                    key: _gathered(value, parameter, world, parts) if full else value for key, value in values.items()
                 }
     if full and world.rank != 0:
         return {}
@@ -79,7 +111,13 @@ def optimizer_state(
 
 
 def load_optimizer_state(
-    optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: Mapping[str, Any], world: World, *, full: bool
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+    state: Mapping[str, Any],
+    world: World,
+    *,
+    full: bool,
+    parts: Parts = DTENSORS,
 ) -> None:
     """The optimizer's part of `StrategyManager.load_state_dict`. Collective if `full`.
 
@@ -101,7 +139,7 @@ def load_optimizer_state(
         for key, kind in kinds.get(name, {}).items():
             value = saved.get(name, {}).get(key)
             if full:
-                value = _spread(value, kind, parameter, world) if isinstance(kind, tuple) else kind
+                value = _spread(value, kind, parameter, world, parts) if isinstance(kind, tuple) else kind
             packed.setdefault(index, {})[key] = value
     numbers = {names[parameter]: index for index, parameter in enumerate(parameters)}
     matched = [_matching(group, names, groups, numbers) for group in optimizer.param_groups]
@@ -125,11 +163,11 @@ def _matching(
     return {**found[0], "params": [numbers[name] for name in mine]}
 
 
-def _gathered(value: Any, world: World) -> Any:
+def _gathered(value: Any, parameter: Any, world: World, parts: Parts) -> Any:
     """A copy of the whole tensor on the CPU of rank 0; None elsewhere. What is no tensor stays as it is."""
     if not isinstance(value, Tensor):
         return value
-    whole = whole_tensor(value.detach())
+    whole = parts.whole(value.detach(), parameter.detach())
     return whole.to("cpu", copy=True) if world.rank == 0 else None
 
 
@@ -153,17 +191,16 @@ def _kind(value: Any) -> Any:
     return (value.shape, value.dtype) if isinstance(value, Tensor) else value
 
 
-def _spread(whole: Tensor | None, kind: tuple[torch.Size, torch.dtype], like: Tensor, world: World) -> Tensor:
-    """Rank 0's whole tensor on every rank: laid out like `like` where the shapes agree, else whole."""
+def _spread(
+    whole: Tensor | None, kind: tuple[torch.Size, torch.dtype], parameter: Tensor, world: World, parts: Parts
+) -> Tensor:
+    """This rank's part of a whole tensor that rank 0 has."""
     shape, dtype = kind
     received = (
         torch.empty(shape, dtype=dtype, device=world.device) if whole is None else whole.to(world.device, copy=True)
     )
     dist.broadcast(received, src=0)
-    if isinstance(like, DTensor) and like.shape == shape:
-        # Every rank has the whole, and cuts its part from it.
-        return distribute_tensor(received, like.device_mesh, like.placements, src_data_rank=None)
-    return received
+    return parts.part(received, parameter)
 
 
 def _from_first(value: Any, world: World) -> Any:
