@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 PRELOAD = (
+    "meshwright.interruptible",
     "torch",
     "torch.distributed.launcher.api",
     "torch.distributed.fsdp",
@@ -69,8 +70,7 @@ def warm_up(preload: Sequence[str] = ()) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         resource_tracker.ensure_running()  # the server would start it otherwise, and that ends with SIGINT let through
-        # The server inherits the mask, so that Ctrl-C prints no traceback of its imports; _run_rank lifts it again.
-        with _interrupts_held():
+        with _interrupts_held():  # the server inherits the mask; see meshwright.interruptible
             forkserver.ensure_running()
     finally:
         if threads is None:
@@ -192,7 +192,7 @@ def _run_rank(order: _Order) -> None:
     torch.set_num_threads(order.threads)
     os.environ["OMP_NUM_THREADS"] = str(order.threads)  # for what this rank itself starts
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         exit_code = guarded(order.main, order.args, show_traceback=order.show_traceback)
     except KeyboardInterrupt:
         exit_code = INTERRUPTED
