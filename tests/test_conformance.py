@@ -8,26 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from kinds import DIFFERENT_IN_KIND
 
 from meshwright import ConfigError, MeshError, UnknownStrategyError
 from meshwright.check import as_table, run_cells, summary, told
 from meshwright.testing import Cell, Result, conformance
 
 STRATEGIES = ["single", "ddp", "fsdp2"]
-KINDS = [
-    "llama",
-    "qwen3",
-    "qwen3_moe",
-    "mixtral",
-    "gpt2",
-    "gemma3_text",
-    "phi3",
-    "gpt_neox",
-    "opt",
-    "bloom",
-    "mamba2",
-    "cohere2",
-]
 
 
 def _marks(cell: Cell) -> list[pytest.MarkDecorator]:
@@ -45,7 +32,7 @@ def test_strategy_passes(cell: Cell) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize("model_type", DIFFERENT_IN_KIND)
 def test_architectures_that_differ_in_kind(strategy: str, model_type: str) -> None:
     (cell,) = conformance(strategy, ranks=2, models=[model_type])
     result = cell.run()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright._compat import is_attention, is_communication, is_matrix_product
 from meshwright.errors import ConfigError, ModelError
@@ -16,6 +15,7 @@ from meshwright.layout import layout_by_structure
 from meshwright.loss import token_loss_sum
 from meshwright.recompute import checkpoint_blocks
 from meshwright.testing.models import case_model, case_vocab, tiny_model
+from meshwright.testing.observe import Observer
 
 BLOCKS = 3
 LINEARS = 7
@@ -28,16 +28,15 @@ def _step(model: nn.Module, vocab: int = 131) -> torch.Tensor:
     return loss.detach()
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(Observer):
     """Counts the operators that are computed; those whose results are held do not come here again."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **kwargs or {})
+    def observe(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.counts[str(operation)] += 1
 
 
 def _counted(model: nn.Module) -> Counter[str]:

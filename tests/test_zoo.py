@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from kinds import DIFFERENT_IN_KIND
 from packaging.version import Version
 from torch import Tensor, nn
 
@@ -17,22 +18,6 @@ from meshwright.loss import token_loss_sum
 from meshwright.testing.zoo import zoo_config, zoo_data, zoo_model, zoo_reason, zoo_types, zoo_vocab
 from meshwright.testing.zoo.shrink import tiny_config
 
-DIFFERENT_IN_KIND = [
-    "llama",
-    "qwen3",
-    "qwen3_moe",
-    "mixtral",
-    "gpt2",
-    "gemma3_text",
-    "phi3",
-    "gpt_neox",
-    "opt",
-    "bloom",
-    "mamba2",
-    "falcon_h1",
-    "cohere2",
-    "deepseek_v3",
-]
 TRAINABLE = [model_type for model_type in zoo_types() if zoo_reason(model_type) is None]
 TOLERANCE = 1e-12
 NOT_CAUSAL = {

@@ -60,6 +60,12 @@ class Plan:
         for parameter, _ in model.get_submodule(module).named_parameters(recurse=False):
             self.parameters[f"{module}.{parameter}"] = style
 
+    def drop(self, module: str, model: nn.Module) -> None:
+        """Leave a module and its parameters whole."""
+        self.modules.pop(module, None)
+        for parameter, _ in model.get_submodule(module).named_parameters(recurse=False):
+            self.parameters.pop(f"{module}.{parameter}", None)
+
 
 def find_plan(
     model: nn.Module,
@@ -125,9 +131,7 @@ def keep_small_layers_whole(plan: Plan, model: nn.Module, size: int) -> None:
             continue
         features = out_features(model.get_submodule(name))
         if chunk_sizes(features, size)[-1] == 0:
-            del plan.modules[name]
-            for parameter, _ in model.get_submodule(name).named_parameters(recurse=False):
-                plan.parameters.pop(f"{name}.{parameter}", None)
+            plan.drop(name, model)
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:

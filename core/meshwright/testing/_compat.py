@@ -45,7 +45,6 @@ def process_group(value: Any) -> dist.ProcessGroup:
 def unwraps_itself(kind: type) -> bool:
     """Whether a tensor class wraps plain tensors and runs operations on them, as DTensor does.
 
-    A mode that returns NotImplemented for it is asked again for each operation on what is inside.
     Tried with torch 2.11 (by reading) and 2.13.
     """
     return hasattr(kind, "__tensor_flatten__")

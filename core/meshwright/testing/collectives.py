@@ -9,16 +9,16 @@ all-gather or reduce-scatter, and twice that for an all-reduce.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ._compat import TorchDispatchMode, bound_arguments, process_group, unwraps_itself
+from ._compat import bound_arguments, process_group
+from .observe import Observer, tensors_in
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 NOT_COLLECTIVES = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan")
@@ -104,23 +104,17 @@ def measure_collectives(work: Callable[[], object], groups: Mapping[str, dist.Pr
     return Traffic(tuple(mode.calls))
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(Observer):
     def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
         super().__init__()
         self.calls: list[Collective] = []
         self._names = {group.group_name: name for name, group in reversed(list(groups.items()))}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(map(unwraps_itself, types)):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        if func.namespace in NAMESPACES:
-            name = func.overloadpacket.__name__
+    def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        if operation.namespace in NAMESPACES:
+            name = operation.overloadpacket.__name__
             if name.strip("_") not in NOT_COLLECTIVES:
-                self._note(name, bound_arguments(func, args, kwargs or {}), result)
-        return result
+                self._note(name, bound_arguments(operation, args, kwargs), result)
 
     def _note(self, name: str, arguments: Mapping[str, Any], result: Any) -> None:
         group = process_group(arguments.get("process_group", arguments.get("group_name")))
@@ -134,17 +128,6 @@ class _Recorder(TorchDispatchMode):
             size = min(sizes) * group.size()
         named = self._names.get(group.group_name, group.group_desc)
         self.calls.append(Collective(kind, named, group.size(), dtypes[0], size))
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_in(each)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
 
 
 def _kind(name: str) -> str:

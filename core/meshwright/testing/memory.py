@@ -12,7 +12,7 @@ between two operations memory can only shrink.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ._compat import TorchDispatchMode, unwraps_itself
-from .collectives import tensors_in
+from .observe import Observer, tensors_in
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def measure_memory(
     return Memory(mode.peak, mode.now())
 
 
-class _Meter(TorchDispatchMode):
+class _Meter(Observer):
     def __init__(self, modules: Sequence[nn.Module], optimizer: Optimizer | None) -> None:
         super().__init__()
         self._parameters = list(dict.fromkeys(p for module in modules for p in module.parameters()))
@@ -81,15 +80,9 @@ class _Meter(TorchDispatchMode):
         self._see([*self._parameters, *self._gradients(), *self._state(), *buffers])
         self.peak = self.now()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(map(unwraps_itself, types)):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
+    def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         self._see(tensors_in((args, kwargs, result)))
         self.update_peak()
-        return result
 
     def update_peak(self) -> None:
         # Of equal moments the last: a gradient is in its place only after the operation that makes it.

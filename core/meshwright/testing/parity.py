@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -172,6 +172,19 @@ def train_steps(manager: StrategyManager, case: Case, steps: range) -> tuple[lis
         if case.eval_after:
             eval_losses.append(float(manager.eval_loss(microbatches, num_tokens=num_tokens)))
     return losses, norms, eval_losses
+
+
+def training_step(manager: StrategyManager, case: Case, step: int) -> Callable[[], float]:
+    """One step of the case without clipping, as a call that needs nothing but the manager; it returns the loss."""
+    microbatches = share(case, step, manager.mesh.data_rank, manager.mesh.data_size)
+    num_tokens = count_tokens(microbatches, manager.mesh)
+
+    def run() -> float:
+        loss = manager.forward_backward(microbatches, num_tokens=num_tokens)
+        manager.optimizer_step()
+        return float(loss)
+
+    return run
 
 
 def full_weights(manager: StrategyManager) -> dict[str, Tensor]:

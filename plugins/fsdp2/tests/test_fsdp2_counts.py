@@ -16,11 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright import count_tokens
 from meshwright.testing import Case, pool
 from meshwright.testing.collectives import Traffic, measure_collectives
 from meshwright.testing.models import case_model
-from meshwright.testing.parity import build_manager, share, train_steps
+from meshwright.testing.parity import build_manager, train_steps, training_step
 
 LAST_BLOCK = 2
 WIDTH = 8
@@ -31,15 +30,8 @@ def _step(config: Mapping[str, Any], sizes: Mapping[str, Any], case: Case) -> Tr
     """Collectives of a whole second step, when torch has settled its order."""
     manager = build_manager("fsdp2", config, sizes, case)
     train_steps(manager, case, range(1))
-    mesh = manager.mesh
-    batches = share(case, 1, mesh.data_rank, mesh.data_size)
-    tokens = count_tokens(batches, mesh)
-
-    def step() -> None:
-        manager.forward_backward(batches, num_tokens=tokens)
-        manager.optimizer_step()
-
-    return measure_collectives(step, {axis: mesh.group(axis) for axis in ("dp_shard", "dp_replicate")})
+    groups = {axis: manager.mesh.group(axis) for axis in ("dp_shard", "dp_replicate")}
+    return measure_collectives(training_step(manager, case, 1), groups)
 
 
 def _padded(case: Case, shards: int, chosen: Callable[[str], bool] = lambda name: True) -> int:

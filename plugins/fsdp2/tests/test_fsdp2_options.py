@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import modeling_flash_attention_utils as flash
 
 from meshwright import (
@@ -28,6 +28,7 @@ from meshwright import (
 )
 from meshwright.testing import Case, assert_parity, count_collectives, pool
 from meshwright.testing.models import tiny_model
+from meshwright.testing.observe import Observer
 from meshwright.testing.parity import build_manager, full_weights, share, train_case, train_steps
 from meshwright_fsdp2 import FSDP2Config, FSDP2Manager
 from meshwright_fsdp2.manager import device_backend
@@ -41,6 +42,17 @@ def _step(manager: Any, case: Case, index: int = 1) -> Any:
     batches = share(case, index, manager.mesh.data_rank, manager.mesh.data_size)
     tokens = count_tokens(batches, manager.mesh)
     return lambda: manager.forward_backward(batches, num_tokens=tokens)
+
+
+class Watch(Observer):
+    """Calls `see` with the name and the arguments of each operation."""
+
+    def __init__(self, see: Callable[[str, tuple[Any, ...]], object]) -> None:
+        super().__init__()
+        self._see = see
+
+    def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
+        self._see(str(operation), args)
 
 
 # -- parity: options that must not change a thing
@@ -136,14 +148,8 @@ def _order(config: dict[str, Any]) -> list[str]:
     for index, block in enumerate(root.model.layers):
         block.register_forward_pre_hook(lambda *_, index=index: seen.append(f"forward {index}"))
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if str(func).startswith("c10d._allgather_base_"):
-                seen.append("gather")
-            return func(*args, **kwargs or {})
-
     step = _step(manager, case)
-    with Watch():
+    with Watch(lambda name, _: seen.append("gather") if name.startswith("c10d._allgather_base_") else None):
         step()
     return seen
 
@@ -168,14 +174,8 @@ def _backward_order(config: dict[str, Any]) -> list[str]:
     for index, block in enumerate(manager.model_parts[0].model.layers):
         block.mlp.down_proj.register_full_backward_pre_hook(lambda *_, index=index: seen.append(f"backward {index}"))
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if str(func).startswith("c10d._allgather_base_"):
-                seen.append("gather")
-            return func(*args, **kwargs or {})
-
     step = _step(manager, case)
-    with Watch():
+    with Watch(lambda name, _: seen.append("gather") if name.startswith("c10d._allgather_base_") else None):
         step()
     return seen[UNITS:]
 
@@ -202,14 +202,12 @@ def _dtypes(config: dict[str, Any]) -> dict[str, Any]:
     block.register_forward_hook(lambda m, a, out: seen.update(residual=out.dtype))
     model.register_forward_hook(lambda m, a, out: seen.update(logits=out.logits.dtype))
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if str(func).startswith("c10d._reduce_scatter_base_"):
-                seen["reduced"] = args[1].dtype
-            return func(*args, **kwargs or {})
+    def see(name: str, args: tuple[Any, ...]) -> None:
+        if name.startswith("c10d._reduce_scatter_base_"):
+            seen["reduced"] = args[1].dtype
 
     step = _step(manager, case)
-    with Watch():
+    with Watch(see):
         loss = step()
     seen["shard"] = {p.dtype for p in model.parameters()}
     seen["gradient"] = {p.grad.dtype for p in model.parameters()}
@@ -285,12 +283,7 @@ def _operators(config: dict[str, Any]) -> tuple[int, int, bool]:
     step = _step(manager, case)
     counts: Counter[str] = Counter()
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            counts[str(func)] += 1
-            return func(*args, **kwargs or {})
-
-    with Watch():
+    with Watch(lambda name, _: counts.update([name])):
         step()
     same_names = list(full_weights(manager)) == [name for name, _ in tiny_model().named_parameters()]
     attention = counts["aten._scaled_dot_product_flash_attention_for_cpu.default"]

@@ -18,7 +18,15 @@ from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.collectives import Traffic, measure_collectives
 from meshwright.testing.memory import Held, measure_memory
 from meshwright.testing.models import case_model, tiny_model
-from meshwright.testing.parity import build_manager, full_weights, global_batch, reference, share, train_steps
+from meshwright.testing.parity import (
+    build_manager,
+    full_weights,
+    global_batch,
+    reference,
+    share,
+    train_steps,
+    training_step,
+)
 from meshwright_fsdp2 import deferred, fsdp2_strategy_parallelize, unshard_fsdp2_model
 
 TP2 = {"tp_size": 2}
@@ -134,13 +142,6 @@ def _traffic(config: dict[str, Any], case: Case) -> tuple[Traffic, int]:
     manager = build_manager("fsdp2", config, TP2, case)
     train_steps(manager, case, range(1))
     mesh = manager.mesh
-    batches = share(case, 1, mesh.data_rank, mesh.data_size)
-    tokens = count_tokens(batches, mesh)
-
-    def step() -> None:
-        manager.forward_backward(batches, num_tokens=tokens)
-        manager.optimizer_step()
-
     groups = {axis: mesh.group(axis) for axis in ("dp_shard", "tp")}
     padded = 0
     for parameter in manager.model_parts[0].parameters():
@@ -150,7 +151,7 @@ def _traffic(config: dict[str, Any], case: Case) -> tuple[Traffic, int]:
             chunk = -(-part[placement.dim] // 2)
             part[placement.dim] = max(0, min(chunk, part[placement.dim] - mesh.axis_rank("tp") * chunk))
         padded += -(-part[0] // 2) * 2 * math.prod(part[1:]) * parameter.element_size()
-    return measure_collectives(step, groups), padded
+    return measure_collectives(training_step(manager, case, 1), groups), padded
 
 
 HIDDEN = 12 // 2 * 16 * 36 * 8

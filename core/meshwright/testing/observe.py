@@ -1,0 +1,46 @@
+"""See every operation of a piece of code.
+
+Source: torch.utils._python_dispatch.TorchDispatchMode.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ._compat import TorchDispatchMode, unwraps_itself
+
+
+class Observer(TorchDispatchMode):
+    """A context manager that sees each operation on plain tensors, those of autograd's backward included.
+
+    DTensors and their like count by what they run on the tensors inside.
+    """
+
+    @abstractmethod
+    def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Called after each operation."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(map(unwraps_itself, types)):
+            # The mode is asked again for each operation on what is inside.
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        self.observe(func, args, kwargs or {}, result)
+        return result
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
