@@ -74,10 +74,18 @@ class WorkerPool:
                 connection.send(_FINISHED)
         return results
 
-    def close(self) -> None:
-        """End the workers; the next task starts new ones."""
-        for process, connection in self._workers:
+    def close(self, *, grace_s: float = 0.0) -> None:
+        """End the workers; the next task starts new ones.
+
+        Args:
+            grace_s: time that idle workers get to tidy up [s]: what torch's compiler shares between processes is
+                reported as leaked otherwise.
+        """
+        for _, connection in self._workers:
             connection.close()
+        deadline = time.monotonic() + grace_s
+        for process, _ in self._workers:
+            process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
         for process, _ in self._workers:
             process.join()
@@ -126,7 +134,7 @@ class WorkerPool:
 def pool(size: int) -> WorkerPool:
     """The shared pool of this process for a world size."""
     workers = WorkerPool(size)
-    atexit.register(workers.close)
+    atexit.register(workers.close, grace_s=5.0)
     return workers
 
 
