@@ -262,9 +262,7 @@ def build_schedule(name: str, *, ranks: int, stages: int, microbatches: int) -> 
             f"{rule.name} takes {rule.chunks_allowed} on each rank, but {stages} stages on {ranks} ranks are "
             f"{f'{stages / ranks:.3g}'} each. Split the model into {wanted} stages, or choose another schedule."
         )
-    placement = tuple(
-        min(stage, stages - 1 - stage) if rule.v_shaped else stage % ranks for stage in range(stages)
-    )
+    placement = tuple(min(stage, stages - 1 - stage) if rule.v_shaped else stage % ranks for stage in range(stages))
     schedule = Schedule(rule.name, ranks, stages, microbatches, placement, ())
     orders = tuple(
         tuple(_numbered(rule, rule.order(rank, ranks, chunks, microbatches), schedule.stages_of(rank), microbatches))
@@ -489,43 +487,62 @@ def read_csv(path: str | Path, *, ranks: int, stages: int, microbatches: int) ->
     Raises:
         ConfigError: the file cannot be read, or its schedule cannot run; with row and cell, both from 1.
     """
-    name = f"pp_schedule_csv={str(path)!r}"
+    name = _csv_name(path)
+    rows = _csv_rows(path)
+    if len(rows) != ranks:
+        raise ConfigError(f"{name} has {len(rows)} rows, but pp_size={ranks}. Give one row for each rank.")
+    owner = {action.stage: rank for rank in reversed(range(ranks)) for action, _ in rows[rank]}
+    without = [str(stage) for stage in range(stages) if stage not in owner]
+    if without:
+        raise ConfigError(f"{name} holds nothing for stage {', '.join(without)} of {stages}. Add its actions.")
+    orders = tuple(tuple(action for action, _ in row) for row in rows)
+    schedule = Schedule(name, ranks, stages, microbatches, tuple(owner[stage] for stage in range(stages)), orders)
+    _check_actions(schedule, lambda rank, index: f"row {rank + 1}, cell {rows[rank][index][1]}")
+    return schedule
+
+
+def stages_in_csv(path: str | Path) -> int:
+    """How many stages a schedule in a file has.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no action.
+    """
+    stages = [action.stage for row in _csv_rows(path) for action, _ in row]
+    if not stages:
+        raise ConfigError(f"{_csv_name(path)} holds no action. Write a row for each rank, with cells such as '0F0'.")
+    return max(stages) + 1
+
+
+def _csv_name(path: str | Path) -> str:
+    return f"pp_schedule_csv={str(path)!r}"
+
+
+def _csv_rows(path: str | Path) -> list[list[tuple[Action, int]]]:
+    """The actions of each row, each with the number of its cell."""
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
             rows = [row for row in csv.reader(file) if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{name} cannot be read: {error}.") from None
-    if len(rows) != ranks:
-        raise ConfigError(f"{name} has {len(rows)} rows, but pp_size={ranks}. Give one row for each rank.")
-    placed: list[list[tuple[Action, int]]] = [
-        [(action, column) for column, cell in enumerate(row, 1) for action in _cell_actions(cell, name, number, column)]
+        raise ConfigError(f"{_csv_name(path)} cannot be read: {error}.") from None
+    return [
+        [
+            (action, column)
+            for column, cell in enumerate(row, 1)
+            for action in _cell_actions(cell, f"{_csv_name(path)}, row {number}, cell {column}")
+        ]
         for number, row in enumerate(rows, 1)
     ]
-    owner = {action.stage: rank for rank, row in reversed(list(enumerate(placed))) for action, _ in row}
-    without = [str(stage) for stage in range(stages) if stage not in owner]
-    if without:
-        raise ConfigError(f"{name} holds nothing for stage {', '.join(without)} of {stages}. Add its actions.")
-    schedule = Schedule(
-        name,
-        ranks,
-        stages,
-        microbatches,
-        tuple(owner[stage] for stage in range(stages)),
-        tuple(tuple(action for action, _ in row) for row in placed),
-    )
-    _check_actions(schedule, lambda rank, index: f"row {rank + 1}, cell {placed[rank][index][1]}")
-    return schedule
 
 
-def _cell_actions(cell: str, name: str, row: int, column: int) -> Iterator[Action]:
+def _cell_actions(cell: str, where: str) -> Iterator[Action]:
     pair = _OVERLAP.fullmatch(cell.strip())
     for text in pair[1].split(";") if pair else [cell]:
         if not text.strip():
             continue
         match = _CELL.fullmatch(text.strip())
-        if not match or match[2] not in Kind:
+        if not match or match[2] not in list(Kind):
             raise ConfigError(
-                f"{name}, row {row}, cell {column}: {cell!r} is no action. Write stage, kind and microbatch, such as "
-                "'0F0'; kinds are F, B (or I and W)."
+                f"{where}: {cell!r} is no action. Write stage, kind and microbatch, such as '0F0'; kinds are F, B "
+                "(or I and W)."
             )
         yield Action(Kind(match[2]), int(match[1]), int(match[3]))

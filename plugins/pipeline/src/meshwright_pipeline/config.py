@@ -1,0 +1,242 @@
+"""Options of the `pipeline` strategy, and the numbers of stages and microbatches that they ask for. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
+
+from meshwright.errors import ConfigError
+from meshwright.imports import check_import, import_class_from_path
+from meshwright.validation import FrozenModel
+
+from .schedules import schedule_rule, stages_in_csv
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+# What torch calls the schedules that a file describes.
+_FROM_FILE = ("pipelineschedulesingle", "pipelineschedulemulti")
+
+
+class PipelineConfig(FrozenModel):
+    """Options of `pipeline`; the sizes of the mesh are not among them, nor are the inner strategy's options."""
+
+    pp_schedule: str | None = Field(
+        "1f1b",
+        description="GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV, in "
+        "any case, with or without separators. Leave it out, or null, with pp_schedule_csv.",
+    )
+    pp_schedule_csv: str | None = Field(
+        None,
+        description="A file with a schedule of your own: a row for each rank, a cell for each action, such as 0F0 "
+        "(stage 0, forward, microbatch 0), 1B0, or 1I0 and 1W0 for a backward in two parts; empty cells are pauses.",
+    )
+    pp_microbatch_size: int = Field(1, ge=1, description="Sequences in each microbatch of the pipeline.")
+    pp_batch_size: int = Field(
+        1,
+        ge=1,
+        description="Sequences of one run of the schedule on each data-parallel rank. Where it is set, batches of "
+        "another size are refused. Left out: as many as come.",
+    )
+    layers_per_stage: int | None = Field(
+        None,
+        ge=1,
+        description="At most so many blocks in a stage, divided evenly by number: their number over it, rounded up, "
+        "is the number of stages. null: one stage on a rank, or two for schedules that need them, balanced by cost.",
+    )
+    round_virtual_stages_to_pp_multiple: Literal["up", "down"] | None = Field(
+        None,
+        description="Where layers_per_stage gives a number of stages that is no multiple of pp_size: take the next "
+        "multiple, up or down. null: an error.",
+    )
+    module_fqns_per_model_part: list[list[str]] | None = Field(
+        None,
+        description="The modules of each stage, by name, in the model's order. Each module with parameters once.",
+    )
+    patch_inner_model: bool = Field(
+        True,
+        description="Give the inner model's stages a boundary that takes and sends hidden states. false: the module "
+        "that is given must be a stage already.",
+    )
+    patch_causal_lm_model: bool = Field(
+        True,
+        description="The same for the causal-LM model around it, whose head is on the last stage. false: the module "
+        "that is given must be a stage already.",
+    )
+    patch_stage_backward_maybe_with_nosync: bool = Field(
+        False,
+        description="Reduce gradients over data-parallel ranks once per step, after the last backward of a stage, "
+        "also where the inner strategy would on each microbatch.",
+    )
+    dtype: Annotated[
+        Any, WithJsonSchema({"anyOf": [{"enum": [*DTYPES, *(f"torch.{each}" for each in DTYPES)]}, {"type": "null"}]})
+    ] = Field(None, description="Dtype in which hidden states cross a boundary; null: the model's own.")
+    scale_grads_in_schedule: bool = Field(
+        False, description="Divide the gradients by the number of microbatches once the schedule has run."
+    )
+    loss_fn: Annotated[Any, WithJsonSchema({"type": ["string", "null"]})] = Field(
+        None,
+        description="Called with logits and labels on the last stage; a callable, or the import path of one. null: "
+        "the sum over unmasked tokens, by their number in the global batch.",
+    )
+    pp_seq_len: int | None = Field(
+        None, ge=1, description="Tokens of each sequence; others are refused. null: any, and it may change by the step."
+    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as they are, callables kept; not copied in depth."""
+        return dict(self)
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _name_dtype(cls, value: Any) -> Any:
+        name = str(value).removeprefix("torch.")
+        if value is not None and name not in DTYPES:
+            raise ValueError(f"must be one of {', '.join(DTYPES)}, as a name or a torch.dtype")
+        return None if value is None else name
+
+    @field_validator("loss_fn")
+    @classmethod
+    def _check_loss(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            try:
+                check_import(value)
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+        elif value is not None and not callable(value):
+            raise ValueError("must be a callable, or the import path of one")
+        return value
+
+    @field_validator("module_fqns_per_model_part")
+    @classmethod
+    def _check_parts(cls, value: list[list[str]] | None) -> list[list[str]] | None:
+        if value is not None and not all(value):
+            raise ValueError("must hold at least one stage, and each stage at least one module")
+        if value == []:
+            raise ValueError("must hold at least one stage; null: stages are found")
+        return value
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> PipelineConfig:
+        names_file = (self.pp_schedule or "").lower() in _FROM_FILE
+        if self.pp_schedule_csv is None:
+            if self.pp_schedule is None or names_file:
+                raise ValueError(f"pp_schedule={self.pp_schedule!r} needs a file. Set pp_schedule_csv, or a schedule")
+            try:
+                schedule_rule(self.pp_schedule)
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+        elif "pp_schedule" in self.model_fields_set and self.pp_schedule is not None and not names_file:
+            raise ValueError(f"pp_schedule={self.pp_schedule!r} and pp_schedule_csv are two schedules. Give one")
+        if self.layers_per_stage is None and self.round_virtual_stages_to_pp_multiple is not None:
+            raise ValueError(
+                f"round_virtual_stages_to_pp_multiple={self.round_virtual_stages_to_pp_multiple!r} acts only with "
+                "layers_per_stage. Set that, or leave both out"
+            )
+        if self.layers_per_stage is not None and self.module_fqns_per_model_part is not None:
+            raise ValueError("layers_per_stage and module_fqns_per_model_part both divide the model. Give one")
+        if "pp_batch_size" in self.model_fields_set:
+            number_of_microbatches(self, batch_size=self.pp_batch_size)
+        return self
+
+
+def number_of_stages(config: PipelineConfig, *, layers: int, ranks: int) -> int:
+    """Stages of the whole model, on all ranks together.
+
+    Args:
+        layers: blocks of the model.
+        ranks: size of the pipeline axis.
+
+    Raises:
+        ConfigError: the schedule does not take this number, it is no multiple of `ranks`, or there are too few blocks.
+    """
+    source, stages = _stages_asked(config, layers, ranks)
+    # A file may place stages as it likes, several on one rank and one on another.
+    if config.pp_schedule_csv is None:
+        rule = schedule_rule(str(config.pp_schedule))
+        chunks = stages / ranks
+        if chunks != int(chunks):
+            rounding = (
+                " or set round_virtual_stages_to_pp_multiple to 'up' or 'down'" if config.layers_per_stage else ""
+            )
+            raise ConfigError(
+                f"{source} gives {stages} stages, which is no multiple of pp_size={ranks}. Change it{rounding}."
+            )
+        if chunks < rule.min_chunks or (rule.max_chunks and chunks > rule.max_chunks):
+            raise ConfigError(
+                f"{source} gives {stages} stages, {int(chunks)} on each of {ranks} ranks, but "
+                f"pp_schedule={config.pp_schedule!r} takes {rule.chunks_allowed} on a rank. "
+                f"Change one of them{_fitting_layers(layers, ranks, rule.min_chunks)}."
+            )
+    if stages > layers:
+        raise ConfigError(
+            f"{source} gives {stages} stages, but the model has {layers} blocks, and each stage needs one. "
+            f"Use fewer pipeline ranks, a schedule with one stage on a rank (1f1b, gpipe), or a deeper model."
+        )
+    return stages
+
+
+def _stages_asked(config: PipelineConfig, layers: int, ranks: int) -> tuple[str, int]:
+    """Which option decides, with its value, and the number of stages that it gives."""
+    if config.module_fqns_per_model_part is not None:
+        return "module_fqns_per_model_part", len(config.module_fqns_per_model_part)
+    if config.layers_per_stage is not None:
+        source = f"layers_per_stage={config.layers_per_stage} with {layers} blocks"
+        stages = -(-layers // config.layers_per_stage)
+        rounding = config.round_virtual_stages_to_pp_multiple
+        if rounding == "up":
+            stages = -(-stages // ranks) * ranks
+        elif rounding == "down":
+            stages = stages // ranks * ranks
+        if not stages:
+            raise ConfigError(
+                f"{source} gives fewer stages than pp_size={ranks}, and none when rounded down. "
+                f"Round up, or set layers_per_stage to at most {max(1, layers // ranks)}."
+            )
+        return source, stages
+    if config.pp_schedule_csv is not None:
+        return f"pp_schedule_csv={config.pp_schedule_csv!r}", stages_in_csv(config.pp_schedule_csv)
+    return f"pp_schedule={config.pp_schedule!r}", ranks * schedule_rule(str(config.pp_schedule)).min_chunks
+
+
+def _fitting_layers(layers: int, ranks: int, chunks: int) -> str:
+    """A value of layers_per_stage that gives `chunks` stages on each rank, as a hint; empty where there is none."""
+    fitting = -(-layers // (ranks * chunks))
+    return f", for instance layers_per_stage={fitting}" if -(-layers // fitting) == ranks * chunks else ""
+
+
+def number_of_microbatches(config: PipelineConfig, *, batch_size: int) -> int:
+    """Microbatches of one run of the schedule.
+
+    Args:
+        batch_size: sequences in a data-parallel rank's batch.
+
+    Raises:
+        ConfigError: the batch does not divide into microbatches, or is not of the size that is set.
+    """
+    if "pp_batch_size" in config.model_fields_set and batch_size != config.pp_batch_size:
+        raise ConfigError(
+            f"a batch has {batch_size} sequences, but pp_batch_size={config.pp_batch_size}. "
+            "Make them equal, or leave pp_batch_size out."
+        )
+    size = config.pp_microbatch_size
+    if batch_size % size:
+        divisors = ", ".join(str(each) for each in range(1, batch_size + 1) if batch_size % each == 0)
+        raise ConfigError(
+            f"a batch of {batch_size} sequences does not divide into microbatches of pp_microbatch_size={size}. "
+            f"Use one of {divisors}, or another batch size."
+        )
+    return batch_size // size
+
+
+def loss_function(config: PipelineConfig) -> Callable[..., Any] | None:
+    """The loss that `loss_fn` names or is, classes made into objects; None where it is left out.
+
+    Raises:
+        ConfigError: there is nothing of this name, or it cannot be imported.
+    """
+    if not isinstance(config.loss_fn, str):
+        loss: Callable[..., Any] | None = config.loss_fn
+        return loss
+    found = import_class_from_path(config.loss_fn, kind=("class", "function"))
+    return found() if isinstance(found, type) else found
