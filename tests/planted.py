@@ -35,8 +35,8 @@ class DividedTwice(FSDP2Manager):
             unit.set_gradient_divide_factor(float(self.mesh.degrees.dp))
         return module
 
-    def _share_of_loss(self, batch: object, num_tokens: Tensor) -> Tensor:
-        return super()._share_of_loss(batch, num_tokens) * self.mesh.degrees.dp
+    def share_of_loss(self, batch: object, num_tokens: Tensor) -> Tensor:
+        return super().share_of_loss(batch, num_tokens) * self.mesh.degrees.dp
 
     def _sum_over_ranks(self, losses: list[Tensor]) -> Tensor:
         return super()._sum_over_ranks([loss / self.mesh.degrees.dp for loss in losses])

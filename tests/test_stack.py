@@ -269,9 +269,9 @@ def test_build_hands_a_wrapper_the_means_to_make_inner_managers():
     mesh = mesh_of(degrees)
     outer: Any = stack.build(mesh)
     assert (outer.name, outer.config, outer.mesh) == ("rings", StagesConfig(), mesh)
-    middle = outer.inner()
+    middle = outer.inner(outer.mesh)
     assert middle.name == "stages"
-    one, two = middle.inner(), middle.inner()
+    one, two = middle.inner(middle.mesh), middle.inner(middle.mesh)
     assert one is not two
     assert (one.name, one.config, one.mesh, one.inner) == ("shards", DataConfig(level=2), mesh, None)
 

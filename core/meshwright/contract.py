@@ -93,7 +93,7 @@ class StrategySpec:
             an error unless a wrapping strategy claims that axis.
         config_cls: a pydantic model of its options.
         build: `build(config, mesh) -> StrategyManager`; for `wraps`, `build(config, mesh, inner)` with
-            `inner: Callable[[], StrategyManager]`, called once for each model part.
+            `inner: Callable[[Mesh], StrategyManager]`, called once for each model part with the mesh it trains on.
         aliases: other names for it.
         wraps: it claims its axes around another strategy, which does the rest.
         estimate: `estimate(config, degrees, model_size) -> Estimate | None`, or None when it has no say.

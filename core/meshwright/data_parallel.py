@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -52,6 +52,12 @@ class DataParallelManager(StrategyManager):
     parts: Parts = DTENSORS
     materializes: ClassVar[bool] = False
     """Whether `shard` takes a model on the meta device, and gives it the same weights on all ranks."""
+    in_pipeline: bool = False
+    """Whether the model is one stage of a pipeline, which sets this before `parallelize`. It calls the methods below
+    by itself: many forwards may come before their backwards, `sync_gradients` surrounds backwards alone, and the stage
+    may have no parameter that trains."""
+    runs_in_pipeline: ClassVar[bool] = False
+    """Whether the strategy heeds `in_pipeline`."""
 
     def __init__(self, config: BaseModel, mesh: Mesh) -> None:
         self.config = config
@@ -77,6 +83,16 @@ class DataParallelManager(StrategyManager):
     def after_backward(self, *, is_last: bool) -> None:
         """Called after each microbatch's backward."""
 
+    def around_step(self, microbatches: Sequence[Batch]) -> AbstractContextManager[None]:
+        """Around all forwards and backwards of a step or evaluation."""
+        return nullcontext()
+
+    def after_eval(self) -> None:
+        """Called after forwards that no backward follows."""
+
+    def reduce_gradients(self) -> None:
+        """In a pipeline whose backwards were all run with `sync_gradients(is_last=False)`: what the last one does."""
+
     def check_gradients(self) -> None:
         """Called after the last microbatch: refuse gradients that the strategy cannot have reduced rightly."""
 
@@ -90,11 +106,11 @@ class DataParallelManager(StrategyManager):
     def parallelize(self, model: nn.Module) -> nn.Module:
         if self._parallelized:
             raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
-        check_trainable(model, may_be_meta=self.materializes)
+        check_trainable(model, may_be_meta=self.materializes, may_be_frozen=self.in_pipeline)
         check_reduce_dtype(model, getattr(self.config, "reduce_dtype", None))
         self.layout = model_layout(model)
         self._config = getattr(model, "config", None)
-        self._forward_options = _forward_options(model)
+        self._forward_options = forward_options(model)
         if not is_meta(model):
             copy_from_first_rank(model, self.mesh)
         self.model = model
@@ -120,17 +136,18 @@ class DataParallelManager(StrategyManager):
             )
         if not self.module.training:
             self.module.train()
-        self._choose_loss(microbatches[0])
         losses = []
-        for index, batch in enumerate(microbatches):
-            is_last = index == len(microbatches) - 1
-            with self.sync_gradients(is_last=is_last):
-                loss = self._share_of_loss(batch, num_tokens)
-                loss.backward()
-            self.after_backward(is_last=is_last)
-            losses.append(loss.detach())
+        with self.around_step(microbatches):
+            self.choose_loss(microbatches[0])
+            for index, batch in enumerate(microbatches):
+                is_last = index == len(microbatches) - 1
+                with self.sync_gradients(is_last=is_last):
+                    loss = self.share_of_loss(batch, num_tokens)
+                    loss.backward()
+                self.after_backward(is_last=is_last)
+                losses.append(loss.detach())
         self.check_gradients()
-        self._check_plan()
+        self.check_plan()
         return self._sum_over_ranks(losses)
 
     def eval_loss(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
@@ -139,20 +156,33 @@ class DataParallelManager(StrategyManager):
         was_training = self.module.training
         self.module.eval()
         try:
-            with torch.no_grad():
-                losses = [self._share_of_loss(batch, num_tokens) for batch in microbatches]
+            with self.around_step(microbatches), torch.no_grad():
+                losses = [self.share_of_loss(batch, num_tokens) for batch in microbatches]
         finally:
             self.module.train(was_training)
+            self.after_eval()
         return self._sum_over_ranks(losses)
 
     def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
         check_clip(max_norm, norm_type)
-        gradients = [parameter.grad for parameter in self.trainable() if parameter.grad is not None]
-        # Who asks for sums that do not depend on the layout wants the same of the factor that clips them.
-        norm = total_grad_norm(gradients, norm_type, wide=getattr(self.config, "reduce_dtype", None) is not None)
+        norm = self.grad_norm(norm_type)
         if max_norm is not None:
-            scale_to_norm(gradients, norm, max_norm)
+            self.scale_gradients(norm, max_norm)
         return norm
+
+    def grad_norm(self, norm_type: float, *, without: Collection[nn.Parameter] = ()) -> Tensor:
+        """The total norm of all gradients but those of some parameters; float64 scalar, equal on all ranks."""
+        # Who asks for sums that do not depend on the layout wants the same of the factor that clips them.
+        wide = getattr(self.config, "reduce_dtype", None) is not None
+        return total_grad_norm(self._gradients(without), norm_type, wide=wide)
+
+    def scale_gradients(self, norm: Tensor, max_norm: float) -> None:
+        """Multiply all gradients by min(1, max_norm / norm)."""
+        scale_to_norm(self._gradients(), norm, max_norm)
+
+    def _gradients(self, without: Collection[nn.Parameter] = ()) -> list[Tensor]:
+        left_out = set(without)
+        return [p.grad for p in self.trainable() if p.grad is not None and p not in left_out]
 
     def optimizer_step(self) -> None:
         optimizer = self.optimizer
@@ -187,22 +217,27 @@ class DataParallelManager(StrategyManager):
 
     # -- helpers
 
-    def _share_of_loss(self, batch: Batch, num_tokens: Tensor) -> Tensor:
-        inputs = self._on_device(batch)
+    def share_of_loss(self, batch: Batch, num_tokens: Tensor) -> Tensor:
+        """The forward of one microbatch: the sum of its token losses over the token count of the step."""
+        inputs = self.on_device(batch)
         labels = inputs.pop("labels")
         if self.tensor_parallel is not None:
             return self.tensor_parallel.token_loss_sum(lambda: self._logits(inputs), labels) / num_tokens
         return token_loss_sum(self._logits(inputs), labels) / num_tokens
 
     def _logits(self, inputs: Batch) -> Tensor:
-        with self.around_forward():
-            logits: Tensor = self.module(**inputs, **self._forward_options).logits
+        logits: Tensor = self.outputs(inputs).logits
         return logits
 
-    def _on_device(self, batch: Batch) -> dict[str, Tensor]:
+    def outputs(self, inputs: Batch) -> Any:
+        """What the module returns for a microbatch without labels, on this rank's device."""
+        with self.around_forward():
+            return self.module(**inputs, **self._forward_options)
+
+    def on_device(self, batch: Batch) -> dict[str, Tensor]:
         return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
 
-    def _choose_loss(self, batch: Batch) -> None:
+    def choose_loss(self, batch: Batch) -> None:
         """Before the first step, on a few tokens of one sequence: whether tensor parallelism can shard the loss."""
         parallel = self.tensor_parallel
         if parallel is None or not parallel.loss_is_open:
@@ -215,9 +250,9 @@ class DataParallelManager(StrategyManager):
             for name, tensor in batch.items()
             if name != "labels"
         }
-        parallel.choose_loss(lambda: self._logits(self._on_device(few)))
+        parallel.choose_loss(lambda: self._logits(self.on_device(few)))
 
-    def _check_plan(self) -> None:
+    def check_plan(self) -> None:
         """In the first step: whether the tensor-parallel plan names every parameter that it should."""
         if self.tensor_parallel is None or self._plan_is_checked:
             return
@@ -235,8 +270,7 @@ class DataParallelManager(StrategyManager):
         )
 
     def _check_step(self, microbatches: Sequence[Batch], num_tokens: Tensor) -> None:
-        parallel = self.tensor_parallel
-        multiple = parallel.sequence_multiple if parallel is not None else 1
+        multiple = self.sequence_multiple
         check_step(microbatches, num_tokens, self.mesh, vocab_size=self._vocab_size, sequence_multiple=multiple)
 
     def _sum_over_ranks(self, losses: Sequence[Tensor]) -> Tensor:
@@ -270,6 +304,15 @@ class DataParallelManager(StrategyManager):
             raise StrategyError("the manager has no model yet: call manager.parallelize(model) first.")
 
     @property
+    def has_optimizer(self) -> bool:
+        return self._optimizer is not None
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of a sequence must be a multiple of."""
+        return self.tensor_parallel.sequence_multiple if self.tensor_parallel is not None else 1
+
+    @property
     def optimizer(self) -> Optimizer:
         """The optimizer.
 
@@ -289,7 +332,7 @@ def is_meta(model: nn.Module) -> bool:
 _FEW_TOKENS = 8
 
 
-def check_trainable(model: nn.Module, *, may_be_meta: bool = False) -> None:
+def check_trainable(model: nn.Module, *, may_be_meta: bool = False, may_be_frozen: bool = False) -> None:
     """Refuse what would train wrongly or not at all.
 
     Raises:
@@ -299,7 +342,7 @@ def check_trainable(model: nn.Module, *, may_be_meta: bool = False) -> None:
         raise ModelError(
             "the model is on the meta device and has no weights to train. Build it without `torch.device('meta')`."
         )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    if not may_be_frozen and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("no parameter of the model requires a gradient. Unfreeze what is to be trained.")
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise ModelError(
@@ -331,15 +374,15 @@ def copy_from_first_rank(model: nn.Module, mesh: Mesh) -> None:
     Copies from different seeds or files would else train as a chimera, without any error. Ranks along `tp` also get
     the random state of the first, since dropout must fall on the same elements of what they all hold.
     """
-    for axis in ("dp", "cp", "tp"):
-        if mesh[axis].size() == 1:
+    for axis in ("pp", "dp", "cp", "tp"):
+        if getattr(mesh.degrees, axis) == 1:
             continue
         group = mesh.group(axis)
         for tensor in (*model.parameters(), *model.buffers()):
             staged = tensor.detach().to(mesh.device).contiguous()
             dist.broadcast(staged, group=group, group_src=0)
             tensor.data.copy_(staged)
-    if mesh["tp"].size() > 1:
+    if mesh.degrees.tp > 1:
         _share_random_state(mesh)
 
 
@@ -349,6 +392,6 @@ def _share_random_state(mesh: Mesh) -> None:
     torch.manual_seed(int(seed))
 
 
-def _forward_options(model: nn.Module) -> dict[str, Any]:
+def forward_options(model: nn.Module) -> dict[str, Any]:
     """No key-value cache while training, for models whose forward knows one."""
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}

@@ -44,7 +44,8 @@ def layout_by_structure(model: nn.Module) -> ModelLayout:
     """Find stacks, embedding, head and tied parameters.
 
     A stack is an outermost ModuleList whose members all have submodules and parameters of their own: lists inside a
-    block (experts) belong to the block, and lists of plain layers (projections) are no blocks.
+    block (experts) belong to the block, and lists of plain layers (projections) are no blocks. Members without any
+    parameter are passed over: blocks that a stage of a pipeline does not hold.
     """
     names = {id(module): name for name, module in model.named_modules()}
     embedding = _accessor(model, "get_input_embeddings")
@@ -82,14 +83,20 @@ def _accessor(model: nn.Module, name: str) -> nn.Module | None:
 def _stacks(module: nn.Module, prefix: str) -> Iterator[tuple[str, ...]]:
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if isinstance(child, nn.ModuleList) and len(child) and all(map(_is_block, child)):
-            yield tuple(f"{path}.{index}" for index in range(len(child)))
+        is_list = isinstance(child, nn.ModuleList)
+        members = [index for index, each in enumerate(child.children()) if is_list and _has_parameters(each)]
+        if members and all(_is_block(child[index]) for index in members):
+            yield tuple(f"{path}.{index}" for index in members)
         else:
             yield from _stacks(child, f"{path}.")
 
 
 def _is_block(module: nn.Module) -> bool:
-    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+    return any(True for _ in module.children())
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
 
 
 def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:

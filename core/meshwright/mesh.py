@@ -9,8 +9,10 @@ Source: torch.distributed.device_mesh.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
@@ -20,18 +22,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._compat import flatten_mesh
 from .errors import MeshError, MeshwrightError
-from .sizes import EXPERT_AXES, ROOT_AXES, VIEWS, Degrees
+from .sizes import EXPERT_AXES, ROOT_AXES, STAGE_AXES, VIEWS, Degrees
 
 T = TypeVar("T")
 
 
 class World:
-    """All ranks of the process group. A context manager: it ends the group on leaving, if it started it."""
+    """All ranks of the process group. A context manager: it ends the group on leaving, if it started it.
 
-    def __init__(self, device: torch.device, *, owns_group: bool) -> None:
+    Attributes:
+        device: of this rank.
+        group: None for all ranks; else the world is the ranks of this group, as a pipeline's stage sees it.
+        rank, size: within the group.
+    """
+
+    def __init__(self, device: torch.device, *, owns_group: bool, group: dist.ProcessGroup | None = None) -> None:
         self.device = device
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
         self._owns_group = owns_group
         config = dist.distributed_c10d.get_backend_config()
         self._control_device = torch.device("cpu") if "cpu" in config or "gloo" in config else device
@@ -44,7 +53,7 @@ class World:
     def reduce_ints(self, values: Sequence[int], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[int]:
         """All-reduce a few integers over all ranks; see [Note: control plane]."""
         tensor = torch.tensor(values, dtype=torch.int64, device=self._control_device)
-        dist.all_reduce(tensor, op=op)
+        dist.all_reduce(tensor, op=op, group=self.group)
         return [int(value) for value in tensor.tolist()]
 
     def raise_together(self, error: MeshwrightError | None) -> None:
@@ -63,7 +72,7 @@ class World:
     def raise_any(self, error: MeshwrightError | None) -> NoReturn:
         """`raise_together` where all ranks know that some rank has an error."""
         found: list[MeshwrightError | None] = [None] * self.size
-        dist.all_gather_object(found, error)
+        dist.all_gather_object(found, error, group=self.group)
         culprits = {rank: each for rank, each in enumerate(found) if each is not None}
         first, cause = next(iter(culprits.items()))
         if len({str(each) for each in culprits.values()}) == 1 and len(culprits) == self.size:
@@ -201,6 +210,7 @@ class Mesh:
         )
         self._views = {name: flatten_mesh(self.device_mesh, axes, name) for name, axes in VIEWS.items()}
         self._expert_mesh: DeviceMesh | None = None
+        self._stage: Mesh | None = None
         self._ranks = {axis: self.device_mesh.get_local_rank(axis) for axis in ROOT_AXES}
 
     @property
@@ -239,6 +249,19 @@ class Mesh:
     def axis_rank(self, axis: str) -> int:
         """This rank's coordinate along one axis or view."""
         return self._ranks[axis] if axis in self._ranks else self[axis].get_local_rank()
+
+    def stage(self) -> Mesh:
+        """The mesh that this rank's part of a pipeline is trained on: the same axes but for `pp`, which has one rank.
+
+        Its world is the ranks that train the same part. Collective over all ranks, on first use.
+        """
+        if self._stage is None:
+            group = flatten_mesh(self.device_mesh, STAGE_AXES, "stage").get_group()
+            self._stage = copy.copy(self)
+            self._stage.degrees = replace(self.degrees, pp=1)
+            self._stage.world = World(self.device, owns_group=False, group=group)
+            self._stage._ranks = {**self._ranks, "pp": 0}
+        return self._stage
 
     @property
     def data_size(self) -> int:

@@ -14,6 +14,8 @@ from .single import SingleConfig
 class SingleManager(DataParallelManager):
     """See `DataParallelManager`."""
 
+    runs_in_pipeline = True
+
     def __init__(self, config: SingleConfig, mesh: Mesh) -> None:
         super().__init__(config, mesh)
         self._sums = WideSums(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None

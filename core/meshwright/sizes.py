@@ -20,6 +20,7 @@ from .errors import MeshError
 from .validation import FrozenModel
 
 ROOT_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+STAGE_AXES = ROOT_AXES[1:]
 EXPERT_AXES = ("pp", "dp_replicate", "ep_shard", "ep")
 VIEWS = {
     "dp": ("dp_replicate", "dp_shard"),

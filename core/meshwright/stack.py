@@ -52,12 +52,12 @@ class Stack:
         if unclaimed:
             raise MeshError(f"{self} does not shard {', '.join(unclaimed)}, but the mesh is {mesh.degrees}.")
 
-        def make() -> StrategyManager:
+        def make(mesh: Mesh) -> StrategyManager:
             return self.inner.spec.build(self.inner.config, mesh)
 
         for layer in reversed(self.wrappers):
-            make = _wrapped(layer, mesh, make)
-        return make()
+            make = _wrapped(layer, make)
+        return make(mesh)
 
     def estimate(self, degrees: Degrees, model_size: ModelSize) -> Estimate | None:
         """The inner strategy's estimate; None where it has none, or where a wrapper divides the model."""
@@ -69,8 +69,8 @@ class Stack:
         return " over ".join(layer.spec.name for layer in (*self.wrappers, self.inner))
 
 
-def _wrapped(layer: Layer, mesh: Mesh, inner: Any) -> Any:
-    return lambda: layer.spec.build(layer.config, mesh, inner)
+def _wrapped(layer: Layer, inner: Any) -> Any:
+    return lambda mesh: layer.spec.build(layer.config, mesh, inner)
 
 
 def resolve(

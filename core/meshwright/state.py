@@ -199,13 +199,13 @@ def _spread(
     received = (
         torch.empty(shape, dtype=dtype, device=world.device) if whole is None else whole.to(world.device, copy=True)
     )
-    dist.broadcast(received, src=0)
+    dist.broadcast(received, group=world.group, group_src=0)
     return parts.part(received, parameter)
 
 
 def _from_first(value: Any, world: World) -> Any:
     box = [value if world.rank == 0 else None]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, group=world.group, group_src=0)
     return box[0]
 
 

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..batch import count_tokens
@@ -188,9 +189,14 @@ def training_step(manager: StrategyManager, case: Case, step: int) -> Callable[[
 
 
 def full_weights(manager: StrategyManager) -> dict[str, Tensor]:
-    """Every parameter of the model, whole, on this rank."""
+    """Every parameter of the model under all of its names, whole, on this rank; also those of other stages."""
     with manager.unshard() as parts:
-        return {name: p.detach().clone() for part in parts for name, p in part.named_parameters()}
+        found = {name: p.detach().clone() for part in parts for name, p in part.named_parameters(remove_duplicate=False)}
+    if manager.mesh.degrees.pp == 1:
+        return found
+    stages: list[dict[str, Tensor]] = [{}] * manager.mesh.degrees.pp
+    dist.all_gather_object(stages, found, group=manager.mesh.group("pp"))
+    return {name: weight for stage in stages for name, weight in stage.items()}
 
 
 def train_case(

@@ -29,7 +29,7 @@ from meshwright.recompute import checkpoint_blocks
 from meshwright.tensor_parallel import TensorParallel
 
 from . import policies
-from ._compat import overlap_tensor_parallel
+from ._compat import overlap_tensor_parallel, reduce_now
 from .config import FSDP2Config
 from .deferred import DeferredModel, same_generator
 from .packed import check_not_packed, without_packed_check
@@ -54,6 +54,7 @@ class FSDP2Manager(DataParallelManager):
 
     config: FSDP2Config
     materializes: ClassVar[bool] = True
+    runs_in_pipeline: ClassVar[bool] = True
 
     def __init__(self, config: FSDP2Config, device_mesh: Mesh, moe_mesh: DeviceMesh | None = None) -> None:
         if not isinstance(device_mesh, Mesh):
@@ -131,22 +132,13 @@ class FSDP2Manager(DataParallelManager):
             return self.mesh["dp_replicate", "dp_shard"]
         return self.mesh["dp_shard"]
 
-    def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
-        # Backward too: recomputed attention must take the same way.
-        with self._around_step(microbatches):
-            return super().forward_backward(microbatches, num_tokens=num_tokens)
-
-    def eval_loss(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
-        try:
-            with self._around_step(microbatches):
-                return super().eval_loss(microbatches, num_tokens=num_tokens)
-        finally:
-            # No backward frees what forward keeps for it, and a step would change the shards under it.
-            if self._parallelized:
-                self._sharding.reshard()
+    def after_eval(self) -> None:
+        # No backward frees what forward keeps for it, and a step would change the shards under it.
+        self._sharding.reshard()
 
     @contextmanager
-    def _around_step(self, microbatches: Sequence[Batch]) -> Iterator[None]:
+    def around_step(self, microbatches: Sequence[Batch]) -> Iterator[None]:
+        # Around backward too: recomputed attention must take the same way.
         if not self.config.patch_is_packed_sequence:
             yield
             return
@@ -167,6 +159,10 @@ class FSDP2Manager(DataParallelManager):
         root.set_requires_gradient_sync(is_last or defer is not True)
         root.set_requires_all_reduce(is_last or defer != "reduce_scatter")
         yield
+
+    def reduce_gradients(self) -> None:
+        with self.sync_gradients(is_last=True):
+            reduce_now(self._sharding.root)
 
     def check_gradients(self) -> None:
         self._usage.settle(self.mesh.world)

@@ -513,6 +513,18 @@ def stages_in_csv(path: str | Path) -> int:
     return max(stages) + 1
 
 
+def microbatches_in_csv(path: str | Path) -> int:
+    """The number of microbatches that a file's actions name.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no action.
+    """
+    found = [action.microbatch for row in _csv_rows(path) for action, _ in row]
+    if not found:
+        raise ConfigError(f"{_csv_name(path)} holds no action. Write a row for each rank, with cells such as '0F0'.")
+    return 1 + max(found)
+
+
 def _csv_name(path: str | Path) -> str:
     return f"pp_schedule_csv={str(path)!r}"
 

@@ -1,0 +1,561 @@
+"""Train a model in stages, each under a manager of the inner strategy.
+
+[Note: copies] A parameter that several stages need, such as the weight of tied embedding and head, is a parameter of
+each, with the gradient of all. Equal gradients and equal optimizer states keep the copies equal; in norms and in state
+only the first counts.
+Source: Huang et al. 2019, arXiv:1811.06965; torch.distributed.pipelining for the names of schedules.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from meshwright.batch import check_step
+from meshwright.contract import IGNORED_LABEL, Batch, OptimizerFactory, StrategyManager
+from meshwright.data_parallel import (
+    DataParallelManager,
+    check_trainable,
+    copy_from_first_rank,
+    forward_options,
+    is_meta,
+)
+from meshwright.errors import BatchError, ConfigError, ModelError, StrategyError
+from meshwright.layout import ModelLayout, model_layout
+from meshwright.mesh import Mesh
+from meshwright.norms import check_clip
+
+from .config import PipelineConfig, number_of_microbatches, number_of_stages
+from .deferred import WeightGradients
+from .names import Names
+from .optimizer import StageOptimizers
+from .runtime import Run
+from .schedules import Action, Kind, Schedule, build_schedule, microbatches_in_csv, read_csv, with_communication
+from .split import split_blocks, split_by_names
+from .stage import Boundary, Cut, shape_of, study, take_stage
+
+
+class PipelineStage:
+    """One stage on this rank; see `runtime.Stage`.
+
+    Args:
+        index: of the stage.
+        manager: of the inner strategy, with the stage's part of the model.
+        boundary: of that model.
+        cut: of the whole model.
+        is_last: whether it computes the loss.
+    """
+
+    def __init__(self, index: int, manager: DataParallelManager, boundary: Boundary, cut: Cut, *, is_last: bool) -> None:
+        self.index, self.manager = index, manager
+        self.is_first, self.is_last = index == 0, is_last
+        self.num_tokens = torch.ones(())
+        self._boundary, self._cut = boundary, cut
+        self._store = WeightGradients()
+
+    def parallelize(self, blocks: Sequence[str]) -> None:
+        """Shard the stage's part of the model, of which it has these blocks."""
+        model = self.manager.model
+        for block in blocks:
+            self._store.watch(model.get_submodule(block))
+        self.manager.parallelize(model)
+        if not self.is_first:
+            # Before the hooks of sharding, which see what is received as the block's own input.
+            first = model.get_submodule(blocks[0])
+            first.register_forward_pre_hook(self._boundary.hook, prepend=True, with_kwargs=True)
+
+    def forward(self, batch: Batch, received: Tensor | None) -> Tensor:
+        ids = batch["input_ids"]
+        self._boundary.received, self._boundary.size = received, (ids.shape[0], ids.shape[1])
+        try:
+            if self.is_last:
+                return self.manager.share_of_loss(batch, self.num_tokens)
+            inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+            hidden: Tensor = self.manager.outputs(inputs)
+            return hidden
+        finally:
+            self._boundary.received = None
+
+    def choose_loss(self, batch: Batch, dtype: torch.dtype) -> None:
+        """See `DataParallelManager.choose_loss`; on random hidden states, which are as good as any."""
+        if self.is_first:
+            self.manager.choose_loss(batch)
+            return
+
+        def receive(module: nn.Module, args: Any, kwargs: Any) -> None:
+            ids = kwargs["input_ids"]
+            self._boundary.size = (ids.shape[0], ids.shape[1])
+            shape = shape_of(self._cut.hidden[0], *self._boundary.size)
+            self._boundary.received = torch.randn(shape, dtype=dtype, device=ids.device)
+
+        hook = self.manager.module.register_forward_pre_hook(receive, with_kwargs=True)
+        try:
+            self.manager.choose_loss(batch)
+        finally:
+            hook.remove()
+            self._boundary.received = None
+
+    def backward(self, work: Callable[[], object], *, is_last: bool) -> None:
+        with self.manager.sync_gradients(is_last=is_last):
+            work()
+        self.manager.after_backward(is_last=is_last)
+
+    def backward_input(self, work: Callable[[], object]) -> Callable[[], None]:
+        with self.manager.sync_gradients(is_last=False), self._store.collecting() as rest:
+            work()
+
+        def finish() -> None:
+            for each in rest:
+                each()
+
+        return finish
+
+    def backward_weight(self, rest: Callable[[], object], *, is_last: bool) -> None:
+        rest()
+        if is_last:
+            self.manager.reduce_gradients()
+        self.manager.after_backward(is_last=is_last)
+
+    def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
+        ids = batch["input_ids"]
+        return shape_of(self._cut.hidden[0], ids.shape[0], ids.shape[1])
+
+
+class PipelineManager(StrategyManager):
+    """Pipeline parallelism around another strategy; see `StrategyManager`.
+
+    Args:
+        config: options.
+        mesh: of all ranks.
+        inner: makes a manager of the inner strategy on the mesh of a stage.
+
+    Raises:
+        ConfigError: an option that cannot act.
+        StrategyError: the inner strategy cannot run in a pipeline.
+    """
+
+    config: PipelineConfig
+
+    def __init__(self, config: PipelineConfig, mesh: Mesh, inner: Callable[[Mesh], StrategyManager]) -> None:
+        check_options(config)
+        self.config, self.mesh = config, mesh
+        self._inner = inner
+        self._stages: dict[int, PipelineStage] = {}
+        self._optimizer: Optimizer | None = None
+        self._plans: dict[tuple[int, bool], tuple[Action, ...]] = {}
+
+    # -- the model
+
+    @property
+    def model_parts(self) -> Sequence[nn.Module]:
+        self._require_model()
+        return [stage.manager.model for stage in self._stages.values()]
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        if self._stages:
+            raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
+        if is_meta(model):
+            raise ModelError(
+                "the model is on the meta device, and a pipeline cannot give its stages weights yet. Build it without "
+                "`torch.device('meta')`."
+            )
+        check_trainable(model)
+        copy_from_first_rank(model, self.mesh)
+        layout = model_layout(model)
+        self._cut: Cut = self.mesh.world.together(lambda: study(model, layout, forward_options(model)))
+        self._wide = next(model.parameters()).dtype == torch.float64
+        self._vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+        count = number_of_stages(self.config, layers=len(self._cut.blocks), ranks=self.mesh.degrees.pp)
+        self.split: tuple[range, ...] = split_model(model, layout, self._cut, self.config, count)
+        self._placement = self._schedule(count, self._run_length(count)).placement
+        self._names = Names(model, self._cut, self.split)
+        mine = [index for index, rank in enumerate(self._placement) if rank == self.mesh.axis_rank("pp")]
+        parts = dict(zip(mine, separate_parts(model, len(mine)), strict=True))
+        for index, part in parts.items():
+            self._add_stage(index, part)
+        own_parameters([stage.manager.model for stage in self._stages.values()])
+        for index, stage in self._stages.items():
+            names = [self._cut.blocks[block] for block in self.split[index]]
+            self.mesh.world.together(lambda stage=stage, names=names: stage.parallelize(names))  # type: ignore[misc]
+        return next(iter(self._stages.values())).manager.module
+
+    def _add_stage(self, index: int, part: nn.Module) -> None:
+        boundary = Boundary()
+        take_stage(part, self._cut, self.split[index], boundary)
+        manager = self._inner(self.mesh.stage())
+        if not (isinstance(manager, DataParallelManager) and manager.runs_in_pipeline):
+            raise StrategyError(
+                f"{type(manager).__name__} cannot train one stage of a pipeline: it does not say that it can run many "
+                f"forwards before their backwards (runs_in_pipeline). Set pp_size=1, or use another strategy."
+            )
+        manager.in_pipeline = True
+        manager.model = part
+        is_last = index == len(self.split) - 1
+        self._stages[index] = PipelineStage(index, manager, boundary, self._cut, is_last=is_last)
+
+    # -- the optimizer
+
+    def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
+        self._require_model()
+        optimizers = []
+        for stage in self._stages.values():
+            if any(True for _ in stage.manager.trainable()):
+                optimizers.append(stage.manager.build_optimizer(self._named(factory)))
+        self._optimizer = StageOptimizers(optimizers, self._step_stages) if optimizers else _no_optimizer()
+        return self._optimizer
+
+    def _named(self, factory: OptimizerFactory) -> OptimizerFactory:
+        """The factory sees the names of the unwrapped model, so copies of one parameter get the same options."""
+        return lambda named: factory([(self._names.canonical[name], parameter) for name, parameter in named])
+
+    def _step_stages(self) -> None:
+        for stage in self._stages.values():
+            if stage.manager.has_optimizer:
+                stage.manager.optimizer_step()
+
+    def optimizer_step(self) -> None:
+        if self._optimizer is None:
+            raise StrategyError("the manager has no optimizer yet: call manager.build_optimizer(factory) first.")
+        self._optimizer.step()
+
+    # -- steps
+
+    def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
+        pieces = self._pieces(microbatches, num_tokens)
+        if any(p.grad is not None for stage in self._stages.values() for p in stage.manager.trainable()):
+            raise StrategyError(
+                "forward_backward was called while gradients of the last call are pending. Give all microbatches of a "
+                "step in one call, and call optimizer_step (or set the gradients to None) before the next."
+            )
+        for stage in self._stages.values():
+            if not stage.manager.module.training:
+                stage.manager.module.train()
+        with self._around(microbatches):
+            self._choose_loss(pieces[0])
+            losses = self._run(pieces, num_tokens, train=True)
+        for stage in self._stages.values():
+            self.mesh.world.together(stage.manager.check_gradients)
+            self.mesh.world.together(stage.manager.check_plan)
+        self._sum_copies()
+        return self._sum_over_ranks(losses)
+
+    def eval_loss(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
+        pieces = self._pieces(microbatches, num_tokens)
+        modules = [stage.manager.module for stage in self._stages.values()]
+        before = [module.training for module in modules]
+        for module in modules:
+            module.eval()
+        try:
+            with self._around(microbatches), torch.no_grad():
+                losses = self._run(pieces, num_tokens, train=False)
+        finally:
+            for stage, training in zip(self._stages.values(), before, strict=True):
+                stage.manager.module.train(training)
+                stage.manager.after_eval()
+        return self._sum_over_ranks(losses)
+
+    @contextmanager
+    def _around(self, microbatches: Sequence[Batch]) -> Iterator[None]:
+        with ExitStack() as contexts:
+            for stage in self._stages.values():
+                contexts.enter_context(stage.manager.around_step(microbatches))
+            yield
+
+    def _pieces(self, microbatches: Sequence[Batch], num_tokens: Tensor) -> list[Batch]:
+        """The step's microbatches as the schedule takes them, equally many on all ranks."""
+        self._require_model()
+        multiple = max(stage.manager.sequence_multiple for stage in self._stages.values())
+        check_step(microbatches, num_tokens, self.mesh, vocab_size=self._vocab_size, sequence_multiple=multiple)
+        self.mesh.world.together(lambda: self._check_sizes(microbatches))
+        pieces = [piece for batch in microbatches for piece in cut_batch(batch, self.config.pp_microbatch_size)]
+        (most,) = self.mesh.world.reduce_ints([len(pieces)], dist.ReduceOp.MAX)
+        most = -(-most // self._run_length(most)) * self._run_length(most)
+        # Ranks of one stage gather and reduce together, so all run the same schedule.
+        idle = {**pieces[0], "labels": torch.full_like(pieces[0]["labels"], IGNORED_LABEL)}
+        return pieces + [idle] * (most - len(pieces))
+
+    def _check_sizes(self, microbatches: Sequence[Batch]) -> None:
+        for batch in microbatches:
+            count, length = batch["input_ids"].shape
+            try:
+                number_of_microbatches(self.config, batch_size=count)
+            except ConfigError as error:
+                raise BatchError(str(error)) from None
+            if self.config.pp_seq_len not in (None, length):
+                raise BatchError(
+                    f"sequences of {length} tokens, but pp_seq_len={self.config.pp_seq_len}. Make them equal, or leave "
+                    f"pp_seq_len out."
+                )
+
+    def _run(self, pieces: Sequence[Batch], num_tokens: Tensor, *, train: bool) -> list[Tensor]:
+        """The losses of the pieces, on the last stage's rank."""
+        for stage in self._stages.values():
+            stage.num_tokens = num_tokens
+        device = self.mesh.device
+        batches = [{name: tensor.to(device) for name, tensor in piece.items()} for piece in pieces]
+        length = self._run_length(len(batches))
+        losses: list[Tensor] = []
+        for start in range(0, len(batches), length):
+            run = Run(self._stages, self._placement, self.mesh.group("pp"), self._dtype, device, train=train)
+            is_last = start + length >= len(batches)
+            run(self._plan(length, train=train), batches[start : start + length], is_last=is_last)
+            losses += [run.losses[index] for index in sorted(run.losses)]
+        return losses
+
+    def _run_length(self, pieces: int) -> int:
+        """Microbatches of one run of the schedule."""
+        if self.config.pp_schedule_csv is not None:
+            return microbatches_in_csv(self.config.pp_schedule_csv)
+        if "pp_batch_size" in self.config.model_fields_set:
+            return self.config.pp_batch_size // self.config.pp_microbatch_size
+        return pieces
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of what crosses boundaries."""
+        chosen = self.config.dtype
+        if chosen is None:
+            return self._cut.hidden[1]
+        return chosen if isinstance(chosen, torch.dtype) else getattr(torch, chosen)  # type: ignore[no-any-return]
+
+    def _plan(self, microbatches: int, *, train: bool) -> tuple[Action, ...]:
+        """This rank's actions."""
+        if (microbatches, train) not in self._plans:
+            schedule = self._schedule(len(self.split), microbatches)
+            if not train:
+                forwards = tuple(tuple(a for a in order if a.kind is Kind.FORWARD) for order in schedule.orders)
+                schedule = replace(schedule, orders=forwards)
+            self._plans[microbatches, train] = with_communication(schedule)[self.mesh.axis_rank("pp")]
+        return self._plans[microbatches, train]
+
+    def _schedule(self, stages: int, microbatches: int) -> Schedule:
+        ranks = self.mesh.degrees.pp
+        if self.config.pp_schedule_csv is not None:
+            return read_csv(self.config.pp_schedule_csv, ranks=ranks, stages=stages, microbatches=microbatches)
+        return build_schedule(str(self.config.pp_schedule), ranks=ranks, stages=stages, microbatches=microbatches)
+
+    def _choose_loss(self, piece: Batch) -> None:
+        for stage in self._stages.values():
+            if stage.is_last:
+                stage.choose_loss(piece, self._dtype)
+
+    def _sum_over_ranks(self, losses: Sequence[Tensor]) -> Tensor:
+        # In float64, so that the sum does not depend on how microbatches are spread over ranks.
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        if losses:
+            total += torch.stack(list(losses)).sum(dtype=torch.float64)
+        for axis in ("dp", "pp"):
+            dist.all_reduce(total, group=self.mesh.group(axis))
+        return total if self._wide else total.float()
+
+    # -- copies of one parameter, see [Note: copies]
+
+    def _sum_copies(self) -> None:
+        """Give each copy of a parameter the sum of their gradients."""
+        shared = self._names.shared
+        if not shared:
+            return
+        mine = {(name, index): self._parameter(index, name) for name, holders in shared.items() for index in holders}
+        found = [int(any(p is not None and p.grad is not None for (n, _), p in mine.items() if n == name)) for name in shared]
+        used = self.mesh.world.reduce_ints(found, dist.ReduceOp.MAX)
+        for (name, holders), is_used in zip(shared.items(), used, strict=True):
+            if is_used:
+                self._sum_copies_of(name, holders, {index: mine[name, index] for index in holders})
+
+    def _sum_copies_of(self, name: str, holders: Sequence[int], copies: Mapping[int, nn.Parameter | None]) -> None:
+        here = {index: parameter for index, parameter in copies.items() if parameter is not None}
+        if not here:
+            return
+        for parameter in here.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        group, rank = self.mesh.group("pp"), self.mesh.axis_rank("pp")
+        ranks = sorted({self._placement[index] for index in holders})
+        # Each rank's own copies first, then all ranks' in the same order, so that all get the same bits.
+        parts = [local_part(parameter.grad) for parameter in here.values()]
+        own = torch.stack(parts).sum(0)
+        received = {other: torch.empty_like(own) for other in ranks if other != rank}
+        operations = [dist.P2POp(dist.isend, own, group=group, group_peer=other) for other in received]
+        operations += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=other) for other, tensor in received.items()]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        total = torch.stack([own if other == rank else received[other] for other in ranks]).sum(0)
+        for part in parts:
+            part.copy_(total)
+
+    def _parameter(self, index: int, canonical: str) -> nn.Parameter | None:
+        """The copy of a parameter on a stage of this rank."""
+        stage = self._stages.get(index)
+        if stage is None:
+            return None
+        names = stage.manager.model.named_parameters()
+        return next(parameter for name, parameter in names if self._names.canonical[name] == canonical)
+
+    # -- norms
+
+    def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
+        self._require_model()
+        check_clip(max_norm, norm_type)
+        norms = []
+        for index, stage in self._stages.items():
+            later = [self._parameter(index, name) for name, holders in self._names.shared.items() if index in holders[1:]]
+            norms.append(stage.manager.grad_norm(norm_type, without=[p for p in later if p is not None]))
+        stacked = torch.stack([norm.to(self.mesh.device, torch.float64) for norm in norms])
+        infinite = math.isinf(norm_type)
+        total = stacked.max() if infinite else (stacked**norm_type).sum()
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=self.mesh.group("pp"))
+        norm = total if infinite else total ** (1.0 / norm_type)
+        if max_norm is not None:
+            for stage in self._stages.values():
+                stage.manager.scale_gradients(norm, max_norm)
+        return norm
+
+    # -- whole parameters, and state
+
+    @contextmanager
+    def unshard(self) -> Iterator[Sequence[nn.Module]]:
+        self._require_model()
+        with ExitStack() as contexts:
+            yield [part for stage in self._stages.values() for part in contexts.enter_context(stage.manager.unshard())]
+
+    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
+        self._require_model()
+        parts = [stage.manager.state_dict(full=full) for stage in self._stages.values()]
+        if not full:
+            return {"stages": dict(zip(self._stages, parts, strict=True))}
+        return self._names.merged(self._gathered(parts), with_optimizer=self._optimizer is not None)
+
+    def _gathered(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The whole states of all stages, on the first rank; each lies on the first rank of its stage."""
+        if self.mesh.stage().world.rank != 0:
+            return []
+        group, size = self.mesh.group("pp"), self.mesh.degrees.pp
+        box: list[Any] | None = [None] * size if self.mesh.axis_rank("pp") == 0 else None
+        dist.gather_object(dict(zip(self._stages, parts, strict=True)), box, group=group, group_dst=0)
+        found = {index: state for states in box or () for index, state in states.items()}
+        return [found[index] for index in sorted(found)]
+
+    def load_state_dict(self, state: Mapping[str, Any], *, full: bool = False) -> None:
+        self._require_model()
+        if not full:
+            for index, stage in self._stages.items():
+                stage.manager.load_state_dict(state["stages"][index])
+            return
+        stage_world = self.mesh.stage().world
+        self.mesh.world.together(lambda: self._names.check(state["model"]))
+        box = [state if self.mesh.rank == 0 else None]
+        if stage_world.rank == 0:
+            dist.broadcast_object_list(box, group=self.mesh.group("pp"), group_src=0)
+        empty: Mapping[str, Any] = {"model": {}, "optimizer": {}}
+        for stage in self._stages.values():
+            names = list(stage.manager.model.state_dict(keep_vars=True))
+            trained = [name for name, _ in stage.manager.model.named_parameters()]
+            part = self._names.part(box[0], names, trained) if box[0] is not None else empty
+            self.mesh.world.together(lambda stage=stage, part=part: stage.manager.load_state_dict(part, full=True))  # type: ignore[misc]
+
+    def _require_model(self) -> None:
+        if not self._stages:
+            raise StrategyError("the manager has no model yet: call manager.parallelize(model) first.")
+
+
+def check_options(config: PipelineConfig) -> None:
+    """Refuse options that cannot act yet.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    for name in ("patch_inner_model", "patch_causal_lm_model"):
+        if not getattr(config, name):
+            raise ConfigError(f"{name}=false needs a model that is a stage already, which is not supported yet. Set {name}=true.")
+    if config.scale_grads_in_schedule:
+        raise ConfigError(
+            "scale_grads_in_schedule=true divides gradients by the number of microbatches, but the loss is divided by "
+            "the step's tokens already. Set it to false."
+        )
+    if config.loss_fn is not None:
+        raise ConfigError("loss_fn is not supported yet. Leave it out: the loss is that of every other strategy.")
+
+
+def cut_batch(batch: Batch, size: int) -> list[Batch]:
+    """Pieces of `size` sequences; tensors that do not have one row for each sequence go whole into each."""
+    count = batch["input_ids"].shape[0]
+    return [
+        {name: tensor[start : start + size] if tensor.shape[:1] == (count,) else tensor for name, tensor in batch.items()}
+        for start in range(0, count, size)
+    ]
+
+
+def split_model(
+    model: nn.Module, layout: ModelLayout, cut: Cut, config: PipelineConfig, stages: int
+) -> tuple[range, ...]:
+    """The blocks of each stage.
+
+    Raises:
+        ConfigError: module_fqns_per_model_part forgets, doubles or does not know a module.
+    """
+    if config.module_fqns_per_model_part is not None:
+        names = [name for name, _ in model.named_modules() if name]
+        holders = [name for name, module in model.named_modules() if name and _holds_parameters(module)]
+        return tuple(
+            split_by_names(
+                config.module_fqns_per_model_part,
+                blocks=cut.blocks,
+                modules=names,
+                holders=holders,
+                runs_in=cut.runs_in,
+            )
+        )
+    costs = [sum(p.numel() for p in model.get_submodule(block).parameters()) for block in cut.blocks]
+    head = model.get_submodule(layout.head) if layout.head else None
+    # Looking up an embedding costs next to nothing; the product with the head costs what its size says.
+    last = sum(p.numel() for p in head.parameters()) if head is not None else 0
+    if config.layers_per_stage is not None:
+        # By number, as was asked for.
+        costs, last = [1] * len(costs), 0
+    return tuple(split_blocks(costs, stages, last=last))
+
+
+def _holds_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def separate_parts(model: nn.Module, count: int) -> list[nn.Module]:
+    """The model and copies of its modules, which share all parameters."""
+    shared = [{id(parameter): parameter for parameter in model.parameters()} for _ in range(count - 1)]
+    return [model, *(copy.deepcopy(model, memo) for memo in shared)]
+
+
+def own_parameters(parts: Sequence[nn.Module]) -> None:
+    """Give each part parameters of its own where an earlier part has the same."""
+    taken: set[nn.Parameter] = set()
+    for part in parts:
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        for module in part.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter in taken:
+                    if parameter not in made:
+                        made[parameter] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                    setattr(module, name, made[parameter])
+        taken.update(part.parameters())
+
+
+def local_part(gradient: Tensor | None) -> Tensor:
+    """This rank's part of a gradient, which writing into changes."""
+    if gradient is None:
+        raise StrategyError("a parameter has no gradient to be summed.")
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _no_optimizer() -> Optimizer:
+    """For a rank whose stages are frozen."""
+    return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)

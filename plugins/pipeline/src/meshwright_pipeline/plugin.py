@@ -1,0 +1,38 @@
+"""The entry point of the distribution meshwright-pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from meshwright.contract import StrategySpec
+from meshwright.hookspecs import hookimpl
+
+from .config import PipelineConfig
+
+if TYPE_CHECKING:
+    from meshwright.contract import StrategyManager
+    from meshwright.mesh import Mesh
+
+    from .manager import PipelineManager
+
+
+def build(config: PipelineConfig, mesh: Mesh, inner: Callable[[Mesh], StrategyManager]) -> PipelineManager:
+    from .manager import PipelineManager
+
+    return PipelineManager(config, mesh, inner)
+
+
+@hookimpl
+def register_strategies() -> list[StrategySpec]:
+    return [
+        StrategySpec(
+            name="pipeline",
+            aliases=("pp",),
+            summary="Blocks in stages, microbatches passing through them, over any strategy.",
+            axes=frozenset({"pp"}),
+            config_cls=PipelineConfig,
+            build=build,
+            wraps=True,
+        )
+    ]
