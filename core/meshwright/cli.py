@@ -150,4 +150,6 @@ class _told:
 def main() -> None:
     """Entry point of the command `meshwright`."""
     get_registry().extend_commands(app)
-    app()
+    # For the commands of plugins.
+    with _told(traceback=False):
+        app()

@@ -81,19 +81,31 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
     check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=micro_batch_size)
     _check_output(config)
     _check_optimization(config)
-    data = prepare(config.data, tokenizer_dir=_own_tokenizer(config))
+    data, hf_config = data_and_model_config(config)
     if config.eval.sequences is not None and config.eval.sequences > len(data.held_out):
         raise ConfigError(
             f"eval.sequences={config.eval.sequences}, but the held-out split has {len(data.held_out)}. "
             f"Lower it, leave it out, or raise data.eval_fraction."
         )
-    tokenizer = load_tokenizer(data.tokenizer_dir)
-    hf_config = model_config(config.model, tokenizer=tokenizer, seq_len=config.data.seq_len)
     return Plan(stack, degrees, micro_batch_size, data, hf_config)
 
 
-def processes(config: RunConfig, accelerators: int) -> int:
+def data_and_model_config(config: RunConfig) -> tuple[PreparedData, Any]:
+    """Prepare the data, or find them in the cache, and make the Hugging Face configuration that goes with them.
+
+    Raises:
+        DataError: the corpus or the tokenizer cannot be used.
+        ModelError: the model's section is not valid.
+    """
+    data = prepare(config.data, tokenizer_dir=_own_tokenizer(config))
+    tokenizer = load_tokenizer(data.tokenizer_dir)
+    return data, model_config(config.model, tokenizer=tokenizer, seq_len=config.data.seq_len)
+
+
+def processes(config: RunConfig) -> int:
     """How many ranks `start` starts on this node."""
+    on_cpu = find_device(config.device).type == "cpu"
+    accelerators = 0 if on_cpu else torch.accelerator.device_count()
     return config.processes(get_registry().get(config.strategy).axes, accelerators)
 
 
@@ -108,8 +120,7 @@ def start(config: RunConfig, *, show_traceback: bool = False) -> int:
     """
     if started_by_launcher():
         return guarded(run_rank, (config,), show_traceback=show_traceback)
-    on_cpu = find_device(config.device).type == "cpu"
-    count = processes(config, 0 if on_cpu else torch.accelerator.device_count())
+    count = processes(config)
     with Console(stderr=True).status("preparing the run"):
         plan_run(config, count)
     if count == 1:

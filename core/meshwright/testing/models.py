@@ -106,20 +106,31 @@ def case_vocab(model_type: str) -> int:
     return zoo_vocab(model_type)
 
 
-def case_model(model_type: str, *, tied: bool | None, seed: int, dtype: torch.dtype) -> nn.Module:
-    """The tiny model of a name: a key of TINY, "routed", or a model type of the zoo."""
+def case_model(
+    model_type: str, *, tied: bool | None, seed: int, dtype: torch.dtype, layers: int | None = None
+) -> nn.Module:
+    """The tiny model of a name: a key of TINY, "routed", or a model type of the zoo.
+
+    Args:
+        layers: number of blocks, for keys of TINY.
+    """
     if model_type == "routed":
         torch.manual_seed(seed)
         return RoutedModel(dtype)
     if model_type in TINY:
-        return tiny_model(model_type, tied=bool(tied), seed=seed, dtype=dtype)
+        return tiny_model(model_type, tied=bool(tied), seed=seed, dtype=dtype, layers=layers)
     from .zoo import zoo_model
 
     return zoo_model(model_type, seed=seed, dtype=dtype, tied=tied)
 
 
 def tiny_model(
-    model_type: str = "llama", *, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float64
+    model_type: str = "llama",
+    *,
+    tied: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    layers: int | None = None,
 ) -> nn.Module:
     """A random causal LM of transformers with about 50,000 parameters, the same for equal arguments."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -132,5 +143,7 @@ def tiny_model(
         eos_token_id=None,
         pad_token_id=None,
     )
+    if layers is not None:
+        config.num_hidden_layers = layers
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=dtype)

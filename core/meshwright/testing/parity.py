@@ -56,6 +56,7 @@ class Case:
 
     model_type: str = "llama"
     tied: bool | None = False
+    layers: int | None = None
     steps: int = 3
     sequences: int = 12
     microbatches: int = 1
@@ -141,12 +142,14 @@ def build_manager(
     *,
     seed: int = 0,
     device: str = "cpu",
+    wrapper_config: Mapping[str, Any] | None = None,
 ) -> StrategyManager:
     """On every rank: the manager of `strategy` with the case's model and optimizer, ready to train."""
     world = open_world(device)
-    stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size, config=config)
+    stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size, config=config, wrapper_config=wrapper_config)
     manager = stack.build(Mesh(degrees, world))
-    model = case_model(case.model_type, tied=case.tied, seed=seed, dtype=getattr(torch, case.dtype))
+    dtype = getattr(torch, case.dtype)
+    model = case_model(case.model_type, tied=case.tied, seed=seed, dtype=dtype, layers=case.layers)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in case.frozen))
     manager.parallelize(model)
@@ -200,10 +203,15 @@ def full_weights(manager: StrategyManager) -> dict[str, Tensor]:
 
 
 def train_case(
-    strategy: str, config: Mapping[str, Any], sizes: Mapping[str, Any], case: Case, device: str = "cpu"
+    strategy: str,
+    config: Mapping[str, Any],
+    sizes: Mapping[str, Any],
+    case: Case,
+    device: str = "cpu",
+    wrapper_config: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """The task of one rank."""
-    manager = build_manager(strategy, config, sizes, case, device=device)
+    manager = build_manager(strategy, config, sizes, case, device=device, wrapper_config=wrapper_config)
     losses, norms, eval_losses = train_steps(manager, case, range(case.steps))
     return Outcome(losses, norms, eval_losses, full_weights(manager))
 
@@ -243,6 +251,7 @@ def compare(
     world_size: int,
     config: Mapping[str, Any] | None = None,
     sizes: Mapping[str, Any] | None = None,
+    wrapper_config: Mapping[str, Any] | None = None,
 ) -> Difference:
     """Train `case` under `strategy` on `world_size` ranks and under `single`.
 
@@ -250,7 +259,7 @@ def compare(
         RankError: a rank failed.
         AssertionError: the ranks do not hold the parameters that the reference holds.
     """
-    outcomes = pool(world_size).run(train_case, strategy, config or {}, sizes or {}, case)
+    outcomes = pool(world_size).run(train_case, strategy, config or {}, sizes or {}, case, "cpu", wrapper_config)
     return difference(outcomes, reference(case))
 
 
@@ -281,10 +290,13 @@ def assert_parity(
     world_size: int,
     config: Mapping[str, Any] | None = None,
     sizes: Mapping[str, Any] | None = None,
+    wrapper_config: Mapping[str, Any] | None = None,
     tolerance: float = TOLERANCE,
 ) -> None:
     """Fail unless `compare` stays within the tolerance."""
-    found = compare(strategy, case, world_size=world_size, config=config, sizes=sizes)
+    found = compare(
+        strategy, case, world_size=world_size, config=config, sizes=sizes, wrapper_config=wrapper_config
+    )
     # A NaN is not above any tolerance.
     if not found.worst <= tolerance:
         raise AssertionError(f"{strategy} on {world_size} ranks differs from single: {found} > {tolerance}")

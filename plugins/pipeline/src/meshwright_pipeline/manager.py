@@ -285,17 +285,24 @@ class PipelineManager(StrategyManager):
         return pieces + [idle] * (most - len(pieces))
 
     def _check_sizes(self, microbatches: Sequence[Batch]) -> None:
+        size = self.config.pp_microbatch_size
         for batch in microbatches:
             count, length = batch["input_ids"].shape
-            try:
-                number_of_microbatches(self.config, batch_size=count)
-            except ConfigError as error:
-                raise BatchError(str(error)) from None
+            if count % size:
+                raise BatchError(
+                    f"a microbatch of {count} sequences does not divide into pipeline microbatches of "
+                    f"pp_microbatch_size={size}. Use a multiple of it, or another pp_microbatch_size."
+                )
             if self.config.pp_seq_len not in (None, length):
                 raise BatchError(
                     f"sequences of {length} tokens, but pp_seq_len={self.config.pp_seq_len}. Make them equal, or leave "
                     f"pp_seq_len out."
                 )
+
+        try:
+            number_of_microbatches(self.config, sequences=sum(batch["input_ids"].shape[0] for batch in microbatches))
+        except ConfigError as error:
+            raise BatchError(str(error)) from None
 
     def _run(self, pieces: Sequence[Batch], num_tokens: Tensor, *, train: bool) -> list[Tensor]:
         """The losses of the pieces, on the last stage's rank."""
