@@ -35,8 +35,8 @@ class PipelineConfig(FrozenModel):
     pp_batch_size: int = Field(
         1,
         ge=1,
-        description="Sequences of one run of the schedule on each data-parallel rank. Where it is set, batches of "
-        "another size are refused. Left out: as many as come.",
+        description="Sequences of one run of the schedule on each data-parallel rank; a step with more makes several "
+        "runs. Left out: all sequences of a step in one run.",
     )
     layers_per_stage: int | None = Field(
         None,
@@ -136,7 +136,7 @@ class PipelineConfig(FrozenModel):
         if self.layers_per_stage is not None and self.module_fqns_per_model_part is not None:
             raise ValueError("layers_per_stage and module_fqns_per_model_part both divide the model. Give one")
         if "pp_batch_size" in self.model_fields_set:
-            number_of_microbatches(self, batch_size=self.pp_batch_size)
+            number_of_microbatches(self, sequences=self.pp_batch_size)
         return self
 
 
@@ -205,28 +205,33 @@ def _fitting_layers(layers: int, ranks: int, chunks: int) -> str:
     return f", for instance layers_per_stage={fitting}" if -(-layers // fitting) == ranks * chunks else ""
 
 
-def number_of_microbatches(config: PipelineConfig, *, batch_size: int) -> int:
+def number_of_microbatches(config: PipelineConfig, *, sequences: int) -> int:
     """Microbatches of one run of the schedule.
 
     Args:
-        batch_size: sequences in a data-parallel rank's batch.
+        sequences: of a step, on each data-parallel rank.
 
     Raises:
-        ConfigError: the batch does not divide into microbatches, or is not of the size that is set.
+        ConfigError: the sequences do not divide into microbatches, or into runs of the size that is set.
     """
-    if "pp_batch_size" in config.model_fields_set and batch_size != config.pp_batch_size:
+    batch, size = config.pp_batch_size, config.pp_microbatch_size
+    if "pp_batch_size" not in config.model_fields_set:
+        batch = sequences
+    elif sequences % batch:
         raise ConfigError(
-            f"a batch has {batch_size} sequences, but pp_batch_size={config.pp_batch_size}. "
-            "Make them equal, or leave pp_batch_size out."
+            f"{sequences} sequences of a step on each data-parallel rank do not divide into runs of "
+            f"pp_batch_size={batch}. Use one of {_divisors(sequences)}, or leave it out to run all together."
         )
-    size = config.pp_microbatch_size
-    if batch_size % size:
-        divisors = ", ".join(str(each) for each in range(1, batch_size + 1) if batch_size % each == 0)
+    if batch % size:
         raise ConfigError(
-            f"a batch of {batch_size} sequences does not divide into microbatches of pp_microbatch_size={size}. "
-            f"Use one of {divisors}, or another batch size."
+            f"a batch of {batch} sequences does not divide into microbatches of pp_microbatch_size={size}. "
+            f"Use one of {_divisors(batch)}, or another batch size."
         )
-    return batch_size // size
+    return batch // size
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(each) for each in range(1, number + 1) if number % each == 0)
 
 
 def loss_function(config: PipelineConfig) -> Callable[..., Any] | None:

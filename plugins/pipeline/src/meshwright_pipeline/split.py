@@ -1,11 +1,68 @@
-"""Which blocks each stage holds. Pure functions on names and numbers, no torch."""
+"""Which blocks each stage holds. Names and numbers only, no torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 from meshwright.errors import ConfigError
+
+from .config import PipelineConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from meshwright.layout import ModelLayout
+
+EMBEDDING_COST = 0.1
+"""Cost of an element of an embedding, where one of a matrix product costs 1: looking up is free, but the optimizer
+updates each element, in a time that is short against that of a step's tokens and not nothing."""
+
+
+def split_model(
+    model: nn.Module,
+    layout: ModelLayout,
+    config: PipelineConfig,
+    stages: int,
+    *,
+    blocks: Sequence[str],
+    runs_in: Callable[[str, range], bool] = lambda module, stage: True,
+) -> list[range]:
+    """Divide a whole model as the options say; it may be on the meta device.
+
+    Args:
+        layout: of the model.
+        stages: see `number_of_stages`.
+        blocks: names of the blocks, in the order in which they run.
+        runs_in: see `split_by_names`.
+
+    Raises:
+        ConfigError: see `split_by_names` and `split_blocks`.
+    """
+    if config.module_fqns_per_model_part is not None:
+        named = dict(model.named_modules())
+        return split_by_names(
+            config.module_fqns_per_model_part,
+            blocks=blocks,
+            modules=named.keys(),
+            holders=[name for name, module in named.items() if name and list(module.parameters(recurse=False))],
+            runs_in=runs_in,
+        )
+    if config.layers_per_stage is not None:
+        return split_blocks([1.0] * len(blocks), stages)
+    return split_blocks([elements(model, block) for block in blocks], stages, **ends(model, layout))
+
+
+def elements(model: nn.Module, name: str | None) -> int:
+    """Elements of the parameters of a module; each takes part in one product a token, in blocks without experts."""
+    return sum(parameter.numel() for parameter in model.get_submodule(name).parameters()) if name else 0
+
+
+def ends(model: nn.Module, layout: ModelLayout) -> dict[str, float]:
+    """What the first and the last stage bear besides their blocks, in elements that take part in a product."""
+    return {"first": EMBEDDING_COST * elements(model, layout.embedding), "last": elements(model, layout.head)}
 
 
 def split_blocks(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[range]:
@@ -32,12 +89,14 @@ def split_blocks(costs: Sequence[float], stages: int, *, first: float = 0.0, las
             f"Use between 1 and {len(costs)} stages."
         )
 
+    sums = [0.0, *accumulate(costs)]
+
     def cost(stage: int, start: int, stop: int) -> float:
-        ends = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
-        return math.fsum(costs[start:stop]) + ends
+        at_ends = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
+        return sums[stop] - sums[start] + at_ends
 
     largest, _ = _best_cuts(cost, len(costs), stages, combine=max)
-    # Sums in another order differ by their rounding.
+    # Differences of sums have been rounded.
     limit = largest * (1 + 1e-9)
 
     def square(stage: int, start: int, stop: int) -> float:
@@ -45,7 +104,7 @@ def split_blocks(costs: Sequence[float], stages: int, *, first: float = 0.0, las
         return value**2 if value <= limit else math.inf
 
     _, cuts = _best_cuts(square, len(costs), stages, combine=lambda one, other: one + other)
-    return [range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+    return [range(start, stop) for start, stop in pairwise(cuts)]
 
 
 def _best_cuts(
@@ -117,7 +176,7 @@ def split_by_names(
             raise refuse(f"{name!r} is named {len(found)} times, on stages {found}. Leave one of them")
         stage_of[name] = found[0]
     order = [stage_of[block] for block in blocks]
-    for before, after, name in zip(order, order[1:], blocks[1:], strict=False):
+    for (before, after), name in zip(pairwise(order), blocks[1:], strict=True):
         if after < before:
             raise refuse(f"{name!r} is on stage {after}, but blocks before it are on stage {before}. Keep their order")
     ranges = [range(order.index(stage), order.index(stage) + order.count(stage)) for stage in sorted(set(order))]

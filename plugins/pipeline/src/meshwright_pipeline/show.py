@@ -1,0 +1,295 @@
+"""`meshwright pipeline show`: what each rank will do when, before anything is started. No process group, no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwright.errors import ConfigError
+from meshwright.runfile import RunConfig, load_run
+
+from .config import PipelineConfig, number_of_microbatches, number_of_stages
+from .schedules import (
+    UNIT_COSTS,
+    Action,
+    Kind,
+    Schedule,
+    Times,
+    bubble_fraction,
+    build_schedule,
+    peak_live,
+    read_csv,
+    timeline,
+)
+from .split import elements, ends, split_model
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+COLOURS = {
+    Kind.FORWARD: "#4c78c8",
+    Kind.BACKWARD: "#2f9e6e",
+    Kind.BACKWARD_INPUT: "#35b0b8",
+    Kind.BACKWARD_WEIGHT: "#e09f3e",
+}
+BUBBLE = "#d9dde3"
+NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward, input",
+    Kind.BACKWARD_WEIGHT: "backward, weight",
+}
+
+
+@dataclass(frozen=True)
+class StageView:
+    """What one stage holds."""
+
+    blocks: tuple[str, ...]
+    parameters: int
+    """Elements of its blocks and of the embedding or head; a tied weight counts on each stage that holds it."""
+    cost: float
+    """Time of a forward, as a multiple of the average over stages."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A run's pipeline."""
+
+    schedule: Schedule
+    stages: tuple[StageView, ...]
+    microbatch_size: int
+    """Sequences."""
+
+    @cached_property
+    def times(self) -> Times:
+        """When each action runs, with each stage's own cost."""
+        return timeline(self.schedule, stage_costs=self.costs)
+
+    @property
+    def costs(self) -> list[float]:
+        return [stage.cost for stage in self.stages]
+
+    @cached_property
+    def end(self) -> float:
+        return max(rank[-1][2] for rank in self.times)
+
+    def bubble_of(self, rank: int) -> float:
+        """The share of the whole time in which a rank waits."""
+        return 1 - sum(end - start for _, start, end in self.times[rank]) / self.end
+
+    @property
+    def headline(self) -> str:
+        schedule = self.schedule
+        return (
+            f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches "
+            f"of {self.microbatch_size} sequence{'s' if self.microbatch_size > 1 else ''}"
+        )
+
+    @property
+    def bubbles(self) -> str:
+        equal = bubble_fraction(self.schedule)
+        divided = bubble_fraction(self.schedule, stage_costs=self.costs)
+        return f"bubble: {divided:.1%} of all ranks' time with this split, {equal:.1%} if stages were equal"
+
+
+def view_of(config: RunConfig) -> View:
+    """Work out the pipeline of a run.
+
+    Raises:
+        MeshwrightError: the run has no pipeline, or it is not valid.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from meshwright.layout import model_layout
+    from meshwright.run import data_and_model_config, processes
+    from meshwright.stack import resolve
+
+    stack, degrees = resolve(
+        config.strategy,
+        config,
+        processes(config),
+        config=config.strategy_config,
+        wrapper_config=config.wrapper_config,
+    )
+    options = next((layer.config for layer in stack.wrappers if isinstance(layer.config, PipelineConfig)), None)
+    if options is None:
+        raise ConfigError(f"{stack} has no pipeline, so there is nothing to show. Set pp_size to 2 or more.")
+    _, hf_config = data_and_model_config(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    layout = model_layout(model)
+    # A model of several modalities has several stacks, and only a run tells which of them text goes through.
+    blocks = max(layout.stacks, key=len, default=())
+    count = number_of_stages(options, layers=len(blocks), ranks=degrees.pp)
+    split = split_model(model, layout, options, count, blocks=blocks)
+    return View(
+        schedule_of(options, ranks=degrees.pp, stages=count, sequences=config.batch_size // degrees.dp),
+        tuple(_stages(model, layout, blocks, split)),
+        options.pp_microbatch_size,
+    )
+
+
+def schedule_of(config: PipelineConfig, *, ranks: int, stages: int, sequences: int) -> Schedule:
+    """The schedule of a run, by name or from a file.
+
+    Args:
+        sequences: of a step, on each data-parallel rank.
+    """
+    microbatches = number_of_microbatches(config, sequences=sequences)
+    if config.pp_schedule_csv is not None:
+        return read_csv(config.pp_schedule_csv, ranks=ranks, stages=stages, microbatches=microbatches)
+    return build_schedule(str(config.pp_schedule), ranks=ranks, stages=stages, microbatches=microbatches)
+
+
+def _stages(model: Any, layout: Any, blocks: Sequence[str], split: Sequence[range]) -> list[StageView]:
+    at_ends = ends(model, layout)
+    held = [[blocks[index] for index in part] for part in split]
+    parameters = [sum(elements(model, block) for block in part) for part in held]
+    costs = [float(count) for count in parameters]
+    for stage, module, cost in ((0, layout.embedding, at_ends["first"]), (-1, layout.head, at_ends["last"])):
+        parameters[stage] += elements(model, module)
+        costs[stage] += cost
+    mean = sum(costs) / len(costs)
+    return [
+        StageView(tuple(part), count, cost / mean) for part, count, cost in zip(held, parameters, costs, strict=True)
+    ]
+
+
+# ---- in the terminal
+
+
+def as_tables(view: View) -> list[Any]:
+    """What rich prints: the split, the ranks, the timeline."""
+    from rich.table import Table
+
+    split = Table("stage", "rank", "blocks", "parameters", "cost", title=view.headline, title_justify="left")
+    for index, stage in enumerate(view.stages):
+        rank = str(view.schedule.placement[index])
+        split.add_row(str(index), rank, _told(stage.blocks), f"{stage.parameters:,}", f"{stage.cost:.2f}")
+    ranks = Table("rank", "stages", "bubble", "peak of live microbatches")
+    for rank, peak in enumerate(peak_live(view.schedule)):
+        stages = ", ".join(map(str, view.schedule.stages_of(rank)))
+        ranks.add_row(str(rank), stages, f"{view.bubble_of(rank):.1%}", str(peak))
+    return [split, ranks, view.bubbles]
+
+
+def _told(blocks: Sequence[str]) -> str:
+    if len(blocks) == 1:
+        return f"{blocks[0]} (1)"
+    return f"{blocks[0]} to {blocks[-1].rpartition('.')[2]} ({len(blocks)})"
+
+
+def as_lines(view: View, width: int) -> list[Text]:
+    """The timeline, a line for each rank: letters of the actions, lower case for all but a rank's first stage."""
+    from rich.text import Text
+
+    shortest = min(min(view.costs) * cost for cost in UNIT_COSTS.values())
+    margin = len(f"rank {view.schedule.ranks - 1} ")
+    columns = max(1, min(width - margin, round(view.end / shortest)))
+    lines = []
+    for rank, times in enumerate(view.times):
+        line = Text(f"rank {rank} ".rjust(margin))
+        for column in range(columns):
+            now = (column + 0.5) * view.end / columns
+            action = next((each for each, start, end in times if start <= now < end), None)
+            if action is None:
+                line.append("·", style=f"dim on {BUBBLE}")
+            else:
+                line.append(_letter(action, view.schedule, rank), style=f"bold #ffffff on {COLOURS[action.kind]}")
+        lines.append(line)
+    return lines
+
+
+def _letter(action: Action, schedule: Schedule, rank: int) -> str:
+    is_first = action.stage == schedule.stages_of(rank)[0]
+    return str(action.kind) if is_first else str(action.kind).lower()
+
+
+# ---- as a picture
+
+
+def draw(view: View, path: Path) -> None:
+    """Write a PNG (or what else the name's ending says) of ranks over time.
+
+    Raises:
+        ConfigError: the picture cannot be written.
+    """
+    # The object interface draws without a display and without global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    ranks = view.schedule.ranks
+    figure = Figure(figsize=(14, 1.8 + 0.55 * ranks), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.barh(range(ranks), [view.end] * ranks, height=0.9, color=BUBBLE)
+    kinds = set()
+    for rank, times in enumerate(view.times):
+        first = view.schedule.stages_of(rank)[0]
+        for action, start, end in times:
+            kinds.add(action.kind)
+            alpha = 1.0 if action.stage == first else 0.65
+            axes.barh(
+                rank, end - start, left=start, height=0.9, color=COLOURS[action.kind], alpha=alpha, edgecolor="#ffffff"
+            )
+            # Numbers that would run into each other are left out.
+            if (end - start) / view.end > 0.006:
+                axes.text((start + end) / 2, rank, str(action.microbatch), ha="center", va="center", fontsize=7)
+    peaks = peak_live(view.schedule)
+    axes.set_yticks(range(ranks), [f"rank {rank}\npeak {peaks[rank]}" for rank in range(ranks)])
+    axes.invert_yaxis()
+    axes.set(xlabel="time [forwards of an average stage]", xlim=(0, view.end))
+    axes.set_title(f"{view.headline}\n{view.bubbles}", loc="left", fontsize=9)
+    patches = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in COLOURS if kind in kinds]
+    patches.append(Patch(color=BUBBLE, label="bubble"))
+    if view.schedule.stages > ranks:
+        patches.append(Patch(color="#000000", alpha=0.3, label="paler: not the rank's first stage"))
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--out {str(path)!r} cannot be written: {error}.") from None
+
+
+# ---- the command
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add `pipeline show`; for the hook `register_commands`."""
+    group = typer.Typer(help="Look at pipelines.", no_args_is_help=True)
+    app.add_typer(group, name="pipeline")
+
+    @group.callback()
+    def pipeline() -> None:
+        """Look at pipelines."""
+
+    @group.command()
+    def show(
+        run_file: Annotated[Path, typer.Argument(help="A run file (YAML).")],
+        assignments: Annotated[
+            list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as pp_size=4.")
+        ] = None,
+        out: Annotated[
+            Path | None, typer.Option(help="Draw the schedule into this file, such as schedule.png.")
+        ] = None,
+    ) -> None:
+        """Show the schedule of a run: the split, what each rank does when, bubbles, and live microbatches."""
+        from rich.console import Console
+
+        console = Console()
+        view = view_of(load_run(run_file, assignments or []))
+        for each in as_tables(view):
+            console.print(each, highlight=False)
+        for line in as_lines(view, console.width):
+            console.print(line, no_wrap=True, crop=True)
+        if out is not None:
+            draw(view, out)
+            console.print(f"drawn: {out}", highlight=False)

@@ -1,0 +1,451 @@
+"""The orders of all schedules: against torch's, against theory, and run without anything that computes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from meshwright_pipeline.schedules import (
+    COMPUTE,
+    SCHEDULES,
+    Action,
+    Kind,
+    Schedule,
+    bubble_fraction,
+    build_schedule,
+    peak_live,
+    read_csv,
+    schedule_rule,
+    stages_in_csv,
+    timeline,
+    validate,
+    with_communication,
+)
+from torch_orders import torch_orders
+
+from meshwright import ConfigError
+
+F, B, I, W = COMPUTE  # noqa: E741
+
+
+def printed(schedule):
+    return tuple(tuple(str(action) for action in order) for order in schedule.orders)
+
+
+def actions(text):
+    """ "0F0 1B0" as actions."""
+    return tuple(Action(Kind(cell[1]), int(cell[0]), int(cell[2])) for cell in text.split())
+
+
+@st.composite
+def schedules(draw):
+    rule = draw(st.sampled_from(list(SCHEDULES.values())))
+    ranks = draw(st.integers(1, 8))
+    chunks = draw(st.integers(rule.min_chunks, rule.max_chunks or 4))
+    return build_schedule(rule.name, ranks=ranks, stages=ranks * chunks, microbatches=draw(st.integers(1, 24)))
+
+
+# -- orders
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_orders_are_those_of_torch_wherever_torch_takes_the_numbers(name):
+    rule, compared, only_here = SCHEDULES[name], 0, 0
+    for ranks in (1, 2, 3, 4, 8):
+        for chunks in range(rule.min_chunks, (rule.max_chunks or 3) + 1):
+            for microbatches in range(1, 19):
+                sizes = {"ranks": ranks, "stages": ranks * chunks, "microbatches": microbatches}
+                ours = printed(build_schedule(name, **sizes))
+                try:
+                    theirs = torch_orders(name, **sizes)
+                except ValueError:
+                    only_here += 1
+                    continue
+                if name == "1F1B":
+                    # Torch prints the last rank's forwards from 1 on, where it runs them from 0 on.
+                    shifted = {f"{ranks - 1}F{number + 1}": f"{ranks - 1}F{number}" for number in range(microbatches)}
+                    theirs = (*theirs[:-1], tuple(shifted.get(each, each) for each in theirs[-1]))
+                assert ours == theirs, (name, sizes)
+                compared += 1
+    assert compared > 50
+    # Fewer microbatches than stages, or a number that does not divide into rounds.
+    assert (only_here > 0) == (name in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV"))
+
+
+def test_orders_of_small_pipelines_are_those_of_the_papers():
+    assert printed(build_schedule("gpipe", ranks=2, stages=2, microbatches=2)) == (
+        ("0F0", "0F1", "0B0", "0B1"),
+        ("1F0", "1F1", "1B0", "1B1"),
+    )
+    assert printed(build_schedule("1f1b", ranks=2, stages=2, microbatches=3)) == (
+        ("0F0", "0F1", "0B0", "0F2", "0B1", "0B2"),
+        ("1F0", "1B0", "1F1", "1B1", "1F2", "1B2"),
+    )
+
+
+@given(schedules())
+@settings(max_examples=150, deadline=None)
+def test_each_schedule_computes_everything_once_and_finishes(schedule):
+    validate(schedule)
+    done = Counter(action for order in schedule.orders for action in order)
+    assert set(done.values()) == {1}
+    for stage in range(schedule.stages):
+        for microbatch in range(schedule.microbatches):
+            kinds = {kind for kind in COMPUTE if done[Action(kind, stage, microbatch)]}
+            assert kinds in ({F, B}, {F, I, W})
+
+
+@given(schedules())
+@settings(max_examples=100, deadline=None)
+def test_each_rank_holds_its_share_of_the_stages(schedule):
+    held = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
+    assert {len(stages) for stages in held} == {schedule.stages // schedule.ranks}
+    for rank, order in enumerate(schedule.orders):
+        assert {action.stage for action in order} == set(held[rank])
+    if schedule_rule(schedule.name).v_shaped:
+        assert held[0] == (0, schedule.stages - 1)
+        assert all(sum(stages) == schedule.stages - 1 for stages in held)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("GPIPE", "GPipe"),
+        ("ScheduleGPipe", "GPipe"),
+        ("1f1b", "1F1B"),
+        ("Schedule1F1B", "1F1B"),
+        ("interleaved_1f1b", "Interleaved1F1B"),
+        ("Interleaved-1F1B", "Interleaved1F1B"),
+        ("looped_bfs", "LoopedBFS"),
+        ("interleaved_zero_bubble", "InterleavedZeroBubble"),
+        ("zbv", "ZBVZeroBubble"),
+        ("ZBV Zero Bubble", "ZBVZeroBubble"),
+        ("dualpipev", "DualPipeV"),
+        ("dualpipe_v", "DualPipeV"),
+    ],
+)
+def test_spellings(spelling, name):
+    assert schedule_rule(spelling).name == name
+
+
+def test_unknown_schedule_names_the_nearest_and_all():
+    with pytest.raises(ConfigError, match=r"'interleavd1f1b' is unknown. Did you mean .*Allowed.*GPipe.*DualPipeV"):
+        schedule_rule("interleavd1f1b")
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "text"),
+    [
+        ("1f1b", (4, 8, 4), "1F1B takes exactly one stage on each rank, but 8 stages on 4 ranks are 2 each.* 4 stages"),
+        ("gpipe", (4, 3, 4), "0.75 each. Split the model into 4 stages"),
+        ("interleaved1f1b", (4, 4, 4), "2 or more stages on each rank.* into 8 stages"),
+        ("interleaved1f1b", (4, 13, 4), "3.25 each. Split the model into 12 stages"),
+        ("zbv", (2, 6, 4), "exactly 2 stages on each rank.* into 4 stages"),
+        ("dualpipev", (2, 2, 4), "exactly 2 stages on each rank.* into 4 stages"),
+        ("1f1b", (2, 2, 0), "microbatches=0 must be 1 or more"),
+        ("1f1b", (0, 2, 1), "ranks=0 must be 1 or more"),
+    ],
+)
+def test_numbers_that_a_schedule_does_not_take(name, sizes, text):
+    ranks, stages, microbatches = sizes
+    with pytest.raises(ConfigError, match=text):
+        build_schedule(name, ranks=ranks, stages=stages, microbatches=microbatches)
+
+
+# -- time
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("microbatches", [1, 3, 8, 17])
+def test_bubble_of_one_stage_a_rank_is_that_of_theory(name, ranks, microbatches):
+    schedule = build_schedule(name, ranks=ranks, stages=ranks, microbatches=microbatches)
+    assert bubble_fraction(schedule) == pytest.approx((ranks - 1) / (microbatches + ranks - 1), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS"])
+@pytest.mark.parametrize(("ranks", "chunks", "microbatches"), [(2, 2, 4), (4, 2, 8), (4, 3, 16), (3, 4, 9)])
+def test_more_chunks_divide_the_bubble(name, ranks, chunks, microbatches):
+    schedule = build_schedule(name, ranks=ranks, stages=ranks * chunks, microbatches=microbatches)
+    idle = bubble_fraction(schedule)
+    # In parts of the time in which a rank works, (p - 1) / m without chunks.
+    assert idle / (1 - idle) == pytest.approx((ranks - 1) / microbatches / chunks, abs=1e-12)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 16), (8, 32), (3, 7)])
+def test_zero_bubble_v_waits_only_for_the_first_and_last_microbatch_to_pass(ranks, microbatches):
+    v_shaped = build_schedule("zbv", ranks=ranks, stages=2 * ranks, microbatches=microbatches)
+    end = max(times[-1][2] for times in timeline(v_shaped))
+    # A rank works for 6 on each microbatch; rank r begins r later and ends as much earlier as others end later.
+    assert end == 6 * microbatches + ranks - 1
+    assert bubble_fraction(v_shaped) == pytest.approx((ranks - 1) / (6 * microbatches + ranks - 1))
+    busy_from_start_to_end = [
+        sum(stop - start for _, start, stop in times) == times[-1][2] - times[0][1] for times in timeline(v_shaped)
+    ]
+    assert all(busy_from_start_to_end)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_schedules_with_separate_weights_wait_less(ranks):
+    def fraction(name, chunks):
+        return bubble_fraction(build_schedule(name, ranks=ranks, stages=ranks * chunks, microbatches=2 * ranks))
+
+    assert fraction("interleavedzerobubble", 2) < fraction("interleaved1f1b", 2) < fraction("1f1b", 1)
+    assert fraction("zbv", 2) < fraction("interleaved1f1b", 2)
+    assert fraction("dualpipev", 2) < fraction("interleaved1f1b", 2)
+
+
+def test_a_slow_stage_holds_up_the_others():
+    schedule = build_schedule("gpipe", ranks=2, stages=2, microbatches=4)
+    times = timeline(schedule, stage_costs=[1.0, 3.0])
+    # Stage 1 starts after one forward, and its backwards set the pace to the end.
+    assert times[1][-1][2] == 1 + 4 * 9
+    assert times[0][-1][2] == 1 + 4 * 9 + 2
+    assert bubble_fraction(schedule, stage_costs=[1.0, 3.0]) == pytest.approx(float(1 - Fraction(12 + 36, 2 * 39)))
+
+
+def test_costs_of_kinds_are_free():
+    schedule = build_schedule("1f1b", ranks=1, stages=1, microbatches=2)
+    assert timeline(schedule, {F: 2.0, B: 5.0})[0][-1][2] == 14
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "peaks"),
+    [
+        ("GPipe", 1, (16, 16, 16, 16)),
+        ("1F1B", 1, (4, 3, 2, 1)),
+        ("Interleaved1F1B", 2, (11, 9, 7, 5)),
+        ("LoopedBFS", 2, (32, 32, 32, 32)),
+        ("InterleavedZeroBubble", 2, (8, 8, 8, 8)),
+        ("ZBVZeroBubble", 2, (8, 8, 8, 8)),
+        ("DualPipeV", 2, (9, 9, 9, 9)),
+    ],
+)
+def test_peak_of_live_microbatches(name, chunks, peaks):
+    assert peak_live(build_schedule(name, ranks=4, stages=4 * chunks, microbatches=16)) == peaks
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 40])
+def test_1f1b_holds_no_more_than_the_ranks_below_whatever_the_number_of_microbatches(microbatches):
+    schedule = build_schedule("1f1b", ranks=4, stages=4, microbatches=microbatches)
+    assert peak_live(schedule) == tuple(min(microbatches, 4 - rank) for rank in range(4))
+
+
+# -- communication
+
+
+def transfers(schedule):
+    """What must cross from one rank to another: the send on one side and the receive on the other."""
+    found = set()
+    for stage in range(schedule.stages - 1):
+        if schedule.placement[stage] != schedule.placement[stage + 1]:
+            for microbatch in range(schedule.microbatches):
+                found.add((Action(Kind.SEND_F, stage, microbatch), Action(Kind.RECV_F, stage + 1, microbatch)))
+                found.add((Action(Kind.SEND_B, stage + 1, microbatch), Action(Kind.RECV_B, stage, microbatch)))
+    return found
+
+
+def execute(schedule, orders, rng):
+    """Run ranks in a random order, each send waiting until its receiver is there too (rendezvous).
+
+    Checks on the way that what an action needs has been computed on its rank or received there.
+    """
+    last = schedule.stages - 1
+    at = [0] * schedule.ranks
+    here = [set() for _ in range(schedule.ranks)]
+    met = set()
+
+    def current(rank):
+        return orders[rank][at[rank]] if at[rank] < len(orders[rank]) else None
+
+    def compute(rank, action):
+        stage, number = action.stage, action.microbatch
+        needs = set()
+        if action.kind is F and stage:
+            needs = {("F", stage - 1, number)}
+        elif action.kind in (B, I):
+            needs = {("F", stage, number)} | ({("B", stage + 1, number)} if stage < last else set())
+        elif action.kind is W:
+            needs = {("B", stage, number)}
+        assert needs <= here[rank], f"{action} runs without {needs - here[rank]}"
+        here[rank].add(("F" if action.kind is F else "W" if action.kind is W else "B", stage, number))
+
+    def step(rank):
+        action = current(rank)
+        if action.kind in COMPUTE:
+            compute(rank, action)
+            at[rank] += 1
+            return True
+        peer = schedule.placement[action.peer_stage]
+        sends = action.kind in (Kind.SEND_F, Kind.SEND_B)
+        other = Kind[action.kind.replace(*(("SEND", "RECV") if sends else ("RECV", "SEND")))]
+        if current(peer) != Action(other, action.peer_stage, action.microbatch):
+            return False
+        giver, taker = (rank, peer) if sends else (peer, rank)
+        sent = current(giver)
+        value = (sent.kind[-1], sent.stage, sent.microbatch)
+        assert value in here[giver], f"{sent} before its value is there"
+        here[taker].add(value)
+        met.add((sent, current(taker)))
+        at[rank] += 1
+        at[peer] += 1
+        return True
+
+    while any(current(rank) for rank in range(schedule.ranks)):
+        ready = [rank for rank in range(schedule.ranks) if current(rank)]
+        rng.shuffle(ready)
+        assert any(step(rank) for rank in ready), f"deadlock at {[str(current(rank)) for rank in ready]}"
+    return met
+
+
+@given(schedules(), st.randoms(use_true_random=False))
+@settings(max_examples=120, deadline=None)
+def test_transfers_are_complete_and_never_deadlock_even_where_sends_block(schedule, rng):
+    orders = with_communication(schedule)
+    assert execute(schedule, orders, rng) == transfers(schedule)
+    computing = tuple(tuple(each for each in order if each.kind in COMPUTE) for order in orders)
+    assert computing == schedule.orders
+
+
+@given(schedules())
+@settings(max_examples=60, deadline=None)
+def test_two_ranks_name_their_transfers_in_the_same_order(schedule):
+    orders = with_communication(schedule)
+    for one in range(schedule.ranks):
+        for other in range(one):
+            mine, theirs = (
+                [
+                    frozenset(((each.stage, each.microbatch), (each.peer_stage, each.microbatch)))
+                    for each in orders[rank]
+                    if each.kind not in COMPUTE and schedule.placement[each.peer_stage] == peer
+                ]
+                for rank, peer in ((one, other), (other, one))
+            )
+            assert mine == theirs
+
+
+@given(schedules(), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_any_order_that_finishes_gets_transfers_that_work(schedule, rng):
+    assume(schedule.ranks > 1 and schedule.microbatches > 1)
+    # Exchange neighbours at random wherever the schedule still finishes.
+    orders = [list(order) for order in schedule.orders]
+    for _ in range(10):
+        rank = rng.randrange(schedule.ranks)
+        index = rng.randrange(len(orders[rank]) - 1)
+        orders[rank][index : index + 2] = reversed(orders[rank][index : index + 2])
+        try:
+            timeline(replace(schedule, orders=tuple(map(tuple, orders))))
+        except ConfigError:
+            orders[rank][index : index + 2] = reversed(orders[rank][index : index + 2])
+    changed = replace(schedule, orders=tuple(map(tuple, orders)))
+    assert execute(changed, with_communication(changed), rng) == transfers(schedule)
+
+
+def test_a_schedule_that_cannot_finish_names_what_waits():
+    stuck = Schedule("mine", 2, 2, 1, (0, 1), (actions("0B0 0F0"), actions("1F0 1B0")))
+    with pytest.raises(
+        ConfigError, match="mine cannot finish: rank 0 waits at 0B0 for 0F0 and 1I0; rank 1 waits at 1F"
+    ):
+        with_communication(stuck)
+
+
+# -- validation and files
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        ("0F0 0B0 0B0", "1F0 1B0", r"action 2 of rank 0 \(0B0\): this was computed already by action 1 of rank 0"),
+        ("0F0 0I0 0W0 0B0", "1F0 1B0", r"action 3 .*computed already by action 1"),
+        ("0F0 0I0", "1F0 1B0", "rank 0: 0W0 missing"),
+        ("0F0 0B0", "1B0", "rank 1: 1F0 missing"),
+        ("0F0 0B0", "", "rank 1: 1F0 and 1I0 and 1W0 missing"),
+        ("0F0 0B0 0F1", "1F0 1B0", "microbatch 1 is not among the 1 microbatchs?, 0 to 0"),
+        ("0F0 0B0 2F0", "1F0 1B0", "stage 2 is not among the 2 stages, 0 to 1"),
+        ("0F0 1F0 0B0", "1B0", r"action 1 of rank 0 \(1F0\): stage 1 is on rank 1"),
+        ("0W0 0F0 0I0", "1F0 1B0", "rank 0 waits at 0W0 for 0I0"),
+    ],
+)
+def test_what_is_wrong_with_a_schedule_is_named(first, second, text):
+    with pytest.raises(ConfigError, match=text):
+        validate(Schedule("mine", 2, 2, 1, (0, 1), (actions(first), actions(second))))
+
+
+def test_transfers_in_a_schedule_are_refused():
+    order = (Action(F, 0, 0), Action(Kind.SEND_F, 0, 0), Action(B, 0, 0))
+    with pytest.raises(ConfigError, match=r"0SEND_F0.*transfers are derived"):
+        validate(Schedule("mine", 1, 1, 1, (0,), (order,)))
+
+
+def write(path, schedule, *, bubbles=True):
+    """A file in the format of torch, with empty cells where a rank waits."""
+    rows = []
+    for times in timeline(schedule):
+        row, now = [], 0.0
+        for action, start, end in times:
+            row += [""] * int(start - now) * bubbles + [str(action)]
+            now = end
+        rows.append(",".join(row))
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_in_a_file_is_the_same_schedule(name, tmp_path):
+    stages = 3 * SCHEDULES[name].min_chunks
+    schedule = build_schedule(name, ranks=3, stages=stages, microbatches=7)
+    write(tmp_path / "own.csv", schedule)
+    read = read_csv(tmp_path / "own.csv", ranks=3, stages=stages, microbatches=7)
+    assert (read.orders, read.placement) == (schedule.orders, schedule.placement)
+    assert stages_in_csv(tmp_path / "own.csv") == stages
+
+
+def test_cells_that_overlap_forward_and_backward_run_one_after_the_other(tmp_path):
+    path = tmp_path / "own.csv"
+    path.write_text("0F0, ,(0F1;0B0)OVERLAP_F_B,0B1\n", encoding="utf-8")
+    (order,) = read_csv(path, ranks=1, stages=1, microbatches=2).orders
+    assert order == actions("0F0 0F1 0B0 0B1")
+
+
+def test_a_file_may_place_stages_as_it_likes(tmp_path):
+    path = tmp_path / "own.csv"
+    path.write_text("0F0,1F0,,,1B0,0B0\n,,2F0,2B0\n", encoding="utf-8")
+    schedule = read_csv(path, ranks=2, stages=3, microbatches=1)
+    assert schedule.placement == (0, 0, 1)
+    orders = with_communication(schedule)
+    # Nothing is sent between stages 0 and 1, which are on one rank.
+    assert [str(each) for each in orders[0]] == ["0F0", "1F0", "1SEND_F0", "1RECV_B0", "1B0", "0B0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("0F0,0X0,0B0\n1F0,1B0\n", "row 1, cell 2: '0X0' is no action"),
+        ("0F0,0UNSHARD,0B0\n1F0,1B0\n", "row 1, cell 2: '0UNSHARD' is no action"),
+        ("0F0,0SEND_F0,0B0\n1F0,1B0\n", r"row 1, cell 2 \(0SEND_F0\): a schedule holds computing actions only"),
+        ("0F0,,0B0\n1F0,1B0,,1B0\n", r"row 2, cell 4 \(1B0\): this was computed already by row 2, cell 2"),
+        ("0F0,0B0,,1F0\n1F0,1B0\n", r"row 2, cell 1 \(1F0\): stage 1 is on rank 0; it cannot be on two"),
+        ("0F0,0B0,0F1\n1F0,1B0\n", r"row 1, cell 3 \(0F1\): microbatch 1 is not among"),
+        ("0F0,0B0\n", "has 1 rows, but pp_size=2"),
+        ("0F0,0B0\n2F0,2B0\n", "holds nothing for stage 1 of 2"),
+        ("0B0,0F0\n1F0,1B0\n", "cannot finish: rank 0 waits at 0B0"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_with_row_and_cell(text, error, tmp_path):
+    path = tmp_path / "own.csv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=error) as raised:
+        read_csv(path, ranks=2, stages=2, microbatches=1)
+    assert "own.csv" in str(raised.value)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match=r"none.csv' cannot be read: .*No such file"):
+        stages_in_csv(tmp_path / "none.csv")
+    (tmp_path / "empty.csv").write_text(",,\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"empty.csv' holds no action"):
+        stages_in_csv(tmp_path / "empty.csv")
