@@ -132,7 +132,9 @@ def _data_ranks(spec: StrategySpec, ranks: int, sizes: Mapping[str, int]) -> int
 
 
 def _cases(spec: StrategySpec, ranks: int, data_ranks: int, main: bool, fixed: Mapping[str, Any]) -> Iterator[_Entry]:
-    base = Case()
+    # Two stages on each rank of a pipeline, and one block too many to divide evenly.
+    layers = 2 * ranks + 1 if "pp" in spec.axes else None
+    base, routed = Case(layers=layers), Case(model_type="routed", layers=layers)
     yield _entry("ragged masks", base)
     if not main:
         return
@@ -163,9 +165,9 @@ def _cases(spec: StrategySpec, ranks: int, data_ranks: int, main: bool, fixed: M
     lonely = "there is no other rank to differ from" if ranks == 1 else None
     few = None if uneven else "there are shares for 2 to 4 data ranks only"
     yield _entry("uneven shares", replace(base, shares=uneven), reason=alone or few)
-    yield _entry("unused parameters", Case(model_type="routed"))
-    yield _entry("no gradient in a step", Case(model_type="routed", route="steps"))
-    yield _entry("ranks use different parameters", Case(model_type="routed", route="ranks"))
+    yield _entry("unused parameters", routed)
+    yield _entry("no gradient in a step", replace(routed, route="steps"))
+    yield _entry("ranks use different parameters", replace(routed, route="ranks"))
     for name, tied in (("state to single and back", False), ("state to single and back, tied", True)):
         yield _entry(name, replace(base, steps=4, tied=tied), kind="state")
     yield _entry("bad input", replace(base, microbatches=2, sequences=24), kind="bad input", reason=lonely)
@@ -187,11 +189,12 @@ def _entry(
 
 
 def _options(config_cls: type[BaseModel], fixed: Mapping[str, Any]) -> Iterator[tuple[str, Any, str | None]]:
-    """(option, value, why it is not tried) for every other value of each option that has few."""
+    """(option, value, why it is not tried) for every other value of each option that has few, or gives examples."""
     for name, info in config_cls.model_fields.items():
         if name in fixed:
             continue
-        values = [value for value in _values(info.annotation) if value != info.get_default(call_default_factory=True)]
+        known = [*_values(info.annotation), *(info.examples or ())]
+        values = [value for value in known if value != info.get_default(call_default_factory=True)]
         for value in values:
             yield name, value, None
         if not values:

@@ -36,10 +36,10 @@ class RoutedModel(nn.Module):
     So a parameter may have no gradient in a microbatch, in a step, on a rank, or at all, depending on the data alone.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, layers: int = 3) -> None:
         super().__init__()
         self.embed = nn.Embedding(ROUTED_VOCAB, 12, dtype=dtype)
-        self.blocks = nn.ModuleList(_RoutedBlock(dtype) for _ in range(3))
+        self.blocks = nn.ModuleList(_RoutedBlock(dtype) for _ in range(layers))
         self.head = nn.Linear(12, ROUTED_VOCAB, dtype=dtype)
 
     def forward(self, input_ids: Tensor) -> CausalLMOutput:
@@ -112,11 +112,11 @@ def case_model(
     """The tiny model of a name: a key of TINY, "routed", or a model type of the zoo.
 
     Args:
-        layers: number of blocks, for keys of TINY.
+        layers: number of blocks, for keys of TINY and "routed".
     """
     if model_type == "routed":
         torch.manual_seed(seed)
-        return RoutedModel(dtype)
+        return RoutedModel(dtype, layers or 3)
     if model_type in TINY:
         return tiny_model(model_type, tied=bool(tied), seed=seed, dtype=dtype, layers=layers)
     from .zoo import zoo_model

@@ -11,7 +11,7 @@ from meshwright.errors import ConfigError
 from meshwright.imports import check_import, import_class_from_path
 from meshwright.validation import FrozenModel
 
-from .schedules import schedule_rule, stages_in_csv
+from .schedules import SCHEDULES, schedule_rule, stages_in_csv
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 # What torch calls the schedules that a file describes.
@@ -25,6 +25,7 @@ class PipelineConfig(FrozenModel):
         "1f1b",
         description="GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV, in "
         "any case, with or without separators. Leave it out, or null, with pp_schedule_csv.",
+        examples=[*SCHEDULES],
     )
     pp_schedule_csv: str | None = Field(
         None,
