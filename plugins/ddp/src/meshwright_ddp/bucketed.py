@@ -1,11 +1,12 @@
 """Our own data-parallel engine, after Megatron-Core's DistributedDataParallel, for any model.
 
-Gradients accumulate in flat buffers, cut into buckets. With `overlap_grad_reduce` a bucket is reduced as soon as backward
-has yielded all of its gradients.
+Gradients accumulate in flat buffers, cut into buckets. With `overlap_grad_reduce` a bucket is reduced as soon as
+backward has yielded all of its gradients.
 
-[Note: when a bucket is ready] The first step only counts how often each parameter gets a gradient in the last microbatch.
-From the second on, a bucket is dispatched when all its parameters have been counted as often, and at the end of the step
-otherwise. A parameter without a gradient in the first step may get one later, so its bucket waits for the end of each.
+[Note: when a bucket is ready] The first step only counts how often each parameter gets a gradient in the last
+microbatch. From the second on, a bucket is dispatched when all its parameters have been counted as often, and at the
+end of the step otherwise. A parameter without a gradient in the first step may get one later, so its bucket waits for
+the end of each.
 
 [Note: order of reductions] Ranks may use different parameters (experts chosen by the data), but must issue the same
 collectives in the same order; so a bucket waits for those before it, as in torch's DDP.
@@ -30,7 +31,7 @@ from meshwright.errors import MeshError, MeshwrightError, ModelError, StrategyEr
 from meshwright.mesh import Mesh
 from meshwright.sizes import ROOT_AXES
 
-from .buffers import Buffer, BucketSizes, make_buffers
+from .buffers import BucketSizes, Buffer, make_buffers
 from .checks import GradientChecks
 from .config import DistributedDataParallelConfig
 from .gather import BucketGather, ParameterGather
@@ -284,8 +285,8 @@ class BucketedDataParallel(nn.Module):
             if bucket.reference is not None and not bucket.is_dispatched:
                 ready = sum(bucket.counts[slot] > 0 for slot in bucket.slots)
                 return StrategyError(
-                    f"bucket {index} cannot be finished: {ready} of {len(bucket.slots)} parameters have their gradient. "
-                    f"Call finish_grad_sync after the last microbatch's backward, outside of no_sync; with "
+                    f"bucket {index} cannot be finished: {ready} of {len(bucket.slots)} parameters have their "
+                    f"gradient. Call finish_grad_sync after the last microbatch's backward, outside of no_sync; with "
                     f"allow_unused=True if the others are unused in this step."
                 )
         return None

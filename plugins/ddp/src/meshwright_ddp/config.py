@@ -199,7 +199,9 @@ class DDPConfig(DistributedDataParallelConfig):
         False, description="Needed where a step leaves out some trainable parameters; costs a walk of the graph."
     )
     static_graph: bool = Field(
-        False, description="Promise that every step uses the same parameters in the same way; unused ones are allowed."
+        False,
+        description="Promise that every step uses the same parameters in the same way; unused ones are "
+        "allowed, several microbatches in a step are not.",
     )
     broadcast_buffers: bool = Field(
         True, description="Give all ranks the first one's buffers (running statistics) before each forward."

@@ -1,11 +1,12 @@
 """Gather updated parameters from their owners, before the forward of the modules that use them.
 
-[Note: order of gathers] Forward uses buckets in about the reverse of their order in the buffer. Ranks may call modules in
-different orders (experts chosen by the data), but must issue the same collectives in the same order; so gathers start in
-one order, forward's, and what a forward has not asked for is gathered at its end.
+[Note: order of gathers] Forward uses buckets in about the reverse of their order in the buffer. Ranks may call modules
+in different orders (experts chosen by the data), but must issue the same collectives in the same order; so gathers
+start in one order, forward's, and what a forward has not asked for is gathered at its end.
 
 A module's forward pre-hook waits for the buckets of its own parameters. Some modules are never called, and others use
-their parameters directly; the first forward shows which, and the nearest enclosing module that is called waits for them.
+their parameters directly; the first forward shows which, and the nearest enclosing module that is called waits for
+them.
 """
 
 from __future__ import annotations

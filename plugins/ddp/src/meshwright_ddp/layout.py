@@ -2,8 +2,8 @@
 
 [Note: bucket] Parameters lie in the reverse of their registration order, which is about the order in which backward
 yields their gradients. A bucket is the stretch of the buffer that one collective carries, and holds whole parameters:
-it ends behind the one that brings it to `bucket_size`, so most are somewhat larger. With the distributed optimizer, rank r
-of the W ranks that shard it owns the r-th W-th of every bucket, wherever parameters begin and end. Sizes are in
+it ends behind the one that brings it to `bucket_size`, so most are somewhat larger. With the distributed optimizer,
+rank r of the W ranks that shard it owns the r-th W-th of every bucket, wherever parameters begin and end. Sizes are in
 elements.
 Source: the semantics of Megatron-Core's buffers for parameters and gradients, as measured on its layouts.
 """

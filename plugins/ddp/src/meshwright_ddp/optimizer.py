@@ -1,10 +1,10 @@
 """The distributed optimizer: each rank steps what it owns of every parameter.
 
 The optimizer is the user's own, over shards instead of parameters: a shard is the stretch of a parameter that this rank
-owns, 1-D and possibly empty, under the parameter's name. Parameters of a half type have float32 shards, from which they are
-rounded after each step; others have views of themselves. So optimizers that treat every element alike (those that torch
-calls Adam, AdamW, SGD, Adagrad ...) do to the shards what they would do to the parameters.
-Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO stage 1); Megatron-Core's distributed optimizer for the ownership.
+owns, 1-D and possibly empty, under the parameter's name. Parameters of a half type have float32 shards, from which they
+are rounded after each step; others have views of themselves. So optimizers that treat every element alike (Adam, AdamW,
+SGD, Adagrad ...) do to the shards what they would do to the parameters.
+Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO stage 1); Megatron-Core's distributed optimizer, for ownership.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -120,7 +119,7 @@ class Shards(Parts):
         return whole.reshape(-1)[shard.start : shard.end].clone()
 
     def masters(self, *, full: bool) -> dict[str, Tensor]:
-        """The float32 values of parameters of half types, by name; whole, on the CPU, if `full`, which is collective."""
+        """The float32 values of parameters of half types, by name; whole, on the CPU, and collective if `full`."""
         return {
             shard.name: self.whole(shard.tensor.detach(), shard.tensor).cpu() if full else shard.tensor.detach().clone()
             for shard in self._shards

@@ -15,6 +15,7 @@ from meshwright.accumulate import WideSums
 from meshwright.errors import StrategyError
 from meshwright.mesh import Mesh
 
+from ._compat import syncing_buffers
 from .config import DDPConfig
 from .hooks import compressing_hook, sum_hook, wide_sum_hook
 
@@ -42,16 +43,25 @@ class TorchEngine:
             process_group=group,
             # `copy_from_first_rank` has made the copies equal.
             init_sync=False,
-            broadcast_buffers=config.broadcast_buffers,
             bucket_cap_mb=config.bucket_cap_mb,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             find_unused_parameters=config.find_unused_parameters,
             static_graph=config.static_graph,
+            **syncing_buffers(config.broadcast_buffers),
         )
         self.module.register_comm_hook(state, hook)
 
     def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if is_last else self.module.no_sync()
+        if is_last:
+            return nullcontext()
+        if self.module.static_graph:
+            # On all ranks alike: they have the same number of microbatches.
+            raise StrategyError(
+                "static_graph=true does not go with several microbatches in a step: torch's DistributedDataParallel "
+                "fails when the first backward is not followed by a reduction. Give one microbatch, or set "
+                "static_graph=false."
+            )
+        return self.module.no_sync()
 
     def after_backward(self, *, is_last: bool) -> None:
         if is_last and not self._may_leave_out:
