@@ -11,7 +11,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright import Mesh, MeshError, MeshSizes, ModelError, StrategyError, count_tokens, open_world
-from meshwright.testing import Case, assert_parity, measure_collectives, pool
+from meshwright.testing import Case, assert_parity, pool
+from meshwright.testing.collectives import measure_collectives
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, share, train_steps
 from meshwright_ddp import DDPConfig
@@ -148,7 +149,7 @@ def _fp32_accumulated() -> tuple[int, int]:
     groups = Groups(dist.group.WORLD)
     found = []
     for dtype, wide in ((torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)):
-        gradients = local.to(dtype)
+        gradients = local.to(dtype, copy=True)
         reduction = Reduction(gradients, groups, Scaling(), scatter=True, wide=wide)
         reduction.start()
         reduction.wait()
@@ -197,7 +198,7 @@ def _by_hand(config: dict[str, Any]) -> list[Any]:
         last.backward()
         engine.finish_grad_sync()
         engine.finish_grad_sync()  # idempotent
-        gradients = [p.grad for p in model.parameters()]
+        gradients = [p.grad.clone() for p in model.parameters()]
         for parameter in model.parameters():
             parameter.grad = None
     # All but the first layer's weight: its bias and the others are ready.
@@ -256,7 +257,7 @@ def test_force_all_reduce_reduces_all_of_a_bucket_to_every_rank() -> None:
 
 
 def _order(config: dict[str, Any]) -> list[str]:
-    """Collectives, and where blocks begin forward and end backward, of the second step, in the order in which they began."""
+    """Collectives, and where blocks begin forward and end backward, of the second step, in order of time."""
     case = Case()
     manager = build_manager("ddp", config, {}, case)
     train_steps(manager, case, range(1))

@@ -60,7 +60,7 @@ def test_fields_and_defaults_are_those_of_the_references() -> None:
         ({"engine": "megatron"}, "'torch' or 'bucketed'"),
         ({"comm_hook": "fp16_compres"}, "Did you mean 'fp16_compress'?"),
         ({"comm_hook": "fp16_compress", "reduce_dtype": "float64"}, "rounds what reduce_dtype=float64 would sum"),
-        ({"comm_hook": "fp16_compress", "comm_hook_options": {"a": 1}}, "those of power_sgd and batched_power_sgd"),
+        ({"comm_hook": "fp16_compress", "comm_hook_options": {"a": 1}}, "Set comm_hook=power_sgd"),
         ({"activation_checkpointing": 1}, "must be true, false or one of the names"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The distributed optimizer: what each rank holds, masters of half types, groups, state that moves, other optimizers."""
+"""The distributed optimizer: what each rank holds, masters of half types, groups, other optimizers, state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,16 @@ from meshwright import (
 from meshwright.layout import model_layout, model_size
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import build_manager, difference, reference, share, train_part, train_steps
+from meshwright.testing.parity import (
+    build_manager,
+    difference,
+    full_weights,
+    reference,
+    share,
+    train_case,
+    train_part,
+    train_steps,
+)
 
 BUCKETED: dict[str, Any] = {"engine": "bucketed"}
 ZERO1 = {**BUCKETED, "use_distributed_optimizer": True}
@@ -98,11 +107,11 @@ def test_each_rank_holds_the_bytes_of_the_table(
 # -- masters
 
 
-def _bf16(config: dict[str, Any]) -> tuple[dict[str, Tensor], list[float]]:
+def _bf16(config: dict[str, Any]) -> dict[str, Tensor]:
     case = Case(dtype="bfloat16", max_norm=None, microbatches=1, sequences=8)
     manager = build_manager("ddp", config, {}, case)
-    _, norms, _ = train_steps(manager, case, range(3))
-    return {name: p.detach().clone() for name, p in manager.model_parts[0].named_parameters()}, norms
+    train_steps(manager, case, range(3))
+    return full_weights(manager)
 
 
 def _emulated(fp32_gradients: bool, ranks: int) -> dict[str, Tensor]:
@@ -138,7 +147,7 @@ def test_bf16_training_is_that_of_float32_masters_to_the_last_bit(
 ) -> None:
     config = {**ZERO1, **overlap, "grad_reduce_in_fp32": fp32_gradients}
     expected = pool(1).run(_emulated, fp32_gradients, 2)[0]
-    for weights, _ in pool(2).run(_bf16, config):
+    for weights in pool(2).run(_bf16, config):
         for name, weight in expected.items():
             assert torch.equal(weights[name], weight), name
 
@@ -296,14 +305,25 @@ def test_each_ranks_own_state_resumes_too() -> None:
         assert losses[:2] == losses[2:]
 
 
-# -- float32, independent of layout
+# -- sums that do not depend on their order
 
 
-def test_float32_losses_are_those_of_single_to_the_last_bit_with_wide_sums() -> None:
-    from meshwright.testing.parity import train_case
-
-    case = Case(dtype="float32", steps=4)
-    (expected,) = pool(1).run(train_case, "single", {"reduce_dtype": "float64"}, {}, case)
-    for config in (BUCKETED, ZERO1, OVERLAP):
-        for outcome in pool(4).run(train_case, "ddp", {**config, "reduce_dtype": "float64"}, {}, case):
-            assert outcome.losses == expected.losses
+@pytest.mark.parametrize(
+    ("dtype", "reduce_dtype", "config"),
+    [
+        ("float32", "float64", BUCKETED),
+        ("float32", "float64", ZERO1),
+        ("float32", "float64", OVERLAP),
+        ("bfloat16", "float32", BUCKETED),
+    ],
+    ids=str,
+)
+def test_losses_are_those_of_single_to_the_last_bit_with_wide_sums(
+    dtype: str, reduce_dtype: str, config: dict[str, Any]
+) -> None:
+    wide = {"reduce_dtype": reduce_dtype}
+    case = Case(dtype=dtype, steps=4, microbatches=3, tied=True)
+    # The same microbatches of one sequence.
+    (expected,) = pool(1).run(train_case, "single", wide, {}, replace(case, microbatches=12))
+    found = difference(pool(4).run(train_case, "ddp", {**config, **wide}, {}, case), expected)
+    assert (found.loss, found.weight) == (0.0, 0.0), found

@@ -13,7 +13,7 @@ from meshwright.errors import nearest
 
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
-COMM_HOOKS = ("fp16_compress", "bf16_compress", "power_sgd", "batched_power_sgd")
+COMM_HOOKS = ("fp16_compress", "bf16_compress", "power_sgd")
 
 # What each needs that this package does not have.
 _MISSING = {
@@ -208,12 +208,11 @@ class DDPConfig(DistributedDataParallelConfig):
     )
     comm_hook: str | None = Field(
         None,
-        description="Compress gradients before they travel: fp16_compress, bf16_compress, power_sgd, batched_power_sgd."
-        " All of them lose precision.",
+        description="Compress gradients before they travel: fp16_compress, bf16_compress or power_sgd. All round.",
         json_schema_extra={"anyOf": [{"enum": list(COMM_HOOKS)}, {"type": "null"}]},
     )
     comm_hook_options: dict[str, Any] = Field(
-        default_factory=dict, description="Arguments of torch's PowerSGDState, for the PowerSGD hooks."
+        default_factory=dict, description="Arguments of torch's PowerSGDState, for power_sgd."
     )
 
     @field_validator("activation_checkpointing", mode="before")
@@ -256,8 +255,8 @@ class DDPConfig(DistributedDataParallelConfig):
                 f"comm_hook={self.comm_hook} rounds what reduce_dtype={self.reduce_dtype} would sum exactly. "
                 f"Leave one out"
             )
-        if self.comm_hook_options and "power_sgd" not in (self.comm_hook or ""):
-            raise ValueError("comm_hook_options are those of power_sgd and batched_power_sgd. Leave them out")
+        if self.comm_hook_options and self.comm_hook != "power_sgd":
+            raise ValueError("comm_hook_options are those of power_sgd. Set comm_hook=power_sgd, or leave them out")
         return self
 
 

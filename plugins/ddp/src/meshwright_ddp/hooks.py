@@ -50,7 +50,7 @@ def compressing_hook(name: str, options: Mapping[str, Any], group: dist.ProcessG
 
     Args:
         name: one of `config.COMM_HOOKS`.
-        options: arguments of torch's PowerSGDState, for the hooks that have one.
+        options: arguments of torch's PowerSGDState, for power_sgd.
 
     Raises:
         ConfigError: PowerSGDState refuses its options (on all ranks alike).
@@ -63,8 +63,7 @@ def compressing_hook(name: str, options: Mapping[str, Any], group: dist.ProcessG
         state = powerSGD_hook.PowerSGDState(process_group=group, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"comm_hook_options {dict(options)} are refused by PowerSGDState: {error}") from None
-    theirs = powerSGD_hook.powerSGD_hook if name == "power_sgd" else powerSGD_hook.batched_powerSGD_hook
-    return state, _summing(theirs, dist.get_world_size(group))
+    return state, _summing(powerSGD_hook.powerSGD_hook, dist.get_world_size(group))
 
 
 def _rounding_hook(group: dist.ProcessGroup, dtype: torch.dtype) -> Hook:

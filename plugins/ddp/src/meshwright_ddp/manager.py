@@ -100,7 +100,8 @@ class DDPManager(DataParallelManager):
             return super().build_optimizer(factory)
         shards.read()
         self.parameter_names = {shard.tensor: shard.name for shard in shards}
-        optimizer = factory([(shard.name, shard.tensor) for shard in shards])
+        # What an optimizer says of a parameter that it refuses may name the shape of this rank's shard.
+        optimizer = self.mesh.world.together(lambda: factory([(shard.name, shard.tensor) for shard in shards]))
         check_elementwise(optimizer)
         optimizer.register_step_post_hook(lambda *_: engine.shards_were_stepped())
         self._optimizer = optimizer
