@@ -389,3 +389,22 @@ def test_what_cannot_act_on_this_mesh_or_model_is_refused_on_all_ranks(config: d
     answers = pool(2).run(_refusal, config)
     assert len(set(answers)) == 1
     assert answers[0].startswith(text)
+
+
+# -- activations
+
+
+def _forwards(config: dict[str, Any]) -> int:
+    """How often the last block's MLP runs in a step of one microbatch."""
+    manager = build_manager("ddp", config, {}, Case())
+    calls = []
+    manager.model_parts[0].get_submodule("model.layers.2.mlp").register_forward_hook(lambda *_: calls.append(1))
+    train_steps(manager, Case(), range(1))
+    return len(calls)
+
+
+@pytest.mark.parametrize("engine", ["torch", "bucketed"])
+def test_activations_are_computed_again(engine: str) -> None:
+    assert pool(1).run(_forwards, {"engine": engine}) == [1]
+    for mode in (True, "full", "selective"):
+        assert pool(1).run(_forwards, {"engine": engine, "activation_checkpointing": mode}) == [2]
