@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright_ddp.layout import bucket_layout, default_bucket_size
+from meshwright_ddp.layout import BucketLayout, bucket_layout, default_bucket_size
 
 TEN = [9025] * 10
 
@@ -81,75 +81,87 @@ def test_the_default_bucket_grows_with_the_ranks() -> None:
     assert [default_bucket_size(ranks) for ranks in (1, 40, 41, 1000)] == [4 * 10**7, 4 * 10**7, 4.1 * 10**7, 10**9]
 
 
-LAYOUTS = {
-    "numels": st.lists(st.integers(1, 3000), max_size=30),
-    "bucket_size": st.none() | st.integers(1, 5000),
-    "dp_size": st.integers(1, 9),
-    "distributed": st.booleans(),
-    "busbw": st.booleans(),
-    "shared": st.sets(st.integers(0, 29), max_size=3),
-}
+@dataclass(frozen=True)
+class Given:
+    numels: list[int]
+    bucket_size: int | None
+    dp_size: int
+    distributed: bool
+    busbw: bool
+    shared: frozenset[int]
+
+    @property
+    def layout(self) -> BucketLayout:
+        return bucket_layout(
+            self.numels,
+            bucket_size=self.bucket_size,
+            dp_size=self.dp_size,
+            distributed_optimizer=self.distributed,
+            shared_embeddings=self.shared,
+            pad_for_high_busbw=self.busbw,
+        )
 
 
-@given(**LAYOUTS)
-def test_what_holds_for_every_layout(
-    numels: Sequence[int], bucket_size: int | None, dp_size: int, distributed: bool, busbw: bool, shared: set[int]
-) -> None:
-    shared = {index for index in shared if index < len(numels)}
-    layout = bucket_layout(
-        numels,
-        bucket_size=bucket_size,
-        dp_size=dp_size,
-        distributed_optimizer=distributed,
-        shared_embeddings=shared,
-        pad_for_high_busbw=busbw,
+def givens(distributed: st.SearchStrategy[bool]) -> st.SearchStrategy[Given]:
+    return st.builds(
+        Given,
+        numels=st.lists(st.integers(1, 3000), max_size=30),
+        bucket_size=st.none() | st.integers(1, 5000),
+        dp_size=st.integers(1, 9),
+        distributed=distributed,
+        busbw=st.booleans(),
+        shared=st.frozensets(st.integers(0, 29), max_size=3),
     )
-    # Buckets cover the buffer, one behind the other, and none is empty.
-    assert [start for start, _ in layout.buckets] == [0, *(end for _, end in layout.buckets)][: len(layout.buckets)]
-    assert all(0 < size <= end - start for size, (start, end) in zip(layout.unpadded, layout.buckets, strict=True))
-    assert layout.numel == (layout.buckets[-1][1] if numels else 0)
-    # Parameters keep their sizes, lie in reverse order without overlap, and each in one bucket.
-    assert [end - start for start, end, _ in layout.param_ranges] == list(numels)
-    behind = 0
+
+
+@given(givens(st.booleans()))
+def test_buckets_cover_the_buffer_in_order(given: Given) -> None:
+    buckets, unpadded = given.layout.buckets, given.layout.unpadded
+    assert [start for start, _ in buckets] == [0, *(end for _, end in buckets)][: len(buckets)]
+    assert all(0 < size <= end - start for size, (start, end) in zip(unpadded, buckets, strict=True))
+    assert given.layout.numel == (buckets[-1][1] if given.numels else 0)
+    if not given.distributed:
+        assert given.layout.numel == sum(given.numels)
+
+
+@given(givens(st.booleans()))
+def test_parameters_keep_their_sizes_and_lie_in_reverse_order_each_within_a_bucket(given: Given) -> None:
+    layout, behind = given.layout, 0
+    assert [end - start for start, end, _ in layout.param_ranges] == given.numels
     for start, end, bucket in reversed(layout.param_ranges):
         assert behind <= start
         behind = end
         first, last = layout.buckets[bucket]
         assert first <= start < end <= first + layout.unpadded[bucket] <= last
-    members = [
-        [i for i, (_, _, b) in enumerate(layout.param_ranges) if b == bucket] for bucket in range(len(layout.buckets))
-    ]
-    for bucket, indices in enumerate(members):
-        # Only the last parameter of a bucket brings it to the size that was asked for.
-        start = layout.buckets[bucket][0]
-        for index in indices[1:]:
-            assert bucket_size is None or layout.param_ranges[index][1] - start < bucket_size
-        assert distributed is False or len(indices) == 1 or not shared.intersection(indices)
-    if not distributed:
-        assert layout.numel == sum(numels)
-        return
-    multiple = math.lcm(dp_size, 128, 2**16 if busbw else 1)
+
+
+@given(givens(st.booleans()))
+def test_only_the_last_parameter_of_a_bucket_brings_it_to_its_size(given: Given) -> None:
+    layout = given.layout
+    for bucket, (first, _) in enumerate(layout.buckets):
+        members = [index for index, place in enumerate(layout.param_ranges) if place[2] == bucket]
+        for index in members[1:]:
+            assert given.bucket_size is None or layout.param_ranges[index][1] - first < given.bucket_size
+        assert not given.distributed or len(members) == 1 or not given.shared.intersection(members)
+
+
+@given(givens(st.just(True)))
+def test_parameters_and_buckets_are_aligned(given: Given) -> None:
+    multiple = math.lcm(given.dp_size, 128, 2**16 if given.busbw else 1)
+    layout = given.layout
     assert all(start % 64 == 0 for start, _, _ in layout.param_ranges)
     assert all(end % multiple == 0 for _, end in layout.buckets)
 
 
-@given(**LAYOUTS)
-def test_every_element_is_owned_once(
-    numels: Sequence[int], bucket_size: int | None, dp_size: int, distributed: bool, busbw: bool, shared: set[int]
-) -> None:
-    shared = {index for index in shared if index < len(numels)}
-    layout = bucket_layout(
-        numels,
-        bucket_size=bucket_size,
-        dp_size=dp_size,
-        distributed_optimizer=True,
-        shared_embeddings=shared,
-        pad_for_high_busbw=busbw,
-    )
+@given(givens(st.just(True)))
+def test_every_element_is_owned_once(given: Given) -> None:
+    layout, ranks = given.layout, range(given.dp_size)
     for bucket, (start, end) in enumerate(layout.buckets):
-        parts = [layout.part(bucket, rank) for rank in range(dp_size)]
-        assert parts == [*zip([start, *(b for _, b in parts[:-1])], [*(b for _, b in parts[:-1]), end], strict=True)]
-        assert len({b - a for a, b in parts}) == 1
-    for index, numel in enumerate(numels):
-        ranges = [each for each in (layout.owned(index, rank) for rank in range(dp_size)) if each != (0, 0)]
-        assert [position for a, b in ranges for position in range(a, b)] == list(range(numel))
+        parts = [layout.part(bucket, rank) for rank in ranks]
+        assert [low for low, _ in parts] == [start, *(high for _, high in parts[:-1])]
+        assert parts[-1][1] == end
+        assert len({high - low for low, high in parts}) == 1
+    for index, numel in enumerate(given.numels):
+        owned = [place for rank in ranks if (place := layout.owned(index, rank)) != (0, 0)]
+        assert [low for low, _ in owned] == [0, *(high for _, high in owned[:-1])]
+        assert owned[-1][1] == numel

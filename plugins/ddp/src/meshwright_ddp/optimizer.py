@@ -116,6 +116,11 @@ class Shards(Parts):
         shard = self._of.get(parameter)
         if shard is None or whole.shape != shard.parameter.shape:
             return whole
+        if whole.dim() == 0:
+            raise StrategyError(
+                f"{shard.name} has no dimensions, so its optimizer state cannot be told from counters of steps. Give "
+                f"it the shape (1,), or set use_distributed_optimizer=false."
+            )
         return whole.reshape(-1)[shard.start : shard.end].clone()
 
     def masters(self, *, full: bool) -> dict[str, Tensor]:
