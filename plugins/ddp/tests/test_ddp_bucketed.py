@@ -11,7 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright import Mesh, MeshError, MeshSizes, ModelError, StrategyError, count_tokens, open_world
-from meshwright.testing import Case, assert_parity, pool
+from meshwright.testing import Case, Cell, assert_parity, conformance, pool
 from meshwright.testing.collectives import measure_collectives
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, share, train_steps
@@ -93,6 +93,20 @@ def test_parity_where_parameters_and_tokens_differ_between_ranks(config: dict[st
 def test_parity_sweep(config: dict[str, Any], world_size: int, microbatches: int, average: bool) -> None:
     case = Case(microbatches=microbatches, sequences=24, tied=True, eval_after=True)
     assert_parity("ddp", case, world_size=world_size, config={**config, "average_in_collective": average})
+
+
+DAILY = ("bad input", "unused parameters", "no gradient", "only norms", "schedule", "state to single and back, tied")
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, id=str(cell), marks=() if cell.name.startswith(DAILY) else pytest.mark.slow)
+        for cell in conformance("ddp", config=ZERO1_OVERLAP)
+    ],
+)
+def test_conformance_of_the_distributed_optimizer(cell: Cell) -> None:
+    cell.check()
 
 
 # -- the collective of a bucket

@@ -98,7 +98,6 @@ class BucketedDataParallel(nn.Module):
         module: on the mesh's device, equal on all ranks.
         config: options; see `DistributedDataParallelConfig`.
         gradient_dtype: in which gradients accumulate and are reduced; None: the parameters' own.
-        scaling: None: [Note: the gradient rule], with an average in the collective made up for before.
 
     Attributes:
         shards: what this rank's optimizer steps; None without the distributed optimizer.
@@ -116,7 +115,6 @@ class BucketedDataParallel(nn.Module):
         mesh: Mesh,
         *,
         gradient_dtype: torch.dtype | None = None,
-        scaling: Scaling | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -126,7 +124,8 @@ class BucketedDataParallel(nn.Module):
         check_gradient_dtype(parameters, config)
         groups = make_groups(mesh, config.num_distributed_optimizer_instances)
         self.module = module
-        self._scaling = scaling or (Scaling(ranks, average=True) if config.average_in_collective else Scaling())
+        # [Note: the gradient rule] wants sums, so an average in the collective is made up for before.
+        self._scaling = Scaling(ranks, average=True) if config.average_in_collective else Scaling()
         sizes = BucketSizes(
             bucket_size=bucket_size(config, sum(p.numel() for p in parameters.values()), ranks),
             dp_size=groups.size,

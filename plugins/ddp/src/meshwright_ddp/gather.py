@@ -85,6 +85,8 @@ class ParameterGather:
     def parameters_changed(self) -> None:
         """Each rank has updated what it owns of every bucket."""
         for gather in self._gathers:
+            # Under way where the last forward was left by an error.
+            gather.wait()
             gather.is_stale = True
         self._started = 0
         if not self._overlap:
