@@ -286,6 +286,29 @@ def test_masters_are_saved_so_that_training_resumes_to_the_last_bit() -> None:
     assert any(not torch.equal(third[0][1]["model"][name], whole[0][1]["model"][name]) for name in whole[0][1]["model"])
 
 
+def _masters_after_loading(optimizer_first: bool) -> list[str]:
+    """Names of masters that are not the loaded weights, of state that holds none."""
+    case = Case(dtype="bfloat16")
+    other = build_manager("ddp", {}, {}, case, seed=5)
+    train_steps(other, case, range(1))
+    state = other.state_dict(full=True)
+    stack, _ = resolve("ddp", MeshSizes(), other.mesh.world.size, config=ZERO1)
+    manager = stack.build(other.mesh)
+    manager.parallelize(tiny_model(dtype=torch.bfloat16))
+    if optimizer_first:
+        manager.build_optimizer(optimizer_factory(case.optimizer))
+    manager.load_state_dict(state if optimizer_first else {"model": state.get("model", {})}, full=True)
+    if not optimizer_first:
+        manager.build_optimizer(optimizer_factory(case.optimizer))
+    masters = manager.state_dict(full=True)["optimizer"].get("masters", {})
+    return [name for name, master in masters.items() if not torch.equal(master, state["model"][name].float())]
+
+
+@pytest.mark.parametrize("optimizer_first", [True, False])
+def test_masters_take_the_weights_of_state_that_has_none(optimizer_first: bool) -> None:
+    assert pool(2).run(_masters_after_loading, optimizer_first) == [[], []]
+
+
 def _own_state_and_back() -> list[float]:
     case = Case(dtype="bfloat16")
     losses = []
