@@ -409,10 +409,10 @@ def test_what_cannot_act_on_this_mesh_or_model_is_refused_on_all_ranks(config: d
 
 
 def _forwards(config: dict[str, Any]) -> int:
-    """How often the last block's MLP runs in a step of one microbatch."""
+    """How often the last block's MLP begins in a step of one microbatch; recomputation may stop within it."""
     manager = build_manager("ddp", config, {}, Case())
     calls = []
-    manager.model_parts[0].get_submodule("model.layers.2.mlp").register_forward_hook(lambda *_: calls.append(1))
+    manager.model_parts[0].get_submodule("model.layers.2.mlp").register_forward_pre_hook(lambda *_: calls.append(1))
     train_steps(manager, Case(), range(1))
     return len(calls)
 
