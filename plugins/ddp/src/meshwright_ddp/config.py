@@ -24,7 +24,7 @@ _MISSING = {
     "disable_symmetric_registration": "nccl_ub, which needs Megatron's allocator for user buffers of NCCL",
 }
 
-MEGATRON_FSDP_ONLY = (
+_MEGATRON_FSDP_ONLY = (
     "data_parallel_sharding_strategy",
     "gradient_reduce_div_fusion",
     "suggested_communication_unit_size",
@@ -149,7 +149,7 @@ class DistributedDataParallelConfig(StrategyConfig):
         changed = self.changed
         if self.hands_over:
             return self
-        for name in MEGATRON_FSDP_ONLY:
+        for name in _MEGATRON_FSDP_ONLY:
             if name in changed:
                 raise ValueError(
                     f"{name}={getattr(self, name)} acts only with use_megatron_fsdp. "

@@ -5,18 +5,16 @@ It is found through the registry, so that neither package imports the other.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.contract import StrategyManager
 from meshwright.errors import StrategyError, UnknownStrategyError
+from meshwright.mesh import Mesh
 from meshwright.registry import get_strategy
 from meshwright.sizes import MeshSizes
 from meshwright.validation import validated
 
 from .config import DDPConfig
-
-if TYPE_CHECKING:
-    from meshwright.mesh import Mesh
 
 TARGET = "megatron_fsdp"
 
@@ -51,10 +49,8 @@ def hand_over(config: DDPConfig, mesh: Mesh) -> StrategyManager:
                 f"Leave it out."
             )
         options[theirs] = _STAGES[config.data_parallel_sharding_strategy] if theirs != name else getattr(config, name)
-    # What differs from their defaults here is said, even where it is our default.
+    # Our default is not theirs.
     options.setdefault("zero_dp_strategy", _STAGES[config.data_parallel_sharding_strategy])
-    from meshwright.mesh import Mesh
-
     degrees = MeshSizes(dp_size=mesh.degrees.dp).resolve(mesh.world.size, spec.axes)
     theirs_config = validated(spec.config_cls, options, where=f"options of {TARGET!r}")
     return spec.build(theirs_config, Mesh(degrees, mesh.world))
