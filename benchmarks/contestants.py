@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn import functional as F
@@ -44,6 +45,13 @@ DIFFERENT_STEPS = 16
 
 Step = Callable[[int], tuple[float, float]]
 """Runs one optimizer step, counted from 0, and returns its loss and gradient norm."""
+
+OptimizerOf = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+ADAMW = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "fused": True}
+
+
+def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, **ADAMW)
 
 
 @dataclass(frozen=True)
@@ -154,7 +162,7 @@ def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, vocabulary)
 
 
-def ddp_by_hand(work: Work, world: World) -> Step:
+def ddp_by_hand(work: Work, world: World, make_optimizer: OptimizerOf = adamw) -> Step:
     device = world.device
     device_ids = None if device.type == "cpu" else [device.index]
     module = DistributedDataParallel(work.model().to(device), device_ids=device_ids)
@@ -163,10 +171,42 @@ def ddp_by_hand(work: Work, world: World) -> Step:
         return nullcontext() if is_last else module.no_sync()
 
     # DDP divides gradients by the number of ranks.
-    return _step_by_hand(module, sync, work, world, data_group=dist.group.WORLD, loss_scale=float(world.size))
+    group, scale = dist.group.WORLD, float(world.size)
+    return _step_by_hand(module, sync, work, world, make_optimizer, data_group=group, loss_scale=scale)
 
 
-BY_HAND = {"fsdp2": fsdp2_by_hand, "ddp": ddp_by_hand}
+def zero1_by_hand(work: Work, world: World) -> Step:
+    """DDP, whose optimizer state is divided by torch's ZeroRedundancyOptimizer."""
+
+    def optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        parameters = groups[0]["params"]
+        return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **ADAMW)
+
+    return ddp_by_hand(work, world, optimizer)
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A loop by hand, and the strategy and its options that do the same."""
+
+    by_hand: Callable[[Work, World], Step]
+    strategy: str
+    config: Mapping[str, Any]
+
+    def ours(self, work: Work, world: World) -> Step:
+        return meshwright_step(self.strategy, work, world, self.config)
+
+
+# torch's buckets hold 25 MiB, which are so many float32 elements.
+_BUCKETED = {"engine": "bucketed", "overlap_grad_reduce": True, "bucket_size": 25 * 2**18}
+_ZERO1 = {**_BUCKETED, "use_distributed_optimizer": True, "overlap_param_gather": True}
+
+CONTESTS = {
+    "fsdp2": Contest(fsdp2_by_hand, "fsdp2", {}),
+    "ddp": Contest(ddp_by_hand, "ddp", {}),
+    "ddp-bucketed": Contest(ddp_by_hand, "ddp", _BUCKETED),
+    "ddp-zero1": Contest(zero1_by_hand, "ddp", _ZERO1),
+}
 
 
 def _step_by_hand(
@@ -174,6 +214,7 @@ def _step_by_hand(
     sync: Callable[[bool], AbstractContextManager[None]],
     work: Work,
     world: World,
+    make_optimizer: OptimizerOf = adamw,
     *,
     data_group: dist.ProcessGroup,
     loss_scale: float,
@@ -182,6 +223,7 @@ def _step_by_hand(
 
     Args:
         module: sharded or wrapped.
+        make_optimizer: takes groups of parameters.
         sync: `sync(is_last)` goes around forward and backward of a microbatch and defers the reduction unless last.
         data_group: of the ranks that see different batches.
         loss_scale: undoes what the reduction divides by.
@@ -189,7 +231,7 @@ def _step_by_hand(
     # Fused and foreach code takes DTensors of one mesh at a time.
     meshes = _by_mesh(module)
     groups = [{"params": parameters} for parameters in meshes]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = make_optimizer(groups)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     batches = work.batches(dist.get_rank(data_group))
     module.train()

@@ -8,6 +8,7 @@ programs use the machine too: waiting does not count there. The losses must agre
 
     python benchmarks/step.py --strategies fsdp2,ddp --json results.json
     python benchmarks/step.py --strategies fsdp2 --tp 2 --ranks 4
+    python benchmarks/step.py --strategies ddp-bucketed,ddp-zero1
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
-from contestants import BY_HAND, Step, Work, meshwright_step
+from contestants import CONTESTS, Step, Work
 from rich.console import Console
 from rich.table import Table
 
@@ -115,9 +116,9 @@ def run_rank(store: dist.Store, plan: Plan) -> None:
 
 def run_race(strategy: str, plan: Plan, world: World) -> Race:
     contestants: dict[str, Step] = {
-        RAW_A: BY_HAND[strategy](plan.work, world),
-        OURS: meshwright_step(strategy, plan.work, world),
-        RAW_B: BY_HAND[strategy](plan.work, world),
+        RAW_A: CONTESTS[strategy].by_hand(plan.work, world),
+        OURS: CONTESTS[strategy].ours(plan.work, world),
+        RAW_B: CONTESTS[strategy].by_hand(plan.work, world),
     }
     rounds = plan.warmup + plan.rounds
     seconds, cpu_seconds = np.zeros((2, rounds, len(CONTESTANTS)))
@@ -249,7 +250,9 @@ def _cpu_name() -> str:
 
 def parse(arguments: Sequence[str]) -> Plan:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--strategies", default=",".join(BY_HAND), help="comma-separated (default: %(default)s)")
+    parser.add_argument(
+        "--strategies", default="fsdp2,ddp", help=f"out of {', '.join(CONTESTS)} (default: %(default)s)"
+    )
     parser.add_argument("--ranks", type=_positive, help="default: one per accelerator, 2 on a CPU")
     parser.add_argument("--rounds", type=_positive, default=72, help="rounds that count (default: %(default)s)")
     parser.add_argument("--warmup", type=_positive, default=5, help="rounds before (default: %(default)s)")
@@ -268,8 +271,8 @@ def parse(arguments: Sequence[str]) -> Plan:
     options = parser.parse_args(arguments)
 
     strategies = tuple(options.strategies.split(","))
-    if unknown := [name for name in strategies if name not in BY_HAND]:
-        parser.error(f"no hand-written loop for {', '.join(unknown)}; there is one for {', '.join(BY_HAND)}")
+    if unknown := [name for name in strategies if name not in CONTESTS]:
+        parser.error(f"no hand-written loop for {', '.join(unknown)}; there is one for {', '.join(CONTESTS)}")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     ranks = options.ranks or (torch.cuda.device_count() if device == "cuda" else 2)
     if options.tp > 1 and strategies != ("fsdp2",):

@@ -233,7 +233,16 @@ def test_bad_input_under_torchrun_is_told_once(workplace):
     assert not (workplace / "out").exists()
 
 
-CONFIGS = {"single": {"strategy": "single", "nproc": 1}, "ddp": {"strategy": "ddp", "nproc": 2}}
+CONFIGS = {
+    "single": {"strategy": "single", "nproc": 1},
+    "ddp": {"strategy": "ddp", "nproc": 2},
+    "zero1": {
+        "strategy": "ddp",
+        "nproc": 2,
+        "strategy_config.engine": "bucketed",
+        "strategy_config.use_distributed_optimizer": "true",
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -299,10 +308,11 @@ def test_plain_transformers_loads_the_directory_with_the_same_held_out_loss(name
 
 
 def test_one_rank_and_two_print_the_same_losses(trained):
-    one, two = (metrics(trained(name)[0]) for name in CONFIGS)
-    for key in ("loss", "grad_norm"):
-        assert [record[key] for record in one] == pytest.approx([record[key] for record in two], rel=1e-6)
-    assert one[-1]["held_out_loss"] == pytest.approx(two[-1]["held_out_loss"], rel=1e-6)
+    one, *others = (metrics(trained(name)[0]) for name in CONFIGS)
+    for two in others:
+        for key in ("loss", "grad_norm"):
+            assert [record[key] for record in one] == pytest.approx([record[key] for record in two], rel=1e-6)
+        assert one[-1]["held_out_loss"] == pytest.approx(two[-1]["held_out_loss"], rel=1e-6)
 
 
 def test_a_second_run_does_not_replace_the_first_unasked(trained):

@@ -218,6 +218,25 @@ class Mesh:
         return self.world.rank
 
     @property
+    def backend(self) -> str:
+        """What the process group carries tensors of the mesh's device with: "gloo", "nccl"."""
+        # "cpu:gloo,cuda:nccl"
+        pairs = str(dist.distributed_c10d.get_backend_config()).split(",")
+        return dict(pair.split(":", 1) for pair in pairs).get(self.device.type, "none")
+
+    def check_backend(self, wanted: str) -> None:
+        """Refuse a backend that was asked for and is not the one that is used.
+
+        Raises:
+            MeshError: on all ranks alike.
+        """
+        if wanted != self.backend:
+            raise MeshError(
+                f"backend={wanted!r}, but the process group uses {self.backend!r} for {self.device.type}. "
+                f"Set backend={self.backend}, leave backend out, or start the process group with {wanted!r}."
+            )
+
+    @property
     def expert_mesh(self) -> DeviceMesh:
         """The second mesh, with the axes `pp, dp_replicate, ep_shard, ep`; made on first use, by all ranks."""
         if self._expert_mesh is None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .config import DDPConfig
+from .config import DDPConfig, DistributedDataParallelConfig
 
 if TYPE_CHECKING:
     from .manager import DDPManager
 
-__all__ = ["DDPConfig", "DDPManager"]
+__all__ = ["DDPConfig", "DDPManager", "DistributedDataParallelConfig"]
 
 
 def __getattr__(name: str) -> object:

@@ -2,16 +2,263 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
 
 from meshwright.contract import StrategyConfig
+from meshwright.errors import nearest
+
+Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+COMM_HOOKS = ("fp16_compress", "bf16_compress", "power_sgd")
+
+# What each needs that this package does not have.
+_MISSING = {
+    "fp8_param_gather": "parameters in fp8, which Transformer Engine brings",
+    "reuse_grad_buf_for_mxfp8_param_ag": "parameters in mxfp8, which Transformer Engine brings",
+    "delay_wgrad_compute": "layers that compute weight gradients later, which Transformer Engine brings",
+    "nccl_ub": "Megatron's allocator for user buffers of NCCL",
+    "disable_symmetric_registration": "nccl_ub, which needs Megatron's allocator for user buffers of NCCL",
+}
+
+_MEGATRON_FSDP_ONLY = (
+    "data_parallel_sharding_strategy",
+    "gradient_reduce_div_fusion",
+    "suggested_communication_unit_size",
+    "preserve_fp32_weights",
+    "keep_fp8_transpose_cache",
+    "fsdp_double_buffer",
+    "outer_dp_sharding_strategy",
+)
+
+# Each acts only with the options behind it.
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "overlap_param_gather": ("use_distributed_optimizer", "overlap_grad_reduce"),
+    "align_param_gather": ("overlap_param_gather",),
+    "pad_buckets_for_high_nccl_busbw": ("use_distributed_optimizer",),
+    "reduce_scatter_with_fp32_accumulation": ("use_distributed_optimizer",),
+    "num_distributed_optimizer_instances": ("use_distributed_optimizer",),
+    "bucket_size": ("overlap_grad_reduce",),
+    "num_buckets": ("overlap_grad_reduce",),
+}
+
+# Pairs that exclude each other, and why.
+_EXCLUDE = {
+    ("bucket_size", "num_buckets"): "both say how large buckets are",
+    ("reduce_scatter_with_fp32_accumulation", "num_distributed_optimizer_instances"): "instances sum their parts twice",
+    ("reduce_scatter_with_fp32_accumulation", "average_in_collective"): "the pieces are summed outside the collective",
+    (
+        "param_name_patterns_for_fp32_local_accumulation",
+        "grad_reduce_in_fp32",
+    ): "gradients that are reduced in float32 accumulate in it, too",
+}
 
 
-class DDPConfig(StrategyConfig):
-    """Options of `ddp`; more come with later releases, and an unknown one is an error until then."""
+class DistributedDataParallelConfig(StrategyConfig):
+    """Options of the bucketed engine: the fields and defaults of Megatron-Core's class of this name."""
 
+    grad_reduce_in_fp32: bool = Field(False, description="Accumulate and reduce gradients in float32.")
+    overlap_grad_reduce: bool = Field(
+        False, description="Reduce a bucket of gradients as soon as backward has yielded them."
+    )
+    overlap_param_gather: bool = Field(
+        False,
+        description="With the distributed optimizer: gather updated parameters during the next forward, not after the "
+        "step. Needs overlap_grad_reduce.",
+    )
+    align_param_gather: bool = Field(
+        False, description="Start all overlapped gathers together when forward begins, not each after the one before."
+    )
+    use_distributed_optimizer: bool = Field(
+        False, description="Each rank holds and steps its share of the optimizer's state (ZeRO stage 1)."
+    )
+    num_distributed_optimizer_instances: int = Field(
+        1, ge=1, description="Copies of the distributed optimizer's state, each over as many of the ranks."
+    )
+    check_for_nan_in_grad: bool = Field(
+        False, description="Stop all ranks where a gradient is NaN or Inf, before it is reduced; names the parameter."
+    )
+    check_for_large_grads: bool = Field(
+        False, description="Warn of gradients ten times as large as any of the first hundred."
+    )
+    bucket_size: int | None = Field(
+        None,
+        ge=1,
+        description="Elements after which a bucket of gradients ends, with overlap_grad_reduce. "
+        "null: 40,000,000, or 1,000,000 for each rank where that is more.",
+    )
+    num_buckets: int | None = Field(
+        None, ge=1, description="bucket_size as a share: the elements of all parameters divided by this."
+    )
+    pad_buckets_for_high_nccl_busbw: bool = Field(
+        False, description="With the distributed optimizer: pad buckets to multiples of 2^16 elements."
+    )
+    reduce_scatter_with_fp32_accumulation: bool = Field(
+        False, description="Send gradients as they are, and sum them in float32 where they arrive."
+    )
+    average_in_collective: bool = Field(
+        False,
+        description="Let the collective average. The gradients stay sums: what it divides by is multiplied in before.",
+    )
+    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = Field(
+        (),
+        description="Shell patterns of parameter names, or 'all': their gradients add up over microbatches in float32 "
+        "before they are rounded to what is reduced.",
+    )
+    fp8_param_gather: bool = Field(False, description="Refused: needs Transformer Engine.")
+    reuse_grad_buf_for_mxfp8_param_ag: bool = Field(False, description="Refused: needs Transformer Engine.")
+    use_megatron_fsdp: bool = Field(False, description="Hand over to the strategy megatron_fsdp.")
+    use_custom_fsdp: bool = Field(False, description="Old name of use_megatron_fsdp, with a warning.")
+    data_parallel_sharding_strategy: Sharding = Field("no_shard", description="With use_megatron_fsdp: what it shards.")
+    gradient_reduce_div_fusion: bool = Field(True, description="With use_megatron_fsdp only.")
+    suggested_communication_unit_size: int | None = Field(None, ge=1, description="With use_megatron_fsdp only.")
+    preserve_fp32_weights: bool = Field(True, description="With use_megatron_fsdp only.")
+    keep_fp8_transpose_cache: bool = Field(False, description="With use_megatron_fsdp only.")
+    nccl_ub: bool = Field(False, description="Refused without use_megatron_fsdp: needs Megatron's allocator.")
+    fsdp_double_buffer: bool = Field(False, description="With use_megatron_fsdp only.")
+    outer_dp_sharding_strategy: Sharding = Field("no_shard", description="With use_megatron_fsdp only.")
+    disable_symmetric_registration: bool = Field(False, description="Refused without use_megatron_fsdp.")
+    delay_wgrad_compute: bool = Field(False, description="Refused: needs Transformer Engine.")
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether another strategy does the work."""
+        return self.use_megatron_fsdp or self.use_custom_fsdp
+
+    @property
+    def changed(self) -> list[str]:
+        """The options that differ from their defaults, in order."""
+        fields = type(self).model_fields.items()
+        return [name for name, info in fields if getattr(self, name) != info.get_default(call_default_factory=True)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as they are."""
+        return dict(self)
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> DistributedDataParallelConfig:
+        if self.use_custom_fsdp:
+            warnings.warn(
+                "use_custom_fsdp is the old name of use_megatron_fsdp and will go away. Set use_megatron_fsdp=true.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+        changed = self.changed
+        if self.hands_over:
+            return self
+        for name in _MEGATRON_FSDP_ONLY:
+            if name in changed:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} acts only with use_megatron_fsdp. "
+                    f"Set use_megatron_fsdp=true, or leave {name} out"
+                )
+        for name, missing in _MISSING.items():
+            if name in changed:
+                raise ValueError(f"{name}=true needs {missing}; it is not available here. Leave {name} out")
+        for name, needed in _NEEDS.items():
+            for other in needed:
+                if name in changed and other not in changed:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} acts only with {other}. Set {other}=true, or leave {name} out"
+                    )
+        for (one, two), reason in _EXCLUDE.items():
+            if one in changed and two in changed:
+                raise ValueError(f"{one} and {two} do not go together: {reason}. Leave one out")
+        if self.grad_reduce_in_fp32 and self.reduce_dtype == "float64":
+            raise ValueError("grad_reduce_in_fp32 and reduce_dtype=float64 differ. Leave one out")
+        return self
+
+
+_BUCKETED_ONLY = tuple(name for name in DistributedDataParallelConfig.model_fields if name != "reduce_dtype")
+
+
+class DDPConfig(DistributedDataParallelConfig):
+    """Options of `ddp`: which engine, its own options, and what holds for both."""
+
+    engine: Literal["torch", "bucketed"] = Field(
+        "torch",
+        description="torch: DistributedDataParallel of PyTorch. bucketed: our own, after Megatron-Core's, with the "
+        "distributed optimizer.",
+    )
+    activation_checkpointing: bool | Literal["full", "selective"] = Field(
+        False,
+        description="Compute the activations of each block again in backward: true or full: all; selective: all but "
+        "every second matrix product and attention.",
+    )
+    backend: str = Field(
+        "nccl",
+        description="Backend of the process group for the mesh's device, checked where it is given. Left at its "
+        "default it means what the device uses: nccl on CUDA, gloo on a CPU.",
+    )
     bucket_cap_mb: int = Field(25, ge=1, description="Size of a gradient bucket [MiB].")
     gradient_as_bucket_view: bool = Field(False, description="Let gradients be views of the buckets: one copy less.")
     find_unused_parameters: bool = Field(
         False, description="Needed where a step leaves out some trainable parameters; costs a walk of the graph."
     )
+    static_graph: bool = Field(
+        False,
+        description="Promise that every step uses the same parameters in the same way; unused ones are "
+        "allowed, several microbatches in a step are not.",
+    )
+    broadcast_buffers: bool = Field(
+        True, description="Give all ranks the first one's buffers (running statistics) before each forward."
+    )
+    comm_hook: str | None = Field(
+        None,
+        description="Compress gradients before they travel: fp16_compress, bf16_compress or power_sgd. All round.",
+        json_schema_extra={"anyOf": [{"enum": list(COMM_HOOKS)}, {"type": "null"}]},
+    )
+    comm_hook_options: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of torch's PowerSGDState, for power_sgd."
+    )
+
+    @field_validator("activation_checkpointing", mode="before")
+    @classmethod
+    def _check_switch(cls, value: Any) -> Any:
+        # Else "yes" or 1 would count as true.
+        if not isinstance(value, bool | str):
+            raise ValueError("must be true, false or one of the names")
+        return value
+
+    @field_validator("comm_hook")
+    @classmethod
+    def _check_hook(cls, value: str | None) -> str | None:
+        if value is not None and value not in COMM_HOOKS:
+            raise ValueError(f"is no hook.{nearest(value, COMM_HOOKS)} Allowed: {', '.join(COMM_HOOKS)}, or null")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_engine(cls, values: Any) -> Any:
+        # Before anything else is judged: what an option needs is of no interest where its engine is not used.
+        if not isinstance(values, Mapping):
+            return values
+        engine = values.get("engine", "torch")
+        foreign, home = (_TORCH_ONLY, "torch") if engine == "bucketed" else (_BUCKETED_ONLY, "bucketed")
+        if values.get("use_megatron_fsdp") or values.get("use_custom_fsdp"):
+            return values
+        for name in foreign:
+            if name in values and values[name] != cls.model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(
+                    f"{name}={values[name]} is an option of the {home} engine, but engine={engine}. "
+                    f"Set engine={home}, or leave {name} out"
+                )
+        return values
+
+    @model_validator(mode="after")
+    def _check_hook_goes_with(self) -> DDPConfig:
+        if self.comm_hook is not None and self.reduce_dtype is not None:
+            raise ValueError(
+                f"comm_hook={self.comm_hook} rounds what reduce_dtype={self.reduce_dtype} would sum exactly. "
+                f"Leave one out"
+            )
+        if self.comm_hook_options and self.comm_hook != "power_sgd":
+            raise ValueError("comm_hook_options are those of power_sgd. Set comm_hook=power_sgd, or leave them out")
+        return self
+
+
+_SHARED = ("engine", "activation_checkpointing", "backend", "reduce_dtype")
+_TORCH_ONLY = tuple(name for name in DDPConfig.model_fields if name not in (*_BUCKETED_ONLY, *_SHARED))

@@ -1,17 +1,20 @@
-"""Communication hooks that sum gradients, where DDP's own reduction averages.
+"""Communication hooks that sum gradients, where DDP's own reduction and torch's hooks average.
 
-Source: torch.distributed.GradBucket and DistributedDataParallel.register_comm_hook.
+Source: torch.distributed.GradBucket, DistributedDataParallel.register_comm_hook and torch's hooks; Vogels et al. 2019,
+arXiv:1905.13727, for PowerSGD.
 """
 
 # No `from __future__ import annotations` here: DDP compares a hook's annotations with its own classes.
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from meshwright.accumulate import WideSums
+from meshwright.errors import ConfigError
 
 Hook: TypeAlias = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 
@@ -38,5 +41,44 @@ def wide_sum_hook(group: dist.ProcessGroup, sums: WideSums) -> Hook:
             sums.add_waiting(parameter, part)
         future = dist.all_reduce(wide, group=group, async_op=True).get_future()
         return future.then(lambda done: done.value()[0].to(buffer.dtype))
+
+    return hook
+
+
+def compressing_hook(name: str, options: Mapping[str, Any], group: dist.ProcessGroup) -> tuple[Any, Hook]:
+    """A hook that loses precision, and its state, for `register_comm_hook`.
+
+    Args:
+        name: one of `config.COMM_HOOKS`.
+        options: arguments of torch's PowerSGDState, for power_sgd.
+
+    Raises:
+        ConfigError: PowerSGDState refuses its options (on all ranks alike).
+    """
+    if name == "fp16_compress":
+        return None, _rounding_hook(group, torch.float16)
+    if name == "bf16_compress":
+        return None, _rounding_hook(group, torch.bfloat16)
+    try:
+        state = powerSGD_hook.PowerSGDState(process_group=group, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"comm_hook_options {dict(options)} are refused by PowerSGDState: {error}") from None
+    return state, _summing(powerSGD_hook.powerSGD_hook, dist.get_world_size(group))
+
+
+def _rounding_hook(group: dist.ProcessGroup, dtype: torch.dtype) -> Hook:
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer()
+        future = dist.all_reduce(buffer.to(dtype), group=group, async_op=True).get_future()
+        return future.then(lambda done: buffer.copy_(done.value()[0]))
+
+    return hook
+
+
+def _summing(averaging: Hook, ranks: int) -> Hook:
+    """What torch's own hook averages, as a sum."""
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        return averaging(state, bucket).then(lambda done: done.value().mul_(ranks))
 
     return hook

@@ -1,69 +1,139 @@
-"""Replicate the model and sum gradients with torch's DistributedDataParallel.
-
-Source: Li et al. 2020, arXiv:2006.15704; torch.nn.parallel.DistributedDataParallel and its communication hooks.
-"""
+"""Replicate the model and sum gradients, with the engine that the configuration names."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from meshwright.accumulate import WideSums
+from meshwright.contract import Batch, OptimizerFactory
 from meshwright.data_parallel import DataParallelManager
-from meshwright.errors import StrategyError
 from meshwright.mesh import Mesh
+from meshwright.norms import check_clip, scale_to_norm
+from meshwright.recompute import checkpoint_blocks
 
+from .bucketed import BucketedDataParallel
 from .config import DDPConfig
-from .hooks import sum_hook, wide_sum_hook
+from .optimizer import Shards, check_elementwise
+from .torch_engine import TorchEngine
 
 
 class DDPManager(DataParallelManager):
-    """Replicated data parallelism; see `DataParallelManager`."""
+    """Replicated data parallelism; see `DataParallelManager`.
+
+    Raises:
+        MeshError: the process group has another backend than the config says.
+    """
 
     config: DDPConfig
+    _torch: TorchEngine | None = None
+    _bucketed: BucketedDataParallel | None = None
 
     def __init__(self, config: DDPConfig, mesh: Mesh) -> None:
         super().__init__(config, mesh)
-        self._sums = WideSums(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
+        if "backend" in config.model_fields_set:
+            mesh.check_backend(config.backend)
+
+    @property
+    def _shards(self) -> Shards | None:
+        """What the distributed optimizer steps here; None without it."""
+        return self._bucketed.shards if self._bucketed is not None else None
 
     def shard(self, model: nn.Module) -> nn.Module:
-        device = self.mesh.device
-        group = self.mesh.group("dp_replicate")
-        wrapped = DistributedDataParallel(
-            model.to(device),
-            device_ids=None if device.type == "cpu" else [device.index],
-            process_group=group,
-            # `copy_from_first_rank` has made the copies equal.
-            init_sync=False,
-            bucket_cap_mb=self.config.bucket_cap_mb,
-            gradient_as_bucket_view=self.config.gradient_as_bucket_view,
-            find_unused_parameters=self.config.find_unused_parameters,
-        )
-        # DDP averages by default; [Note: the gradient rule] wants the sum.
-        hook = sum_hook(group) if self._sums is None else wide_sum_hook(group, self._sums)
-        wrapped.register_comm_hook(None, hook)
-        self._wrapped = wrapped
-        return wrapped
+        model.to(self.mesh.device)
+        checkpoint_blocks(model, self.layout, self.config.activation_checkpointing)
+        if self.config.engine == "torch":
+            self._torch = TorchEngine(model, self.config, self.mesh)
+            return self._torch.module
+        name = "float32" if self.config.grad_reduce_in_fp32 else self.config.reduce_dtype
+        dtype = getattr(torch, name) if name else None
+        self._bucketed = BucketedDataParallel(model, self.config, self.mesh, gradient_dtype=dtype)
+        if self._bucketed.shards is not None:
+            self.parts = self._bucketed.shards
+        return self._bucketed
+
+    # -- gradients
+
+    def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
+        if self._bucketed is not None:
+            # Also after a step that was left by an error.
+            self._bucketed.zero_grad_buffer()
+        return super().forward_backward(microbatches, num_tokens=num_tokens)
 
     def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if is_last else self._wrapped.no_sync()
-
-    def _check_all_used(self) -> None:
-        # Without a gradient, DDP would not have reduced the parameter's bucket, and peers would wait for it: this
-        # cannot be told on all ranks first.
-        unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
-        if unused:
-            raise StrategyError(
-                f"trainable parameters got no gradient in this step, among them {unused[0]}. "
-                f"Set find_unused_parameters=true, or freeze them."
-            )
+        if self._torch is not None:
+            return self._torch.sync_gradients(is_last=is_last)
+        return nullcontext() if is_last or self._bucketed is None else self._bucketed.no_sync()
 
     def after_backward(self, *, is_last: bool) -> None:
-        if is_last and not self.config.find_unused_parameters:
-            self._check_all_used()
-        # The last microbatch's gradients join the waiting sums in the hook.
-        if self._sums is not None and not is_last:
-            self._sums.take(self.trainable())
+        if self._torch is not None:
+            self._torch.after_backward(is_last=is_last)
+
+    def check_gradients(self) -> None:
+        if self._bucketed is not None:
+            self._bucketed.finish_grad_sync(allow_unused=True)
+
+    def trainable(self) -> Iterator[nn.Parameter]:
+        if self._shards is None:
+            return super().trainable()
+        return (shard.tensor for shard in self._shards)
+
+    def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
+        if self._shards is None:
+            return super().clip_grad_norm(max_norm, norm_type)
+        check_clip(max_norm, norm_type)
+        norm = self._shards.total_norm(norm_type, wide=self.config.reduce_dtype is not None)
+        if max_norm is not None:
+            scale_to_norm((p.grad for p in self.trainable() if p.grad is not None), norm, max_norm)
+        return norm
+
+    # -- the distributed optimizer
+
+    def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
+        self._require_model()
+        shards, engine = self._shards, self._bucketed
+        if shards is None or engine is None:
+            return super().build_optimizer(factory)
+        shards.read()
+        self.parameter_names = {shard.tensor: shard.name for shard in shards}
+        # What an optimizer says of a parameter that it refuses may name the shape of this rank's shard.
+        optimizer = self.mesh.world.together(lambda: factory([(shard.name, shard.tensor) for shard in shards]))
+        check_elementwise(optimizer)
+        optimizer.register_step_post_hook(lambda *_: engine.shards_were_stepped())
+        self._optimizer = optimizer
+        return optimizer
+
+    @contextmanager
+    def unshard(self) -> Iterator[Sequence[nn.Module]]:
+        self._gather()
+        with super().unshard() as parts:
+            yield parts
+
+    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
+        self._gather()
+        return super().state_dict(full=full)
+
+    def load_state_dict(self, state: Mapping[str, Any], *, full: bool = False) -> None:
+        self._gather()
+        super().load_state_dict(state, full=full)
+
+    def optimizer_state(self, *, full: bool) -> dict[str, Any]:
+        state = super().optimizer_state(full=full)
+        masters = self._shards.masters(full=full) if self._shards is not None else {}
+        if state and masters:
+            state["masters"] = masters
+        return state
+
+    def load_optimizer_state(self, state: Mapping[str, Any], *, full: bool) -> None:
+        super().load_optimizer_state(state, full=full)
+        if self._shards is not None:
+            self._shards.load_masters(state.get("masters", {}), full=full)
+
+    def _gather(self) -> None:
+        """Parameters whose gather is still to come are whole afterwards. Collective."""
+        if self._bucketed is not None:
+            self._bucketed.gather.gather_all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.contract import Estimate, ModelSize, StrategySpec
+from meshwright.contract import Estimate, ModelSize, StrategyManager, StrategySpec
 from meshwright.hookspecs import hookimpl
 from meshwright.sizes import Degrees
 
@@ -13,20 +13,32 @@ from .config import DDPConfig
 if TYPE_CHECKING:
     from meshwright.mesh import Mesh
 
-    from .manager import DDPManager
 
+def build(config: DDPConfig, mesh: Mesh) -> StrategyManager:
+    if config.hands_over:
+        from .handover import hand_over
 
-def build(config: DDPConfig, mesh: Mesh) -> DDPManager:
+        return hand_over(config, mesh)
     from .manager import DDPManager
 
     return DDPManager(config, mesh)
 
 
-def estimate(config: DDPConfig, degrees: Degrees, size: ModelSize) -> Estimate:
-    """Whole copies everywhere; the buckets hold gradients a second time unless gradients are views of them."""
-    trainable = size.trainable * size.bytes_per_element
-    copies = 1 if config.gradient_as_bucket_view else 2
-    return Estimate(size.parameters * size.bytes_per_element, copies * trainable, 2 * trainable)
+def estimate(config: DDPConfig, degrees: Degrees, size: ModelSize) -> Estimate | None:
+    """Whole copies everywhere. torch's buckets hold gradients a second time unless gradients are views of them."""
+    if config.hands_over:
+        return None
+    parameters, trainable = size.parameters * size.bytes_per_element, size.trainable * size.bytes_per_element
+    if config.engine == "torch":
+        return Estimate(parameters, (1 if config.gradient_as_bucket_view else 2) * trainable, 2 * trainable)
+    wide = {"float32": 4, "float64": 8}.get(config.reduce_dtype or "", size.bytes_per_element)
+    gradients = size.trainable * (4 if config.grad_reduce_in_fp32 else wide)
+    if not config.use_distributed_optimizer:
+        return Estimate(parameters, gradients, 2 * trainable)
+    # Half types have masters in float32, and their state is that of the masters.
+    owned = -(-size.trainable * config.num_distributed_optimizer_instances // degrees.dp_replicate)
+    per_element = 3 * 4 if size.bytes_per_element < 4 else 2 * size.bytes_per_element
+    return Estimate(parameters, gradients, owned * per_element)
 
 
 @hookimpl
@@ -35,7 +47,7 @@ def register_strategies() -> list[StrategySpec]:
         StrategySpec(
             name="ddp",
             aliases=("distributed_data_parallel",),
-            summary="Whole copies of the model, gradients summed in buckets (torch DDP).",
+            summary="Whole copies of the model, gradients summed in buckets; with ZeRO-1.",
             axes=frozenset({"dp_replicate"}),
             config_cls=DDPConfig,
             build=build,

@@ -1,0 +1,175 @@
+"""The distributed optimizer: each rank steps what it owns of every parameter.
+
+The optimizer is the user's own, over shards instead of parameters: a shard is the stretch of a parameter that this rank
+owns, 1-D and possibly empty, under the parameter's name. Parameters of a half type have float32 shards, from which they
+are rounded after each step; others have views of themselves. So optimizers that treat every element alike (Adam, AdamW,
+SGD, Adagrad ...) do to the shards what they would do to the parameters.
+Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO stage 1); Megatron-Core's distributed optimizer, for ownership.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.errors import StrategyError
+from meshwright.norms import total_grad_norm
+from meshwright.state import Parts
+
+from .buffers import Buffer
+from .reduction import Groups
+
+HALF = (torch.float16, torch.bfloat16)
+
+_NOT_ELEMENTWISE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SparseAdam, getattr(torch.optim, "Muon", ()))
+
+
+@dataclass(eq=False)
+class Shard:
+    """What this rank owns of one parameter.
+
+    Attributes:
+        name, parameter: of the model.
+        start, end: the owned stretch of the flattened parameter.
+        tensor: what the optimizer trains, 1-D.
+        gradient: the same stretch of the gradient buffer, 1-D.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    end: int
+    tensor: nn.Parameter
+    gradient: Tensor
+
+    @property
+    def values(self) -> Tensor:
+        """The owned stretch of the parameter, 1-D."""
+        return self.parameter.detach().view(-1)[self.start : self.end]
+
+    @property
+    def is_master(self) -> bool:
+        return self.tensor.dtype != self.parameter.dtype
+
+    def set_gradient(self, is_used: bool) -> None:
+        self.tensor.grad = self.gradient.to(self.tensor.dtype) if is_used else None
+
+
+class Shards(Parts):
+    """This rank's shards of all trainable parameters, in registration order."""
+
+    def __init__(self, buffers: Sequence[Buffer], groups: Groups) -> None:
+        self._groups = groups
+        placed = {
+            order: _shard(buffer, index, groups.rank) for buffer in buffers for index, order in enumerate(buffer.first)
+        }
+        self._shards = [placed[order] for order in sorted(placed)]
+        self._of = {shard.tensor: shard for shard in self._shards}
+
+    def __iter__(self) -> Iterator[Shard]:
+        return iter(self._shards)
+
+    # -- training
+
+    def read(self) -> None:
+        """Take the values of the parameters."""
+        for shard in self._shards:
+            if shard.is_master:
+                shard.tensor.data.copy_(shard.values)
+
+    def write(self) -> None:
+        """Round what was stepped into the owned stretches of the parameters."""
+        for shard in self._shards:
+            if shard.is_master:
+                shard.values.copy_(shard.tensor.detach())
+
+    def total_norm(self, norm_type: float, *, wide: bool) -> Tensor:
+        """p-norm of the whole gradient, float64 scalar, equal on all ranks. Collective."""
+        gradients = [shard.tensor.grad for shard in self._shards if shard.tensor.grad is not None]
+        norm = total_grad_norm(gradients, norm_type, wide=wide).to(self._shards[0].tensor.device)
+        if math.isinf(norm_type):
+            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self._groups.shard)
+            return norm
+        power = norm**norm_type
+        dist.all_reduce(power, group=self._groups.shard)
+        return power ** (1.0 / norm_type)
+
+    # -- state, see `Parts`
+
+    def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
+        shard = self._of.get(parameter)
+        if shard is None or value.shape != shard.tensor.shape:
+            return value
+        flat = torch.zeros(shard.parameter.numel(), dtype=value.dtype, device=shard.parameter.device)
+        flat[shard.start : shard.end] = value
+        # Each element has one owner: the others add zeros.
+        dist.all_reduce(flat, group=self._groups.shard)
+        return flat.view(shard.parameter.shape)
+
+    def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        shard = self._of.get(parameter)
+        if shard is None or whole.shape != shard.parameter.shape:
+            return whole
+        if whole.dim() == 0:
+            raise StrategyError(
+                f"{shard.name} has no dimensions, so its optimizer state cannot be told from counters of steps. Give "
+                f"it the shape (1,), or set use_distributed_optimizer=false."
+            )
+        return whole.reshape(-1)[shard.start : shard.end].clone()
+
+    def masters(self, *, full: bool) -> dict[str, Tensor]:
+        """The float32 values of parameters of half types, by name; whole, on the CPU, and collective if `full`."""
+        return {
+            shard.name: self.whole(shard.tensor.detach(), shard.tensor).cpu() if full else shard.tensor.detach().clone()
+            for shard in self._shards
+            if shard.is_master
+        }
+
+    def load_masters(self, values: Mapping[str, Tensor], *, full: bool) -> None:
+        """The reverse of `masters`; parameters without a value take that of the model. Collective if `full`."""
+        self.read()
+        names = [list(values)]
+        if full:
+            dist.broadcast_object_list(names, src=0)
+        for shard in self._shards:
+            if not shard.is_master or shard.name not in names[0]:
+                continue
+            value = values.get(shard.name)
+            if full:
+                received = torch.empty_like(shard.parameter, dtype=shard.tensor.dtype)
+                if value is not None:
+                    received.copy_(value)
+                dist.broadcast(received, src=0)
+                value = self.part(received, shard.tensor)
+            if value is not None:
+                shard.tensor.data.copy_(value)
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Refuse optimizers of torch that look at the shape of a parameter.
+
+    Raises:
+        StrategyError: on all ranks alike.
+    """
+    if any(isinstance(optimizer, cls) for cls in _NOT_ELEMENTWISE):
+        raise StrategyError(
+            f"{type(optimizer).__name__} does not treat every element of a parameter alike, so it cannot step parts of "
+            f"parameters. Use AdamW, Adam, SGD, Adagrad or another element-wise one, or set "
+            f"use_distributed_optimizer=false."
+        )
+
+
+def _shard(buffer: Buffer, index: int, rank: int) -> Shard:
+    parameter = buffer.parameters[index]
+    start, end = buffer.layout.owned(index, rank)
+    values = parameter.detach().view(-1)[start:end]
+    if parameter.dtype in HALF:
+        values = values.float()
+    gradient = buffer.gradient(index).view(-1)[start:end]
+    return Shard(buffer.names[index], parameter, start, end, nn.Parameter(values), gradient)

@@ -1,0 +1,194 @@
+"""The options of ddp: the references' fields and defaults, what goes together, and handing over to megatron_fsdp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright import ConfigError, FrozenModel, MeshSizes, StrategyError, StrategySpec, hookimpl, resolve
+from meshwright.testing import Case, pool
+from meshwright.testing.parity import build_manager
+from meshwright_ddp import DDPConfig, DistributedDataParallelConfig
+
+REFERENCE = {
+    "grad_reduce_in_fp32": False,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "align_param_gather": False,
+    "use_distributed_optimizer": False,
+    "num_distributed_optimizer_instances": 1,
+    "check_for_nan_in_grad": False,
+    "check_for_large_grads": False,
+    "bucket_size": None,
+    "pad_buckets_for_high_nccl_busbw": False,
+    "reduce_scatter_with_fp32_accumulation": False,
+    "average_in_collective": False,
+    "fp8_param_gather": False,
+    "reuse_grad_buf_for_mxfp8_param_ag": False,
+    "use_megatron_fsdp": False,
+    "use_custom_fsdp": False,
+    "data_parallel_sharding_strategy": "no_shard",
+    "gradient_reduce_div_fusion": True,
+    "suggested_communication_unit_size": None,
+    "preserve_fp32_weights": True,
+    "keep_fp8_transpose_cache": False,
+    "nccl_ub": False,
+    "fsdp_double_buffer": False,
+    "outer_dp_sharding_strategy": "no_shard",
+    "disable_symmetric_registration": False,
+    "delay_wgrad_compute": False,
+}
+
+
+def test_fields_and_defaults_are_those_of_the_references() -> None:
+    # Of later versions of the reference.
+    later = {"num_buckets": None, "param_name_patterns_for_fp32_local_accumulation": ()}
+    assert DistributedDataParallelConfig().to_dict() == {**REFERENCE, **later, "reduce_dtype": None}
+    config = DDPConfig().to_dict()
+    assert (config["activation_checkpointing"], config["backend"]) == (False, "nccl")
+    assert REFERENCE.items() <= config.items()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"use_distributed_optimizer": True}, "use_distributed_optimizer=True is an option of the bucketed engine"),
+        ({"bucket_size": 5}, "engine=torch. Set engine=bucketed, or leave bucket_size out"),
+        ({"engine": "bucketed", "bucket_cap_mb": 3}, "bucket_cap_mb=3 is an option of the torch engine"),
+        ({"engine": "bucketed", "static_graph": True}, "Set engine=torch, or leave static_graph out"),
+        ({"engine": "megatron"}, "'torch' or 'bucketed'"),
+        ({"comm_hook": "fp16_compres"}, "Did you mean 'fp16_compress'?"),
+        ({"comm_hook": "fp16_compress", "reduce_dtype": "float64"}, "rounds what reduce_dtype=float64 would sum"),
+        ({"comm_hook": "fp16_compress", "comm_hook_options": {"a": 1}}, "Set comm_hook=power_sgd"),
+        ({"activation_checkpointing": 1}, "must be true, false or one of the names"),
+    ],
+)
+def test_options_of_the_other_engine_and_bad_values_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text.replace("?", r"\?")):
+        resolve("ddp", MeshSizes(), 1, config=options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"overlap_param_gather": True}, "Set use_distributed_optimizer=true"),
+        ({"overlap_param_gather": True, "use_distributed_optimizer": True}, "Set overlap_grad_reduce=true"),
+        ({"align_param_gather": True}, "Set overlap_param_gather=true"),
+        ({"pad_buckets_for_high_nccl_busbw": True}, "Set use_distributed_optimizer=true"),
+        ({"num_distributed_optimizer_instances": 2}, "Set use_distributed_optimizer=true"),
+        ({"reduce_scatter_with_fp32_accumulation": True}, "Set use_distributed_optimizer=true"),
+        ({"bucket_size": 5}, "Set overlap_grad_reduce=true"),
+        ({"num_buckets": 5}, "Set overlap_grad_reduce=true"),
+        ({"num_buckets": 5, "bucket_size": 5, "overlap_grad_reduce": True}, "both say how large buckets are"),
+        ({"num_buckets": 0}, "greater than or equal to 1"),
+        (
+            {
+                "reduce_scatter_with_fp32_accumulation": True,
+                "use_distributed_optimizer": True,
+                "average_in_collective": True,
+            },
+            "the pieces are summed outside",
+        ),
+        (
+            {
+                "reduce_scatter_with_fp32_accumulation": True,
+                "use_distributed_optimizer": True,
+                "num_distributed_optimizer_instances": 2,
+            },
+            "do not go together",
+        ),
+        (
+            {"param_name_patterns_for_fp32_local_accumulation": ["all"], "grad_reduce_in_fp32": True},
+            "accumulate in it, too",
+        ),
+        ({"grad_reduce_in_fp32": True, "reduce_dtype": "float64"}, "Leave one out"),
+        ({"fp8_param_gather": True}, "needs parameters in fp8, which Transformer Engine brings"),
+        ({"reuse_grad_buf_for_mxfp8_param_ag": True}, "mxfp8, which Transformer Engine brings"),
+        ({"delay_wgrad_compute": True}, "Transformer Engine brings"),
+        ({"nccl_ub": True}, "Megatron's allocator"),
+        ({"disable_symmetric_registration": True}, "nccl_ub"),
+        ({"data_parallel_sharding_strategy": "optim"}, "Set use_megatron_fsdp=true"),
+        ({"gradient_reduce_div_fusion": False}, "Set use_megatron_fsdp=true"),
+        ({"suggested_communication_unit_size": 5}, "Set use_megatron_fsdp=true"),
+        ({"preserve_fp32_weights": False}, "Set use_megatron_fsdp=true"),
+        ({"keep_fp8_transpose_cache": True}, "Set use_megatron_fsdp=true"),
+        ({"fsdp_double_buffer": True}, "Set use_megatron_fsdp=true"),
+        ({"outer_dp_sharding_strategy": "optim"}, "Set use_megatron_fsdp=true"),
+    ],
+)
+def test_what_does_not_go_together_or_is_missing_is_refused_with_the_remedy(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        resolve("ddp", MeshSizes(), 1, config={"engine": "bucketed", **options})
+
+
+def test_use_custom_fsdp_is_an_old_name_and_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="Set use_megatron_fsdp=true"):
+        assert DDPConfig(use_custom_fsdp=True).hands_over
+
+
+# -- handing over
+
+
+class _Target(FrozenModel):
+    """Some options of megatron_fsdp, for a strategy of its name that only keeps what it is given."""
+
+    zero_dp_strategy: int = 3
+    overlap_grad_reduce: bool = True
+    preserve_fp32_weights: bool = True
+
+
+class _Kept:
+    def __init__(self, config: _Target, mesh: Any) -> None:
+        self.config, self.mesh = config, mesh
+
+
+class _Plugin:
+    @hookimpl
+    def register_strategies(self) -> list[StrategySpec]:
+        return [StrategySpec("megatron_fsdp", "Keeps.", frozenset({"dp_shard"}), _Target, _Kept)]  # type: ignore[arg-type]
+
+
+def _handed_over(config: dict[str, Any]) -> Any:
+    from meshwright import Mesh, get_registry, open_world
+
+    if "megatron_fsdp" not in get_registry().strategies:
+        get_registry().register(_Plugin(), name="keeps")
+    world = open_world("cpu")
+    stack, degrees = resolve("ddp", MeshSizes(), world.size, config=config)
+    try:
+        kept: Any = stack.build(Mesh(degrees, world))
+    except StrategyError as error:
+        return str(error)
+    return kept.config.model_dump(), kept.mesh.degrees.dp_shard, kept.mesh.degrees.dp_replicate
+
+
+def _without_target() -> str:
+    try:
+        build_manager("ddp", {"use_megatron_fsdp": True}, {}, Case())
+    except StrategyError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_megatron_fsdp_gets_the_options_under_its_own_names_and_all_ranks_on_dp_shard() -> None:
+    from meshwright import get_registry
+
+    if "megatron_fsdp" in get_registry().strategies:
+        pytest.skip("the strategy itself is installed")
+    answers = pool(2).run(_without_target)
+    assert len(set(answers)) == 1
+    assert "meshwright[megatron-fsdp]" in answers[0]
+    config = {
+        "use_megatron_fsdp": True,
+        "data_parallel_sharding_strategy": "optim_grads",
+        "preserve_fp32_weights": False,
+    }
+    expected = {"zero_dp_strategy": 2, "overlap_grad_reduce": True, "preserve_fp32_weights": False}
+    try:
+        assert pool(2).run(_handed_over, config) == [(expected, 2, 1)] * 2
+        (text, _) = pool(2).run(_handed_over, {**config, "fsdp_double_buffer": True})
+        assert "fsdp_double_buffer=True is no option of megatron_fsdp" in text
+    finally:
+        # The workers know a strategy now that is not installed.
+        pool(2).close()
