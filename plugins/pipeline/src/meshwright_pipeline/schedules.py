@@ -502,27 +502,28 @@ def read_csv(path: str | Path, *, ranks: int, stages: int, microbatches: int) ->
 
 
 def stages_in_csv(path: str | Path) -> int:
-    """How many stages a schedule in a file has.
+    """How many stages the actions of a file name.
 
     Raises:
         ConfigError: the file cannot be read, or holds no action.
     """
-    stages = [action.stage for row in _csv_rows(path) for action, _ in row]
-    if not stages:
-        raise ConfigError(f"{_csv_name(path)} holds no action. Write a row for each rank, with cells such as '0F0'.")
-    return max(stages) + 1
+    return 1 + max(action.stage for action in _csv_actions(path))
 
 
 def microbatches_in_csv(path: str | Path) -> int:
-    """The number of microbatches that a file's actions name.
+    """How many microbatches the actions of a file name.
 
     Raises:
         ConfigError: the file cannot be read, or holds no action.
     """
-    found = [action.microbatch for row in _csv_rows(path) for action, _ in row]
+    return 1 + max(action.microbatch for action in _csv_actions(path))
+
+
+def _csv_actions(path: str | Path) -> list[Action]:
+    found = [action for row in _csv_rows(path) for action, _ in row]
     if not found:
         raise ConfigError(f"{_csv_name(path)} holds no action. Write a row for each rank, with cells such as '0F0'.")
-    return 1 + max(found)
+    return found
 
 
 def _csv_name(path: str | Path) -> str:

@@ -77,7 +77,14 @@ class View:
 
     @cached_property
     def end(self) -> float:
+        """When the last action ends."""
         return max(rank[-1][2] for rank in self.times)
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """Kinds of actions in the schedule."""
+        used = {action.kind for order in self.schedule.orders for action in order}
+        return [kind for kind in NAMES if kind in used]
 
     def bubble_of(self, rank: int) -> float:
         """The share of the whole time in which a rank waits."""
@@ -187,7 +194,8 @@ def _told(blocks: Sequence[str]) -> str:
 
 
 def as_lines(view: View, width: int) -> list[Text]:
-    """The timeline, a line for each rank: letters of the actions, lower case for all but a rank's first stage."""
+    """The timeline, a line for each rank: letters of the actions, lower case for all but a rank's first stage; and
+    what they mean."""
     from rich.text import Text
 
     shortest = min(min(view.costs) * cost for cost in UNIT_COSTS.values())
@@ -200,11 +208,27 @@ def as_lines(view: View, width: int) -> list[Text]:
             now = (column + 0.5) * view.end / columns
             action = next((each for each, start, end in times if start <= now < end), None)
             if action is None:
-                line.append("·", style=f"dim on {BUBBLE}")
+                line.append("·", style=f"#808080 on {BUBBLE}")
             else:
-                line.append(_letter(action, view.schedule, rank), style=f"bold #ffffff on {COLOURS[action.kind]}")
+                line.append(_letter(action, view.schedule, rank), style=_style(action.kind))
         lines.append(line)
-    return lines
+    return [*lines, _legend(view, " " * margin)]
+
+
+def _legend(view: View, margin: str) -> Text:
+    from rich.text import Text
+
+    line = Text(margin)
+    for kind in view.kinds:
+        line.append(str(kind), style=_style(kind)).append(f" {NAMES[kind]}  ")
+    line.append("·", style=f"#808080 on {BUBBLE}").append(" bubble")
+    if view.schedule.stages > view.schedule.ranks:
+        line.append("  lower case: not the rank's first stage")
+    return line
+
+
+def _style(kind: Kind) -> str:
+    return f"bold #ffffff on {COLOURS[kind]}"
 
 
 def _letter(action: Action, schedule: Schedule, rank: int) -> str:
@@ -231,24 +255,22 @@ def draw(view: View, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.barh(range(ranks), [view.end] * ranks, height=0.9, color=BUBBLE)
-    kinds = set()
     for rank, times in enumerate(view.times):
         first = view.schedule.stages_of(rank)[0]
         for action, start, end in times:
-            kinds.add(action.kind)
             alpha = 1.0 if action.stage == first else 0.65
             axes.barh(
                 rank, end - start, left=start, height=0.9, color=COLOURS[action.kind], alpha=alpha, edgecolor="#ffffff"
             )
             # Numbers that would run into each other are left out.
-            if (end - start) / view.end > 0.006:
+            if (end - start) / view.end > 0.008:
                 axes.text((start + end) / 2, rank, str(action.microbatch), ha="center", va="center", fontsize=7)
     peaks = peak_live(view.schedule)
     axes.set_yticks(range(ranks), [f"rank {rank}\npeak {peaks[rank]}" for rank in range(ranks)])
     axes.invert_yaxis()
     axes.set(xlabel="time [forwards of an average stage]", xlim=(0, view.end))
     axes.set_title(f"{view.headline}\n{view.bubbles}", loc="left", fontsize=9)
-    patches = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in COLOURS if kind in kinds]
+    patches = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in view.kinds]
     patches.append(Patch(color=BUBBLE, label="bubble"))
     if view.schedule.stages > ranks:
         patches.append(Patch(color="#000000", alpha=0.3, label="paler: not the rank's first stage"))

@@ -1,0 +1,244 @@
+"""Options of `pipeline`: what is taken, what is refused, and the numbers that follow."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from meshwright_pipeline.config import (
+    PipelineConfig,
+    loss_function,
+    number_of_microbatches,
+    number_of_stages,
+)
+
+from meshwright import ConfigError
+from meshwright.imports import allow_imports
+from meshwright.validation import validated
+
+DEFAULTS = {
+    "pp_schedule": "1f1b",
+    "pp_schedule_csv": None,
+    "pp_microbatch_size": 1,
+    "pp_batch_size": 1,
+    "layers_per_stage": None,
+    "round_virtual_stages_to_pp_multiple": None,
+    "module_fqns_per_model_part": None,
+    "patch_inner_model": True,
+    "patch_causal_lm_model": True,
+    "patch_stage_backward_maybe_with_nosync": False,
+    "dtype": None,
+    "scale_grads_in_schedule": False,
+    "loss_fn": None,
+    "pp_seq_len": None,
+}
+
+
+def config(**values):
+    return validated(PipelineConfig, values, where="config")
+
+
+def test_fields_and_defaults():
+    assert PipelineConfig().to_dict() == DEFAULTS
+    assert all(field.description for field in PipelineConfig.model_fields.values())
+
+
+def test_importing_the_options_does_not_import_torch():
+    code = "import sys, meshwright_pipeline.config, meshwright_pipeline.split; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_dtype_is_told_by_its_plain_name(dtype):
+    assert config(dtype=dtype).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"pp_schedule": "1f1c"}, "'1f1c' is unknown"),
+        ({"pp_schedule": None}, "pp_schedule=None needs a file. Set pp_schedule_csv"),
+        ({"pp_schedule": "PipelineScheduleMulti"}, "needs a file"),
+        ({"pp_schedule": "gpipe", "pp_schedule_csv": "a.csv"}, "are two schedules. Give one"),
+        ({"round_virtual_stages_to_pp_multiple": "up"}, "acts only with layers_per_stage"),
+        ({"round_virtual_stages_to_pp_multiple": "nearest", "layers_per_stage": 2}, "'up' or 'down'"),
+        ({"layers_per_stage": 2, "module_fqns_per_model_part": [["a"]]}, "both divide the model. Give one"),
+        ({"layers_per_stage": 0}, "layers_per_stage: .*greater than or equal to 1"),
+        ({"pp_microbatch_size": 0}, "pp_microbatch_size: .*greater than or equal to 1"),
+        ({"pp_batch_size": 6, "pp_microbatch_size": 4}, "pp_microbatch_size=4. Use one of 1, 2, 3, 6"),
+        ({"module_fqns_per_model_part": []}, "at least one stage"),
+        ({"module_fqns_per_model_part": [["a"], []]}, "each stage at least one module"),
+        ({"dtype": "int8"}, "must be one of float64, float32, bfloat16, float16"),
+        ({"dtype": torch.int64}, "must be one of float64"),
+        ({"loss_fn": 3}, "must be a callable, or the import path of one"),
+        ({"loss_fn": "os.system"}, "its module is not on the allow-list"),
+        ({"pp_seq_len": 0}, "pp_seq_len"),
+        ({"pp_shedule": "1f1b"}, "unknown key. Did you mean 'pp_schedule'"),
+    ],
+)
+def test_what_is_refused(values, text):
+    with pytest.raises(ConfigError, match=text):
+        config(**values)
+
+
+@pytest.mark.parametrize("values", [{}, {"pp_schedule": None}, {"pp_schedule": "PipelineScheduleSingle"}])
+def test_a_file_may_stand_alone_or_under_the_name_that_torch_has_for_it(values):
+    assert config(pp_schedule_csv="a.csv", **values).pp_schedule_csv == "a.csv"
+
+
+def test_the_schema_says_the_same():
+    schema = PipelineConfig.model_json_schema()
+    jsonschema.validate({"dtype": "bfloat16", "loss_fn": "torch.nn.CrossEntropyLoss", "pp_schedule": "zbv"}, schema)
+    for wrong in ({"dtype": "int8"}, {"loss_fn": 3}, {"pp_batch_size": 0}, {"unknown": 1}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
+
+
+# -- the loss
+
+
+def test_loss_is_a_callable_or_found_by_its_path():
+    assert loss_function(config()) is None
+    assert loss_function(config(loss_fn=torch.nn.functional.cross_entropy)) is torch.nn.functional.cross_entropy
+    assert isinstance(loss_function(config(loss_fn="torch.nn.CrossEntropyLoss")), torch.nn.CrossEntropyLoss)
+    with pytest.raises(ConfigError, match="does not exist"):
+        loss_function(config(loss_fn="torch.nn.CrossEntropyLos"))
+
+
+def test_loss_may_be_a_function_of_an_allowed_module(tmp_path, monkeypatch):
+    (tmp_path / "own_losses.py").write_text("def smooth(logits, labels):\n    return 0\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    allow_imports("own_losses")
+    found = loss_function(config(loss_fn="own_losses.smooth"))
+    assert inspect.isfunction(found)
+    assert found(None, None) == 0
+
+
+# -- stages
+
+
+@pytest.mark.parametrize(
+    ("values", "layers", "ranks", "stages"),
+    [
+        ({}, 4, 4, 4),
+        ({}, 9, 4, 4),
+        ({"pp_schedule": "gpipe"}, 5, 2, 2),
+        ({"pp_schedule": "interleaved1f1b"}, 9, 4, 8),
+        ({"pp_schedule": "zbv"}, 8, 2, 4),
+        ({"layers_per_stage": 2}, 8, 4, 4),
+        ({"layers_per_stage": 3}, 10, 4, 4),
+        ({"pp_schedule": "interleaved1f1b", "layers_per_stage": 1}, 12, 4, 12),
+        ({"pp_schedule": "interleaved1f1b", "layers_per_stage": 2}, 11, 3, 6),
+        (
+            {"pp_schedule": "interleaved1f1b", "layers_per_stage": 2, "round_virtual_stages_to_pp_multiple": "up"},
+            13,
+            4,
+            8,
+        ),
+        ({"layers_per_stage": 2, "round_virtual_stages_to_pp_multiple": "down"}, 13, 4, 4),
+        ({"layers_per_stage": 4, "round_virtual_stages_to_pp_multiple": "up"}, 8, 4, 4),
+        ({"module_fqns_per_model_part": [["a"], ["b"]]}, 3, 2, 2),
+    ],
+)
+def test_number_of_stages(values, layers, ranks, stages):
+    assert number_of_stages(config(**values), layers=layers, ranks=ranks) == stages
+
+
+@pytest.mark.parametrize(
+    ("values", "layers", "ranks", "text"),
+    [
+        ({"layers_per_stage": 2}, 9, 4, "with 9 blocks gives 5 stages, which is no multiple of pp_size=4.*'up' or 'd"),
+        ({"layers_per_stage": 1}, 8, 4, "8 stages, 2 on each of 4 ranks.*exactly one stage.*layers_per_stage=2"),
+        ({"layers_per_stage": 4, "pp_schedule": "interleaved1f1b"}, 8, 2, "1 on each of 2 ranks.*2 or more stages"),
+        (
+            {"layers_per_stage": 1, "pp_schedule": "zbv"},
+            12,
+            2,
+            "6 on each of 2 ranks.*exactly 2 st.*layers_per_stage=3",
+        ),
+        (
+            {"layers_per_stage": 4, "round_virtual_stages_to_pp_multiple": "down"},
+            8,
+            4,
+            "fewer stages than pp_size=4.*layers_per_stage to at most 2",
+        ),
+        ({}, 3, 4, "gives 4 stages, but the model has 3 blocks"),
+        ({"pp_schedule": "zbv"}, 5, 4, "gives 8 stages, but the model has 5 blocks"),
+        (
+            {"module_fqns_per_model_part": [["a"], ["b"], ["c"]]},
+            6,
+            2,
+            "gives 3 stages, which is no multiple of pp_size",
+        ),
+    ],
+)
+def test_numbers_of_stages_that_do_not_fit(values, layers, ranks, text):
+    with pytest.raises(ConfigError, match=text):
+        number_of_stages(config(**values), layers=layers, ranks=ranks)
+
+
+@given(layers=st.integers(1, 100), per_stage=st.integers(1, 20), ranks=st.integers(1, 8))
+def test_rounding_gives_the_next_multiple(layers, per_stage, ranks):
+    def rounded(how):
+        options = config(
+            pp_schedule="interleaved1f1b", layers_per_stage=per_stage, round_virtual_stages_to_pp_multiple=how
+        )
+        try:
+            return number_of_stages(options, layers=layers, ranks=ranks)
+        except ConfigError:
+            return None
+
+    exact = -(-layers // per_stage)
+    up, down = rounded("up"), rounded("down")
+    if up is not None:
+        assert up % ranks == 0
+        assert 0 <= up - exact < ranks
+    if down is not None:
+        assert down % ranks == 0
+        assert 0 <= exact - down < ranks
+    assert rounded(None) == (up if exact % ranks == 0 else None)
+
+
+def test_a_file_says_how_many_stages_there_are_and_where(tmp_path):
+    path = tmp_path / "own.csv"
+    path.write_text("0F0,1F0,,,1B0,0B0\n,,2F0,2B0\n", encoding="utf-8")
+    options = config(pp_schedule_csv=str(path))
+    assert number_of_stages(options, layers=3, ranks=2) == 3
+    with pytest.raises(ConfigError, match="gives 3 stages, but the model has 2 blocks"):
+        number_of_stages(options, layers=2, ranks=2)
+
+
+# -- microbatches
+
+
+@pytest.mark.parametrize(
+    ("values", "sequences", "microbatches"),
+    [
+        ({}, 6, 6),
+        ({"pp_microbatch_size": 2}, 6, 3),
+        ({"pp_batch_size": 4}, 8, 4),
+        ({"pp_batch_size": 4, "pp_microbatch_size": 2}, 8, 2),
+        ({"pp_batch_size": 1}, 8, 1),
+    ],
+)
+def test_number_of_microbatches(values, sequences, microbatches):
+    assert number_of_microbatches(config(**values), sequences=sequences) == microbatches
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"pp_microbatch_size": 4}, "6 sequences does not divide .*pp_microbatch_size=4. Use one of 1, 2, 3, 6"),
+        ({"pp_batch_size": 4}, "6 sequences of a step.*pp_batch_size=4. Use one of 1, 2, 3, 6"),
+    ],
+)
+def test_sequences_that_do_not_divide(values, text):
+    with pytest.raises(ConfigError, match=text):
+        number_of_microbatches(config(**values), sequences=6)
