@@ -90,6 +90,12 @@ class DataParallelManager(StrategyManager):
     def after_eval(self) -> None:
         """Called after forwards that no backward follows."""
 
+    @property
+    def may_share_parameters(self) -> bool:
+        """In a pipeline: whether gradients of a parameter may be summed with those of its copy on another stage, after
+        `check_gradients`, in their places."""
+        return True
+
     def reduce_gradients(self) -> None:
         """In a pipeline whose backwards were all run with `sync_gradients(is_last=False)`: what the last one does."""
 

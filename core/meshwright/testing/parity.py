@@ -194,7 +194,9 @@ def training_step(manager: StrategyManager, case: Case, step: int) -> Callable[[
 def full_weights(manager: StrategyManager) -> dict[str, Tensor]:
     """Every parameter of the model under all of its names, whole, on this rank; also those of other stages."""
     with manager.unshard() as parts:
-        found = {name: p.detach().clone() for part in parts for name, p in part.named_parameters(remove_duplicate=False)}
+        found = {
+            name: p.detach().clone() for part in parts for name, p in part.named_parameters(remove_duplicate=False)
+        }
     if manager.mesh.degrees.pp == 1:
         return found
     stages: list[dict[str, Tensor]] = [{}] * manager.mesh.degrees.pp
@@ -294,9 +296,7 @@ def assert_parity(
     tolerance: float = TOLERANCE,
 ) -> None:
     """Fail unless `compare` stays within the tolerance."""
-    found = compare(
-        strategy, case, world_size=world_size, config=config, sizes=sizes, wrapper_config=wrapper_config
-    )
+    found = compare(strategy, case, world_size=world_size, config=config, sizes=sizes, wrapper_config=wrapper_config)
     # A NaN is not above any tolerance.
     if not found.worst <= tolerance:
         raise AssertionError(f"{strategy} on {world_size} ranks differs from single: {found} > {tolerance}")

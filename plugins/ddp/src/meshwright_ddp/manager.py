@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,12 @@ from torch.optim import Optimizer
 from meshwright.contract import Batch, OptimizerFactory
 from meshwright.data_parallel import DataParallelManager
 from meshwright.mesh import Mesh
-from meshwright.norms import check_clip, scale_to_norm
 from meshwright.recompute import checkpoint_blocks
 
 from .bucketed import BucketedDataParallel
 from .config import DDPConfig
 from .optimizer import Shards, check_elementwise
-from .torch_engine import TorchEngine
+from .torch_engine import StageEngine, TorchEngine
 
 
 class DDPManager(DataParallelManager):
@@ -30,7 +29,8 @@ class DDPManager(DataParallelManager):
     """
 
     config: DDPConfig
-    _torch: TorchEngine | None = None
+    runs_in_pipeline: ClassVar[bool] = True
+    _torch: TorchEngine | StageEngine | None = None
     _bucketed: BucketedDataParallel | None = None
 
     def __init__(self, config: DDPConfig, mesh: Mesh) -> None:
@@ -46,6 +46,9 @@ class DDPManager(DataParallelManager):
     def shard(self, model: nn.Module) -> nn.Module:
         model.to(self.mesh.device)
         checkpoint_blocks(model, self.layout, self.config.activation_checkpointing)
+        if self.config.engine == "torch" and self.in_pipeline:
+            self._torch = StageEngine(self, self.config)
+            return model
         if self.config.engine == "torch":
             self._torch = TorchEngine(model, self.config, self.mesh)
             return self._torch.module
@@ -58,11 +61,11 @@ class DDPManager(DataParallelManager):
 
     # -- gradients
 
-    def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
-        if self._bucketed is not None:
+    def around_step(self, microbatches: Sequence[Batch]) -> AbstractContextManager[None]:
+        if self._bucketed is not None and self.module.training:
             # Also after a step that was left by an error.
             self._bucketed.zero_grad_buffer()
-        return super().forward_backward(microbatches, num_tokens=num_tokens)
+        return nullcontext()
 
     def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
         if self._torch is not None:
@@ -82,14 +85,14 @@ class DDPManager(DataParallelManager):
             return super().trainable()
         return (shard.tensor for shard in self._shards)
 
-    def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
+    @property
+    def may_share_parameters(self) -> bool:
+        return self._shards is None
+
+    def grad_norm(self, norm_type: float, *, without: Collection[nn.Parameter] = ()) -> Tensor:
         if self._shards is None:
-            return super().clip_grad_norm(max_norm, norm_type)
-        check_clip(max_norm, norm_type)
-        norm = self._shards.total_norm(norm_type, wide=self.config.reduce_dtype is not None)
-        if max_norm is not None:
-            scale_to_norm((p.grad for p in self.trainable() if p.grad is not None), norm, max_norm)
-        return norm
+            return super().grad_norm(norm_type, without=without)
+        return self._shards.total_norm(norm_type, wide=self.config.reduce_dtype is not None)
 
     # -- the distributed optimizer
 

@@ -5,19 +5,89 @@ Source: Li et al. 2020, arXiv:2006.15704; torch.nn.parallel.DistributedDataParal
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.accumulate import WideSums
+from meshwright.data_parallel import DataParallelManager
 from meshwright.errors import StrategyError
 from meshwright.mesh import Mesh
 
 from ._compat import syncing_buffers
 from .config import DDPConfig
 from .hooks import compressing_hook, sum_hook, wide_sum_hook
+
+
+_FOR_TORCH_ALONE = (
+    "gradient_as_bucket_view",
+    "find_unused_parameters",
+    "static_graph",
+    "comm_hook",
+    "broadcast_buffers",
+)
+
+
+class StageEngine:
+    """For one stage of a pipeline, whose forwards and backwards follow in an order that torch's engine does not know:
+    gradients are summed in buckets after the last backward.
+
+    Raises:
+        StrategyError: an option that acts within torch's engine alone.
+    """
+
+    def __init__(self, manager: DataParallelManager, config: DDPConfig) -> None:
+        chosen = [name for name in _FOR_TORCH_ALONE if getattr(config, name) != type(config).model_fields[name].default]
+        if chosen:
+            raise StrategyError(
+                f"{chosen[0]}={getattr(config, chosen[0])!r} acts within torch's DistributedDataParallel, which a "
+                f"pipeline does without. Leave it out, or set engine=bucketed."
+            )
+        self._manager = manager
+        self._group = manager.mesh.group("dp_replicate")
+        self._bucket_bytes = int(config.bucket_cap_mb * 2**20)
+        self._sums = WideSums(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
+
+    def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def after_backward(self, *, is_last: bool) -> None:
+        if self._sums is not None:
+            self._sums.take(self._manager.trainable())
+        if is_last:
+            self._manager.fill_missing_gradients()
+            used = [parameter for parameter in self._manager.trainable() if parameter.grad is not None]
+            for bucket in self._buckets(used):
+                self._sum(bucket)
+
+    def _buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """Of one dtype each, of the configured size or one parameter more."""
+        open_buckets: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            bucket = open_buckets.setdefault(parameter.dtype, [])
+            bucket.append(parameter)
+            if sum(p.numel() * p.element_size() for p in bucket) >= self._bucket_bytes:
+                yield open_buckets.pop(parameter.dtype)
+        yield from open_buckets.values()
+
+    def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
+        dtype = parameters[0].dtype if self._sums is None else self._sums.dtype
+        totals = []
+        for parameter in parameters:
+            total = torch.zeros_like(parameter, dtype=dtype) if self._sums is not None else parameter.grad
+            if total is None:
+                raise StrategyError("a parameter without gradient cannot be summed.")
+            if self._sums is not None:
+                self._sums.add_waiting(parameter, total)
+            totals.append(total.flatten())
+        flat = torch.cat(totals)
+        dist.all_reduce(flat, group=self._group)
+        for parameter, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = total.view_as(parameter).to(parameter.dtype)
 
 
 class TorchEngine:

@@ -56,7 +56,9 @@ class PipelineStage:
         is_last: whether it computes the loss.
     """
 
-    def __init__(self, index: int, manager: DataParallelManager, boundary: Boundary, cut: Cut, *, is_last: bool) -> None:
+    def __init__(
+        self, index: int, manager: DataParallelManager, boundary: Boundary, cut: Cut, *, is_last: bool
+    ) -> None:
         self.index, self.manager = index, manager
         self.is_first, self.is_last = index == 0, is_last
         self.num_tokens = torch.ones(())
@@ -121,7 +123,8 @@ class PipelineStage:
         return finish
 
     def backward_weight(self, rest: Callable[[], object], *, is_last: bool) -> None:
-        rest()
+        with self.manager.sync_gradients(is_last=False):
+            rest()
         if is_last:
             self.manager.reduce_gradients()
         self.manager.after_backward(is_last=is_last)
@@ -187,7 +190,16 @@ class PipelineManager(StrategyManager):
         for index, stage in self._stages.items():
             names = [self._cut.blocks[block] for block in self.split[index]]
             self.mesh.world.together(lambda stage=stage, names=names: stage.parallelize(names))  # type: ignore[misc]
+        self.mesh.world.together(self._check_shared)
         return next(iter(self._stages.values())).manager.module
+
+    def _check_shared(self) -> None:
+        if self._names.shared and not all(stage.manager.may_share_parameters for stage in self._stages.values()):
+            raise StrategyError(
+                f"{next(iter(self._names.shared))} is needed by several stages, whose copies the optimizer of the "
+                f"inner strategy divides in different ways. Untie the model (tie_word_embeddings=false), set pp_size=1, "
+                f"or leave the distributed optimizer out."
+            )
 
     def _add_stage(self, index: int, part: nn.Module) -> None:
         boundary = Boundary()
@@ -373,7 +385,9 @@ class PipelineManager(StrategyManager):
         if not shared:
             return
         mine = {(name, index): self._parameter(index, name) for name, holders in shared.items() for index in holders}
-        found = [int(any(p is not None and p.grad is not None for (n, _), p in mine.items() if n == name)) for name in shared]
+        found = [
+            int(any(p is not None and p.grad is not None for (n, _), p in mine.items() if n == name)) for name in shared
+        ]
         used = self.mesh.world.reduce_ints(found, dist.ReduceOp.MAX)
         for (name, holders), is_used in zip(shared.items(), used, strict=True):
             if is_used:
@@ -393,7 +407,9 @@ class PipelineManager(StrategyManager):
         own = torch.stack(parts).sum(0)
         received = {other: torch.empty_like(own) for other in ranks if other != rank}
         operations = [dist.P2POp(dist.isend, own, group=group, group_peer=other) for other in received]
-        operations += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=other) for other, tensor in received.items()]
+        operations += [
+            dist.P2POp(dist.irecv, tensor, group=group, group_peer=other) for other, tensor in received.items()
+        ]
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         total = torch.stack([own if other == rank else received[other] for other in ranks]).sum(0)
@@ -415,7 +431,9 @@ class PipelineManager(StrategyManager):
         check_clip(max_norm, norm_type)
         norms = []
         for index, stage in self._stages.items():
-            later = [self._parameter(index, name) for name, holders in self._names.shared.items() if index in holders[1:]]
+            later = [
+                self._parameter(index, name) for name, holders in self._names.shared.items() if index in holders[1:]
+            ]
             norms.append(stage.manager.grad_norm(norm_type, without=[p for p in later if p is not None]))
         stacked = torch.stack([norm.to(self.mesh.device, torch.float64) for norm in norms])
         infinite = math.isinf(norm_type)
@@ -483,7 +501,9 @@ def check_options(config: PipelineConfig) -> None:
     """
     for name in ("patch_inner_model", "patch_causal_lm_model"):
         if not getattr(config, name):
-            raise ConfigError(f"{name}=false needs a model that is a stage already, which is not supported yet. Set {name}=true.")
+            raise ConfigError(
+                f"{name}=false needs a model that is a stage already, which is not supported yet. Set {name}=true."
+            )
     if config.scale_grads_in_schedule:
         raise ConfigError(
             "scale_grads_in_schedule=true divides gradients by the number of microbatches, but the loss is divided by "
@@ -497,7 +517,10 @@ def cut_batch(batch: Batch, size: int) -> list[Batch]:
     """Pieces of `size` sequences; tensors that do not have one row for each sequence go whole into each."""
     count = batch["input_ids"].shape[0]
     return [
-        {name: tensor[start : start + size] if tensor.shape[:1] == (count,) else tensor for name, tensor in batch.items()}
+        {
+            name: tensor[start : start + size] if tensor.shape[:1] == (count,) else tensor
+            for name, tensor in batch.items()
+        }
         for start in range(0, count, size)
     ]
 
