@@ -167,7 +167,7 @@ def _gathered(value: Any, parameter: Any, world: World, parts: Parts) -> Any:
     """A copy of the whole tensor on the CPU of rank 0; None elsewhere. What is no tensor stays as it is."""
     if not isinstance(value, Tensor):
         return value
-    whole = parts.whole(value.detach(), parameter.detach())
+    whole = parts.whole(value.detach(), parameter)
     return whole.to("cpu", copy=True) if world.rank == 0 else None
 
 
