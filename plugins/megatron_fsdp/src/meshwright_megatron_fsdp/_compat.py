@@ -282,24 +282,46 @@ def use_sharded(fsdp: Any) -> None:
     fsdp._replace_param_with_distributed_if_needed()
 
 
-def gather_all(fsdp: Any) -> None:
-    """Gather all parameters, in the raw state, until the next `fsdp.synchronize_param_gather()`.
+@contextmanager
+def gathered(fsdp: Any) -> Iterator[None]:
+    """All parameters whole, in the raw state; forwards inside the context gather and free nothing. Collective.
 
-    `start_param_sync` leaves out the gathering over dp_replicate that outer sharding needs.
+    `start_param_sync`, which is public, leaves out the gathering over dp_replicate that outer sharding needs, and what
+    it has gathered goes with the first forward. Double buffers hold two units, so others take their place.
     """
     use_raw(fsdp)
-    fsdp.all_gather_and_wait_parameters_ready(list(fsdp.raw_param.values()), prefetch=False)
+    pipeline = fsdp.all_gather_pipeline
+    with _unlimited_buffers(fsdp):
+        fsdp.all_gather_and_wait_parameters_ready(list(fsdp.raw_param.values()), prefetch=False)
+        pipeline.release_bucket = lambda *args, **options: None
+        try:
+            yield
+        finally:
+            del pipeline.release_bucket
+            pipeline.reset()
+            use_sharded(fsdp)
 
 
 @contextmanager
-def kept_after_forward(fsdp: Any) -> Iterator[None]:
-    """Forwards inside the context free no parameters. The package's hooks do so through one method of one object."""
-    pipeline = fsdp.all_gather_pipeline
-    pipeline.release_bucket = lambda *args, **options: None
+def _unlimited_buffers(fsdp: Any) -> Iterator[None]:
+    config = fsdp.ddp_config
+    if not config.fsdp_double_buffer:
+        yield
+        return
+    module = importlib.import_module("megatron_fsdp.param_and_grad_buffer")
+    groups = fsdp.param_and_grad_buffer.parameter_groups
+    buffers = [b for g in groups for b in (g.model_weight_buffer, g.hfsdp_helper_wbuf) if b is not None]
+    before = [buffer.temporary_bucket_allocator for buffer in buffers]
+    config.fsdp_double_buffer = False
+    unlimited = module.StorageResizeBasedBucketAllocator()
+    for buffer in buffers:
+        buffer.temporary_bucket_allocator = unlimited
     try:
         yield
     finally:
-        del pipeline.release_bucket
+        config.fsdp_double_buffer = True
+        for buffer, allocator in zip(buffers, before, strict=True):
+            buffer.temporary_bucket_allocator = allocator
 
 
 def in_backward(fsdp: Any) -> bool:

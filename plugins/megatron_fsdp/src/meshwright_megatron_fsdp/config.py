@@ -6,16 +6,28 @@ or Megatron-Core's.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from meshwright.contract import StrategyConfig
 
 STAGES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Megatron-Core's names of the ZeRO stages 0 to 3."""
 
-Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def _dtype_name(value: Any) -> Any:
+    """The name of a dtype, given by its name, with or without "torch.", or as torch.dtype."""
+    name = str(value).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"must be one of {', '.join(DTYPES)}")
+    return name
+
+
+# Not a Literal, every value of which the conformance suite would take for exact.
+Dtype = Annotated[str, BeforeValidator(_dtype_name), WithJsonSchema({"enum": list(DTYPES)})]
 
 
 class MegatronFSDPConfig(StrategyConfig):
@@ -144,6 +156,14 @@ class MegatronFSDPConfig(StrategyConfig):
             raise ValueError("must be true, false or one of the names")
         return value
 
+    @field_validator("zero_dp_strategy", mode="before")
+    @classmethod
+    def _check_stage(cls, value: Any) -> Any:
+        # Digits as text, from a command line; and True would count as 1.
+        if isinstance(value, bool):
+            raise ValueError("must be 0, 1, 2 or 3")
+        return int(value) if isinstance(value, str) and value.isdigit() else value
+
     @field_validator("megatron_fsdp_unit_modules")
     @classmethod
     def _check_units(cls, value: list[str] | None) -> list[str] | None:
@@ -173,7 +193,7 @@ class MegatronFSDPConfig(StrategyConfig):
             why = "nothing is gathered" if stage == 0 else "parameters are gathered for each use"
             raise ValueError(
                 f"overlap_param_gather=false has no meaning with ZeRO {stage}, where {why}. "
-                f"Set overlap_param_gather=true, or zero_dp_strategy=2"
+                f"Set zero_dp_strategy=2, or overlap_param_gather=true"
             )
         if self.suggested_communication_unit_size is not None and stage == 0:
             raise ValueError(

@@ -23,10 +23,9 @@ from meshwright.mesh import Mesh
 from meshwright.recompute import checkpoint_blocks
 
 from ._compat import (
-    gather_all,
+    gathered,
     has_nccl_allocator,
     hold_cpu_torch,
-    kept_after_forward,
     package,
     slots,
     use_sharded,
@@ -152,12 +151,8 @@ class MegatronFSDPManager(DataParallelManager):
     @contextmanager
     def unshard(self) -> Iterator[Sequence[nn.Module]]:
         self._require_model()
-        gather_all(self._fsdp)
-        try:
-            with kept_after_forward(self._fsdp):
-                yield [self.model]
-        finally:
-            self._release()
+        with gathered(self._fsdp):
+            yield [self.model]
 
     def load_state_dict(self, state: Any, *, full: bool = False) -> None:
         super().load_state_dict(state, full=full)
