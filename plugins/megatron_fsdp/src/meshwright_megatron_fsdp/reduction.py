@@ -8,6 +8,8 @@ whose end cannot be told (no input requires a gradient).
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -73,8 +75,10 @@ class Reduction:
         fsdp.register_forward_hook(self._after_forward)
         for unit in self._units:
             unit.register_forward_pre_hook(self._before_unit, with_kwargs=True)
+        # Weak, since Python's garbage collector does not see through these hooks: the model would stay for ever.
+        arrived = weakref.WeakMethod(self._arrived)
         for parameter in self._reduce:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+            parameter.register_post_accumulate_grad_hook(functools.partial(_call, arrived))
 
     def set_last(self, is_last: bool) -> None:
         """Whether the next backward is the last one of its step."""
@@ -173,6 +177,12 @@ class Reduction:
             self._fsdp.zero_grad_buffer()
             told = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             raise StrategyError(f"the gradient of {told} {what}. {remedy}")
+
+
+def _call(method: weakref.WeakMethod[Any], parameter: Tensor) -> None:
+    function = method()
+    if function is not None:
+        function(parameter)
 
 
 def _infinite(gradients: Sequence[Tensor | None]) -> list[bool]:
