@@ -282,6 +282,13 @@ def use_sharded(fsdp: Any) -> None:
     fsdp._replace_param_with_distributed_if_needed()
 
 
+def wait_for_gathers(fsdp: Any) -> None:
+    """Wait for what was gathered ahead and not used; the package does, too, but warns of it."""
+    pipeline = fsdp.all_gather_pipeline
+    for bucket, bwd in list(pipeline.param_gather_event_map):
+        pipeline.wait_bucket_ready(bucket, bwd)
+
+
 @contextmanager
 def gathered(fsdp: Any) -> Iterator[None]:
     """All parameters whole, in the raw state; forwards inside the context gather and free nothing. Collective.
@@ -298,6 +305,7 @@ def gathered(fsdp: Any) -> Iterator[None]:
             yield
         finally:
             del pipeline.release_bucket
+            wait_for_gathers(fsdp)
             pipeline.reset()
             use_sharded(fsdp)
 

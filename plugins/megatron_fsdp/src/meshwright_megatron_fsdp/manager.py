@@ -29,6 +29,7 @@ from ._compat import (
     package,
     slots,
     use_sharded,
+    wait_for_gathers,
     wrap,
 )
 from .config import STAGES, MegatronFSDPConfig
@@ -176,6 +177,7 @@ class MegatronFSDPManager(DataParallelManager):
 
     def _release(self) -> None:
         """Free what has been gathered, and bring the sharded state."""
+        wait_for_gathers(self._fsdp)
         if self.config.overlap_param_gather:
             self._fsdp.synchronize_param_gather()
         use_sharded(self._fsdp)

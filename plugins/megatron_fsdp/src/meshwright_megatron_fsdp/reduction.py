@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.errors import StrategyError
 from meshwright.mesh import World
 
-from ._compat import awaited, begin_backward, in_backward, take_gradient_hooks, tensors_in
+from ._compat import awaited, begin_backward, in_backward, take_gradient_hooks, tensors_in, wait_for_gathers
 from .shards import like
 
 
@@ -142,6 +142,7 @@ class Reduction:
             fsdp.grad_reduce_pipeline.reduce_gradients(
                 list(self._names), outer_fsdp_group_grad_reduce=fsdp.dist_index.use_hybrid_fsdp
             )
+        wait_for_gathers(fsdp)
         fsdp.finish_grad_sync()
         if self._factor != 1:
             fsdp.scale_gradients(self._factor)
