@@ -77,6 +77,8 @@ def test_every_field_tells_what_it_does() -> None:
         ({"main_params_dtype": "int8"}, "must be one of float64, float32, bfloat16, float16"),
         ({"keep_fp8_transpose_cache": True}, "float8 parameters of TransformerEngine"),
         ({"init_fsdp_with_meta_device": True}, "is not supported yet"),
+        ({"sequence_parallel": True}, "sequence_parallel=True acts on tensor parallelism"),
+        ({"tp_plan": {"lm_head": "colwise"}}, "does not support yet"),
         ({"megatron_fsdp_unit_modules": []}, "must name a class at least"),
         ({"activation_checkpointing": 1}, "must be true, false or one of the names"),
         ({"nvfsdp_unit_modules": ["x"]}, "Did you mean 'megatron_fsdp_unit_modules'"),

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from meshwright import MeshwrightError, StrategyError, count_tokens
-from meshwright.testing import Case, assert_parity, count_collectives, measure_collectives, pool
+from meshwright.testing import Case, assert_parity, count_collectives, pool
+from meshwright.testing.collectives import measure_collectives
 from meshwright.testing.parity import build_manager, full_weights, share, train_steps
 
 HSDP = {"dp_replicate_size": 2}
@@ -263,8 +264,6 @@ def _refusal(config: dict[str, Any], sizes: dict[str, int], dtype: str) -> str:
         ({"nccl_ub": True}, {}, "float64", "but the mesh is on the CPU. Set nccl_ub=false"),
         ({"nccl_ub": True, "disable_symmetric_registration": True}, {}, "float64", "but the mesh is on the CPU"),
         ({"backend": "nccl"}, {}, "float64", "MeshError: backend='nccl', but the process group uses 'gloo' for cpu"),
-        ({"sequence_parallel": True}, {}, "float64", "acts on tensor parallelism, but tp has one rank"),
-        ({"tp_plan": {"lm_head": "colwise"}}, {}, "float64", "acts on tensor parallelism, but tp has one rank"),
         ({"main_params_dtype": "float32"}, {}, "float64", "is coarser than the model's parameters (torch.float64)"),
         ({"main_grads_dtype": "bfloat16"}, {}, "float32", "is coarser than the model's parameters (torch.float32)"),
         ({"reduce_dtype": "float32"}, {}, "float64", "reduce_dtype=float32 is coarser"),

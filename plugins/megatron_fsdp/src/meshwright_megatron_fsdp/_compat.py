@@ -250,7 +250,7 @@ def wrap(
     )
     used = {parameter.dtype for parameter in model.parameters()} | {dtypes.main_params, dtypes.main_grads}
     with _float64_buffers() if torch.float64 in used else nullcontext():
-        return inner.MegatronFSDP(
+        fsdp = inner.MegatronFSDP(
             model,
             index,
             config,
@@ -265,6 +265,11 @@ def wrap(
             fsdp_double_buffer=config.fsdp_double_buffer,
             disable_symmetric_registration=config.disable_symmetric_registration,
         )
+    for group in fsdp.param_and_grad_buffer.parameter_groups:
+        # Forgotten by the package: without it, the ranks of dp_shard sum where those of dp_replicate average.
+        if group.hfsdp_helper_gbuf is not None:
+            group.hfsdp_helper_gbuf.gradient_scaling_factor = group.main_grad_buffer.gradient_scaling_factor
+    return fsdp
 
 
 def has_nccl_allocator() -> bool:

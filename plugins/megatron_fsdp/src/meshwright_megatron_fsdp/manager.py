@@ -223,10 +223,3 @@ def check_options(config: MegatronFSDPConfig, mesh: Mesh) -> None:
             f"nccl_ub=true registers buffers with NCCL by an allocator of apex or megatron-core, but {why}. "
             f"Set nccl_ub=false."
         )
-    if mesh.degrees.tp == 1:
-        for option, value in (("sequence_parallel", config.sequence_parallel), ("tp_plan", config.tp_plan)):
-            if value:
-                raise StrategyError(
-                    f"{option}={value!r} acts on tensor parallelism, but tp has one rank. "
-                    f"Give the mesh a tp_size of 2 or more, or leave {option} out."
-                )
