@@ -181,9 +181,7 @@ def _by_hand() -> list[float]:
             differences = [float((each - alone(input_ids=ids).logits).abs().max()) for each in logits]
         else:
             differences = []
-        differences += [
-            float((p - q).abs().max()) for p, q in zip(whole.parameters(), alone.parameters(), strict=True)
-        ]
+        differences += [float((p - q).abs().max()) for p, q in zip(whole.parameters(), alone.parameters(), strict=True)]
     return [len(optimizer.param_groups), *(group["weight_decay"] for group in optimizer.param_groups), *differences]
 
 

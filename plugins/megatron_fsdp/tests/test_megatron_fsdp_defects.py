@@ -5,6 +5,7 @@ A test that finds the stock call right is a canary: upstream has fixed it, and o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,14 +15,22 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright import count_tokens
 from meshwright.loss import token_loss_sum
-from meshwright.testing import Case, assert_parity, pool
+from meshwright.testing import Case, pool
 from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import build_manager, share, train_steps
+from meshwright.testing.parity import build_manager, share
 from meshwright_megatron_fsdp._compat import hold_cpu_torch, package, slots
 from meshwright_megatron_fsdp.shards import Shards
 
 CASE = Case(dtype="float32", sequences=8, ragged=False, max_norm=None)
 TOKENS = 8 * 15
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fresh_ranks() -> Iterator[None]:
+    """What stock calls leave behind in a process, their models among it, goes with the process."""
+    yield
+    for ranks in (2, 4):
+        pool(ranks).close()
 
 
 class _Owner:
@@ -152,7 +161,9 @@ def _warm_step() -> list[float]:
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, weight_decay=0.1)
     package().fully_shard_optimizer(optimizer)
     steps = max(float(state["step"]) for state in optimizer.state.values())
-    moved = max(float((p.detach().to_local() - b).abs().max()) for p, b in zip(wrapped.parameters(), before, strict=True))
+    moved = max(
+        float((p.detach().to_local() - b).abs().max()) for p, b in zip(wrapped.parameters(), before, strict=True)
+    )
     release()
     manager = build_manager("megatron_fsdp", {"zero_dp_strategy": 0}, {}, CASE)
     ours = len(manager.optimizer.state)
@@ -237,10 +248,6 @@ def _error_of(what: str) -> str:
             _wrapped(tp_dim=None)
         elif what == "average":
             _wrapped(average_in_collective=True)
-        elif what == "gather":
-            wrapped = _wrapped()
-            for p in wrapped.parameters():
-                p.full_tensor()
         elif what == "outer without ZeRO":
             wrapped = _wrapped(2, zero_dp_strategy=0)
             optimizer = torch.optim.AdamW(wrapped.parameters())
@@ -268,20 +275,5 @@ def _error_of(what: str) -> str:
     ],
 )
 def test_stock_calls_that_fail(what: str, told: str) -> None:
-    """Ours: parity in float64, of models without blocks, averages, HSDP: see the other tests; ZeRO 0 is refused there."""
+    """Ours work in float64, without blocks, with averages; see the other tests. ZeRO 0 over two axes is refused."""
     assert all(told in each for each in pool(4 if "outer" in what else 2).run(_error_of, what))
-
-
-def test_wide_sums_of_gradients_train_weights_of_the_models_dtype() -> None:
-    case = Case(dtype="bfloat16", max_norm=None)
-    config = {"main_grads_dtype": "float32"}
-    assert all(loss == loss for losses in pool(2).run(_losses, config, case) for loss in losses)
-
-
-def _losses(config: dict[str, Any], case: Case) -> list[float]:
-    return train_steps(build_manager("megatron_fsdp", config, {}, case), case, range(2))[0]
-
-
-def test_accumulation_and_outer_sharding_at_parity() -> None:
-    config = {"outer_dp_sharding_strategy": 1}
-    assert_parity("megatron_fsdp", Case(microbatches=3), world_size=4, config=config, sizes={"dp_replicate_size": 2})

@@ -1,4 +1,4 @@
-"""Each option of megatron_fsdp acts, on real ranks; and where it cannot, it is refused on all of them before any step."""
+"""Each option of megatron_fsdp acts, on real ranks; where it cannot, it is refused on all of them before any step."""
 
 from __future__ import annotations
 

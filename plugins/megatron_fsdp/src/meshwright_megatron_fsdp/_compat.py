@@ -137,7 +137,7 @@ def _cpu_torch(module: str) -> _Torch:
 
     def tensor(*args: Any, **options: Any) -> Tensor:
         made = torch.tensor(*args, **options)
-        made.cuda = lambda: made  # type: ignore[method-assign,assignment]
+        made.cuda = lambda: made
         return made
 
     if module == "megatron_fsdp.utils":
@@ -245,9 +245,7 @@ def wrap(
     )
     policy = package().MixedPrecisionPolicy(dtypes.main_params, dtypes.main_grads, dtypes.grad_comm)
     # Whether Megatron-Core's class or the package's own: it depends on what is installed.
-    config = inner.DistributedDataParallelConfig(
-        overlap_grad_reduce=True, bucket_size=_BUCKET_ELEMENTS, **options
-    )
+    config = inner.DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=_BUCKET_ELEMENTS, **options)
     used = {parameter.dtype for parameter in model.parameters()} | {dtypes.main_params, dtypes.main_grads}
     with _float64_buffers() if torch.float64 in used else nullcontext():
         fsdp = inner.MegatronFSDP(
@@ -393,7 +391,8 @@ def slots(fsdp: Any) -> dict[nn.Parameter, Slot]:
             if fsdp.data_parallel_sharding_strategy == "no_shard":
                 slot = Slot(0, raw.numel(), None)
             else:
-                slot = Slot(*weights._get_item_slice_in_shard(item), weights.data_parallel_group)
+                start, end = weights._get_item_slice_in_shard(item)
+                slot = Slot(start, end, weights.data_parallel_group)
             found[sharded[buffer.param_to_name[raw]]] = slot
     return found
 

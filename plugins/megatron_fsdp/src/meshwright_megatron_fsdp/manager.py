@@ -38,7 +38,6 @@ from .reduction import Reduction
 from .shards import Shards
 from .units import find_units
 
-
 _UNIT_ELEMENTS = 1_000_000_000
 
 
@@ -68,7 +67,7 @@ class MegatronFSDPManager(DataParallelManager):
                 f"Mesh(MeshSizes(...).resolve(world.size), world)."
             )
         if moe_mesh is not None:
-            raise MeshError("moe_mesh is not supported yet: megatron_fsdp does not shard experts over ep. Leave it out.")
+            raise MeshError("moe_mesh is not supported yet: experts are not sharded over ep. Leave it out.")
         super().__init__(config, device_mesh)
         package()
         check_backend(config, device_mesh)

@@ -45,7 +45,7 @@ def register_strategies() -> list[StrategySpec]:
         StrategySpec(
             name="megatron_fsdp",
             aliases=("nvfsdp", "mfsdp"),
-            summary="Shards with NVIDIA's Megatron-FSDP, ZeRO 0 to 3; HSDP, with sharding over both axes; on a CPU, too.",
+            summary="Shards with NVIDIA's Megatron-FSDP, ZeRO 0 to 3; HSDP, sharding over both axes; on a CPU, too.",
             axes=frozenset({"dp_replicate", "dp_shard"}),
             config_cls=MegatronFSDPConfig,
             build=build,

@@ -111,11 +111,11 @@ class Reduction:
         begin_backward(self._fsdp)
 
     def _arrived(self, parameter: Tensor) -> None:
-        if self._check_parts and not bool(parameter.grad.isfinite().all()):  # type: ignore[union-attr]
-            self._wrong.add(parameter)  # type: ignore[arg-type]
+        if self._check_parts and not bool(parameter.grad.isfinite().all()):
+            self._wrong.add(parameter)
         if parameter not in awaited(self._fsdp):
-            self._late.add(parameter)  # type: ignore[arg-type]
-        self._used.add(parameter)  # type: ignore[arg-type]
+            self._late.add(parameter)
+        self._used.add(parameter)
 
     def _end(self, unit: nn.Module) -> None:
         """A block may be used several times, and its parameters have their gradients after the last of them."""
