@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshwright import Mesh, MeshSizes, count_tokens, open_world
 from meshwright.loss import token_loss_sum
+from meshwright.optim import optimizer_factory
 from meshwright.runfile import OptimizerConfig
 from meshwright.testing import Case, assert_parity, conformance, pool
 from meshwright.testing.cells import Cell
@@ -230,7 +231,7 @@ def _emulated(case: Case, ranks: int) -> dict[str, Tensor]:
     model = tiny_model(seed=0, dtype=torch.bfloat16)
     named = dict(model.named_parameters())
     main = {name: nn.Parameter(p.detach().float()) for name, p in named.items()}
-    optimizer = torch.optim.AdamW(main.values(), lr=case.optimizer.lr, weight_decay=case.optimizer.weight_decay)
+    optimizer = optimizer_factory(case.optimizer)(main.items())
     for step in range(case.steps):
         shares = [share(case, step, rank, ranks) for rank in range(ranks)]
         labels = torch.cat([batch["labels"][:, 1:] for part in shares for batch in part])
