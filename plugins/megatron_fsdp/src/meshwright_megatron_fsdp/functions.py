@@ -15,6 +15,7 @@ from meshwright.mesh import Mesh, open_world
 from meshwright.sizes import MeshSizes
 from meshwright.validation import validated
 
+from ._compat import hold_cpu_torch
 from .config import MegatronFSDPConfig
 from .manager import MegatronFSDPManager
 
@@ -60,6 +61,9 @@ def megatron_fsdp_strategy_parallelize(
     if optimizer is not None:
         _check_optimizer(optimizer, names)
     module = manager.parallelize(model)
+    if device_mesh.device_type == "cpu":
+        # The caller has no manager to keep.
+        hold_cpu_torch(module)
     if optimizer is None:
         return module, None
     given = optimizer

@@ -78,7 +78,8 @@ class MegatronFSDPManager(DataParallelManager):
         dtypes = find_dtypes(config, model)
         units = find_units(model, self.layout, config.megatron_fsdp_unit_modules)
         checkpoint_blocks(model, self.layout, config.activation_checkpointing)
-        wrapping = hold_cpu_torch(self) if mesh.device.type == "cpu" else None
+        if mesh.device.type == "cpu":
+            hold_cpu_torch(self)
         self._fsdp = wrap(
             model,
             mesh.device_mesh,
@@ -90,10 +91,6 @@ class MegatronFSDPManager(DataParallelManager):
             bucketing=not config.disable_bucketing,
             options=self._package_options(),
         )
-        if wrapping is not None:
-            # The wrapped model may outlive the manager.
-            hold_cpu_torch(self._fsdp)
-            wrapping()
         self.parts = Shards(slots(self._fsdp))
         self._reduction = Reduction(
             self._fsdp,
