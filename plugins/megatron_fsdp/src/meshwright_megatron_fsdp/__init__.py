@@ -1,0 +1,32 @@
+"""NVIDIA's Megatron-FSDP as a meshwright strategy: ZeRO 0 to 3, HSDP, on GPUs and on a CPU."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from .config import MegatronFSDPConfig
+
+if TYPE_CHECKING:
+    from .functions import megatron_fsdp_strategy_parallelize, nvfsdp_strategy_parallelize
+    from .manager import MegatronFSDPManager
+
+__all__ = [
+    "MegatronFSDPConfig",
+    "MegatronFSDPManager",
+    "megatron_fsdp_strategy_parallelize",
+    "nvfsdp_strategy_parallelize",
+]
+
+# These modules import torch, which listing strategies and validating a config must not.
+_MODULE_OF = {
+    "MegatronFSDPManager": ".manager",
+    "megatron_fsdp_strategy_parallelize": ".functions",
+    "nvfsdp_strategy_parallelize": ".functions",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name], __name__), name)

@@ -1,0 +1,237 @@
+"""Options of the `megatron_fsdp` strategy. No torch in this module.
+
+Fields and defaults are those of the reference; the options that megatron-fsdp 0.6.1 adds follow them, under its names
+or Megatron-Core's.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
+
+from meshwright.contract import StrategyConfig
+
+STAGES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""Megatron-Core's names of the ZeRO stages 0 to 3."""
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def _dtype_name(value: Any) -> Any:
+    """The name of a dtype, given by its name, with or without "torch.", or as torch.dtype."""
+    name = str(value).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"must be one of {', '.join(DTYPES)}")
+    return name
+
+
+# Not a Literal, every value of which the conformance suite would take for exact.
+Dtype = Annotated[str, BeforeValidator(_dtype_name), WithJsonSchema({"enum": list(DTYPES)})]
+
+
+class MegatronFSDPConfig(StrategyConfig):
+    """Options of `megatron_fsdp`; the sizes of the mesh are not among them."""
+
+    sequence_parallel: bool = Field(
+        False, description="Acts on tensor parallelism, which is not supported yet: true is refused."
+    )
+    tp_plan: dict[str, Any] | str | None = Field(
+        None, description="Acts on tensor parallelism, which is not supported yet: a plan is refused."
+    )
+    megatron_fsdp_unit_modules: list[str] | None = Field(
+        None,
+        description="Classes whose modules are gathered and reduced as one unit each, by name or full path; "
+        "null: the blocks of the model.",
+    )
+    zero_dp_strategy: Literal[0, 1, 2, 3] = Field(
+        3, description="What is sharded: 0: nothing, 1: optimizer state, 2: gradients too, 3: parameters too."
+    )
+    init_fsdp_with_meta_device: bool = Field(
+        False, description="Take a model on the meta device. Not supported yet: true is refused."
+    )
+    grad_reduce_in_fp32: bool = Field(
+        False, description="Accumulate and sum gradients in float32 at least; false: in the parameters' dtype."
+    )
+    preserve_fp32_weights: bool = Field(
+        False,
+        description="The optimizer trains a copy of the weights in float32 at least; false: the weights themselves.",
+    )
+    overlap_grad_reduce: bool = Field(
+        True,
+        description="Reduce gradients during backward. false: after the last one of a step; ZeRO 0 and 1 only.",
+    )
+    overlap_param_gather: bool = Field(
+        True,
+        description="Gather parameters during forward. false: all of them after each step; ZeRO 1 and 2 only.",
+    )
+    check_for_nan_in_grad: bool = Field(
+        True, description="Refuse a step whose summed gradients hold a NaN or infinity, on all ranks."
+    )
+    average_in_collective: bool = Field(
+        False,
+        description="Let collectives average gradients, which are multiplied back afterwards: guards half precision "
+        "against overflow in large sums.",
+    )
+    disable_bucketing: bool = Field(
+        False, description="One bucket for all that is in no unit, instead of several of about 40 million elements."
+    )
+    calculate_per_token_loss: bool = Field(
+        False,
+        description="The loss is per token and gradients are summed under every strategy, so true holds anyway; "
+        "false is refused where it is asked for.",
+    )
+    keep_fp8_transpose_cache: bool = Field(
+        False, description="For float8 parameters of TransformerEngine, which are not supported: true is refused."
+    )
+    nccl_ub: bool = Field(
+        False, description="Register buffers with NCCL. CUDA only, with an allocator of apex or Megatron-Core."
+    )
+    fsdp_double_buffer: bool = Field(
+        False, description="Gather and reduce units in two buffers that stay allocated. Needs equal units."
+    )
+    activation_checkpointing: bool | Literal["full", "selective"] = Field(
+        False,
+        description="Compute the activations of each block again in backward: true or full: all; selective: all but "
+        "every second matrix product, attention and communication.",
+    )
+    backend: str = Field(
+        "nccl",
+        description="Backend of the process group for the mesh's device, checked where it is given. Left at its "
+        "default it means what the device uses: nccl on CUDA, gloo on a CPU.",
+    )
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = Field(
+        None, description="zero_dp_strategy by Megatron-Core's name; null: what zero_dp_strategy says."
+    )
+    outer_dp_sharding_strategy: Literal[0, 1, "no_shard", "optim"] = Field(
+        0, description="Over dp_replicate: 0 or no_shard: copies. 1 or optim: optimizer state is sharded; ZeRO 3 only."
+    )
+    suggested_communication_unit_size: int | None = Field(
+        None,
+        ge=1,
+        description="Elements up to which gradients wait for their reduction, and half of which are gathered ahead; "
+        "null: 1e9.",
+    )
+    report_nan_in_param_grad: bool = Field(
+        False,
+        description="Look at each parameter's gradient on each rank before it is reduced, and tell the names of those "
+        "that hold a NaN or infinity. Slow.",
+    )
+    disable_symmetric_registration: bool = Field(
+        False, description="With nccl_ub: register buffers without symmetric windows."
+    )
+    main_params_dtype: Dtype | None = Field(
+        None, description="Dtype of the weights that the optimizer trains; null: what preserve_fp32_weights says."
+    )
+    main_grads_dtype: Dtype | None = Field(
+        None, description="Dtype in which gradients are accumulated; null: what grad_reduce_in_fp32 says."
+    )
+    grad_comm_dtype: Dtype | None = Field(
+        None, description="Dtype in which gradients are sent; null: the one in which they are accumulated."
+    )
+
+    @property
+    def zero(self) -> int:
+        """The ZeRO stage, 0 to 3."""
+        name = self.data_parallel_sharding_strategy
+        return self.zero_dp_strategy if name is None else STAGES.index(name)
+
+    @property
+    def shards_outer(self) -> bool:
+        """Whether optimizer state is sharded over dp_replicate, too."""
+        return self.outer_dp_sharding_strategy in (1, "optim")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as they are; not copied in depth."""
+        return dict(self)
+
+    @field_validator("activation_checkpointing", mode="before")
+    @classmethod
+    def _check_switch(cls, value: Any) -> Any:
+        # Else "yes" or 1 would count as true.
+        if not isinstance(value, bool | str):
+            raise ValueError("must be true, false or one of the names")
+        return value
+
+    @field_validator("zero_dp_strategy", mode="before")
+    @classmethod
+    def _check_stage(cls, value: Any) -> Any:
+        # Digits as text, from a command line; and True would count as 1.
+        if isinstance(value, bool):
+            raise ValueError("must be 0, 1, 2 or 3")
+        return int(value) if isinstance(value, str) and value.isdigit() else value
+
+    @field_validator("megatron_fsdp_unit_modules")
+    @classmethod
+    def _check_units(cls, value: list[str] | None) -> list[str] | None:
+        if value == []:
+            raise ValueError("must name a class at least. Leave it out to take the model's blocks")
+        return value
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> MegatronFSDPConfig:
+        stage, named = self.zero, self.data_parallel_sharding_strategy
+        if named and "zero_dp_strategy" in self.model_fields_set and self.zero_dp_strategy != stage:
+            raise ValueError(
+                f"zero_dp_strategy={self.zero_dp_strategy} and data_parallel_sharding_strategy={named}, which is "
+                f"{stage}, differ. Give one"
+            )
+        if self.shards_outer and stage != 3:
+            raise ValueError(
+                f"outer_dp_sharding_strategy={self.outer_dp_sharding_strategy} needs ZeRO 3, not {stage}. "
+                f"Set zero_dp_strategy=3, or outer_dp_sharding_strategy=0"
+            )
+        if not self.overlap_grad_reduce and stage > 1:
+            raise ValueError(
+                f"overlap_grad_reduce=false needs whole gradients on each rank, which ZeRO {stage} does not keep. "
+                f"Set zero_dp_strategy=1, or overlap_grad_reduce=true"
+            )
+        if not self.overlap_param_gather and stage not in (1, 2):
+            why = "nothing is gathered" if stage == 0 else "parameters are gathered for each use"
+            raise ValueError(
+                f"overlap_param_gather=false has no meaning with ZeRO {stage}, where {why}. "
+                f"Set zero_dp_strategy=2, or overlap_param_gather=true"
+            )
+        if self.suggested_communication_unit_size is not None and stage == 0:
+            raise ValueError(
+                "suggested_communication_unit_size acts on gathering and scattering, which ZeRO 0 does not do. "
+                "Leave it out, or set zero_dp_strategy to 1 or more"
+            )
+        if self.disable_symmetric_registration and not self.nccl_ub:
+            raise ValueError(
+                "disable_symmetric_registration=true acts only with nccl_ub. "
+                "Set nccl_ub=true, or disable_symmetric_registration=false"
+            )
+        if self.calculate_per_token_loss is False and "calculate_per_token_loss" in self.model_fields_set:
+            raise ValueError(
+                "calculate_per_token_loss=false asks for an average over ranks, but the loss is per token of the "
+                "global batch under every strategy. Set calculate_per_token_loss=true, or leave it out"
+            )
+        for option, value in (
+            ("main_params_dtype", self.preserve_fp32_weights),
+            ("main_grads_dtype", self.grad_reduce_in_fp32 or self.reduce_dtype),
+        ):
+            if getattr(self, option) is not None and value:
+                other = {"main_params_dtype": "preserve_fp32_weights"}.get(option, "grad_reduce_in_fp32, reduce_dtype")
+                raise ValueError(f"{option}={getattr(self, option)} and {other} say the same thing. Give one")
+        if self.grad_reduce_in_fp32 and self.reduce_dtype:
+            raise ValueError(
+                f"grad_reduce_in_fp32=true and reduce_dtype={self.reduce_dtype} say the same thing. Give one"
+            )
+        for option in ("sequence_parallel", "tp_plan"):
+            if getattr(self, option):
+                raise ValueError(
+                    f"{option}={getattr(self, option)!r} acts on tensor parallelism, which megatron_fsdp does not "
+                    f"support yet. Leave {option} out, or use strategy fsdp2"
+                )
+        if self.keep_fp8_transpose_cache:
+            raise ValueError(
+                "keep_fp8_transpose_cache=true acts on float8 parameters of TransformerEngine, which are not "
+                "supported. Set keep_fp8_transpose_cache=false"
+            )
+        if self.init_fsdp_with_meta_device:
+            raise ValueError(
+                "init_fsdp_with_meta_device=true is not supported yet. Set init_fsdp_with_meta_device=false, and build "
+                "the model with its weights"
+            )
+        return self

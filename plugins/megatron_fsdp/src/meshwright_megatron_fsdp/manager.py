@@ -1,0 +1,221 @@
+"""Train with NVIDIA's Megatron-FSDP: ZeRO 0 to 3, HSDP, on GPUs and on a CPU.
+
+The package shards parameters, gradients and optimizer state in buffers of its own, unit by unit. This module says what
+a unit is, when gradients are reduced, and what a step is; gradients are summed, never averaged.
+Source: megatron-fsdp 0.6.1, github.com/NVIDIA/Megatron-LM; Rajbhandari et al. 2020, arXiv:1910.02054.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from meshwright.contract import Batch, OptimizerFactory
+from meshwright.data_parallel import DataParallelManager
+from meshwright.errors import MeshError, StrategyError
+from meshwright.mesh import Mesh
+from meshwright.recompute import checkpoint_blocks
+
+from ._compat import (
+    gathered,
+    has_nccl_allocator,
+    hold_cpu_torch,
+    package,
+    slots,
+    use_sharded,
+    wait_for_gathers,
+    wrap,
+)
+from .config import STAGES, MegatronFSDPConfig
+from .precision import find_dtypes
+from .reduction import Reduction
+from .shards import Shards
+from .units import find_units
+
+_UNIT_ELEMENTS = 1_000_000_000
+
+
+class MegatronFSDPManager(DataParallelManager):
+    """Megatron-FSDP over dp_shard, and HSDP where dp_replicate is above 1; see `DataParallelManager`.
+
+    In a loop of your own, put each microbatch's forward and backward into `sync_gradients(is_last=...)`; the
+    optimizer's step waits for the reduction and drops the gradients. The optimizer's learning rates, groups and state
+    are your own, as everywhere: it is not stepped to make its state.
+
+    Args:
+        config: options.
+        device_mesh: a `meshwright.mesh.Mesh`, which knows the degrees and the ranks along every axis.
+        moe_mesh: must be None: experts are not sharded along a mesh of their own yet.
+
+    Raises:
+        MeshError: the mesh is none of meshwright's, or has another backend than the config says.
+        StrategyError: megatron-fsdp is missing or of another version, or an option cannot act on this mesh.
+    """
+
+    config: MegatronFSDPConfig
+
+    def __init__(self, config: MegatronFSDPConfig, device_mesh: Mesh, moe_mesh: DeviceMesh | None = None) -> None:
+        if not isinstance(device_mesh, Mesh):
+            raise MeshError(
+                f"MegatronFSDPManager takes a meshwright.Mesh, not a {type(device_mesh).__name__}. Make one with "
+                f"Mesh(MeshSizes(...).resolve(world.size), world)."
+            )
+        if moe_mesh is not None:
+            raise MeshError("moe_mesh is not supported yet: experts are not sharded over ep. Leave it out.")
+        super().__init__(config, device_mesh)
+        package()
+        check_backend(config, device_mesh)
+        check_options(config, device_mesh)
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        config, mesh = self.config, self.mesh
+        dtypes = find_dtypes(config, model)
+        units = find_units(model, self.layout, config.megatron_fsdp_unit_modules)
+        checkpoint_blocks(model, self.layout, config.activation_checkpointing)
+        if mesh.device.type == "cpu":
+            hold_cpu_torch(self)
+        self._fsdp = wrap(
+            model,
+            mesh.device_mesh,
+            mesh.group("dp"),
+            units=units,
+            dtypes=dtypes,
+            device=mesh.device,
+            shards_outer=config.shards_outer,
+            bucketing=not config.disable_bucketing,
+            options=self._package_options(),
+        )
+        self.parts = Shards(slots(self._fsdp))
+        self._reduction = Reduction(
+            self._fsdp,
+            units,
+            mesh.world,
+            overlap=config.overlap_grad_reduce,
+            factor=mesh.data_size if config.average_in_collective else 1,
+            check_sums=config.check_for_nan_in_grad,
+            check_parts=config.report_nan_in_param_grad,
+        )
+        self._reduction.set_last(True)
+        return self._fsdp
+
+    def _package_options(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "data_parallel_sharding_strategy": STAGES[config.zero],
+            "outer_dp_sharding_strategy": "optim" if config.shards_outer else "no_shard",
+            "overlap_param_gather": config.overlap_param_gather,
+            "average_in_collective": config.average_in_collective,
+            # Given, or else the package divides by the number of units; its own floor is this.
+            "suggested_communication_unit_size": config.suggested_communication_unit_size or _UNIT_ELEMENTS,
+            "nccl_ub": config.nccl_ub,
+            "fsdp_double_buffer": config.fsdp_double_buffer or config.nccl_ub,
+            "disable_symmetric_registration": config.disable_symmetric_registration,
+        }
+
+    # -- the contract
+
+    def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
+        self._require_model()
+        use_sharded(self._fsdp)
+        optimizer = super().build_optimizer(factory)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        return optimizer
+
+    @contextmanager
+    def sync_gradients(self, *, is_last: bool) -> Iterator[None]:
+        self._reduction.set_last(is_last)
+        yield
+        self._reduction.set_last(True)
+
+    def check_gradients(self) -> None:
+        self._reduction.finish()
+
+    def eval_loss(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
+        try:
+            return super().eval_loss(microbatches, num_tokens=num_tokens)
+        finally:
+            # No backward frees what forward has gathered, and a step would change the shards under it.
+            if self._parallelized:
+                self._release()
+
+    @contextmanager
+    def unshard(self) -> Iterator[Sequence[nn.Module]]:
+        self._require_model()
+        with gathered(self._fsdp):
+            yield [self.model]
+
+    def load_state_dict(self, state: Any, *, full: bool = False) -> None:
+        super().load_state_dict(state, full=full)
+        self._install()
+
+    # -- helpers
+
+    def _before_step(self, *_: Any) -> None:
+        if self._reduction.is_pending:
+            self._reduction.finish()
+
+    def _after_step(self, *_: Any) -> None:
+        self._fsdp.zero_grad_buffer()
+        self._install()
+
+    def _install(self) -> None:
+        """Give modules the weights that the optimizer holds."""
+        self._fsdp.install_optimized_model_weights()
+        if not self.config.overlap_param_gather:
+            self._fsdp.start_param_sync(force_sync=True)
+
+    def _release(self) -> None:
+        """Free what has been gathered, and bring the sharded state."""
+        wait_for_gathers(self._fsdp)
+        if self.config.overlap_param_gather:
+            self._fsdp.synchronize_param_gather()
+        use_sharded(self._fsdp)
+
+
+def check_backend(config: MegatronFSDPConfig, mesh: Mesh) -> None:
+    """Refuse a backend that was asked for and is not what the process group uses for the mesh's device.
+
+    Raises:
+        MeshError: on all ranks alike.
+    """
+    if "backend" not in config.model_fields_set:
+        return
+    # "cpu:gloo,cuda:nccl"
+    pairs = (each.split(":") for each in str(dist.distributed_c10d.get_backend_config()).split(","))
+    used = {pair[0]: pair[-1] for pair in pairs}.get(mesh.device.type, "none")
+    if config.backend != used:
+        raise MeshError(
+            f"backend={config.backend!r}, but the process group uses {used!r} for {mesh.device.type}. "
+            f"Set backend={used}, leave backend out, or start the process group with {config.backend!r}."
+        )
+
+
+def check_options(config: MegatronFSDPConfig, mesh: Mesh) -> None:
+    """Refuse options that cannot act on this mesh.
+
+    Raises:
+        StrategyError: on all ranks alike.
+    """
+    if mesh.degrees.dp_replicate > 1 and config.zero == 0:
+        raise StrategyError(
+            f"ZeRO 0 copies everything, and Megatron-FSDP cannot do so over two axes (dp_replicate="
+            f"{mesh.degrees.dp_replicate}). Set zero_dp_strategy=1 or more, or leave dp_replicate_size out."
+        )
+    if mesh.degrees.dp_replicate == 1 and config.shards_outer:
+        raise StrategyError(
+            f"outer_dp_sharding_strategy={config.outer_dp_sharding_strategy} shards over dp_replicate, which has one "
+            f"rank. Set outer_dp_sharding_strategy=0, or give the mesh a dp_replicate_size of 2 or more."
+        )
+    if config.nccl_ub and (mesh.device.type == "cpu" or not has_nccl_allocator()):
+        why = "the mesh is on the CPU" if mesh.device.type == "cpu" else "neither apex nor megatron-core is installed"
+        raise StrategyError(
+            f"nccl_ub=true registers buffers with NCCL by an allocator of apex or megatron-core, but {why}. "
+            f"Set nccl_ub=false."
+        )

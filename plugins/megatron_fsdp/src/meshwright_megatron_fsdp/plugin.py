@@ -1,0 +1,54 @@
+"""The entry point of the distribution meshwright-megatron-fsdp."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshwright.contract import Estimate, ModelSize, StrategySpec
+from meshwright.hookspecs import hookimpl
+from meshwright.sizes import Degrees
+
+from .config import MegatronFSDPConfig
+
+if TYPE_CHECKING:
+    from meshwright.mesh import Mesh
+
+    from .manager import MegatronFSDPManager
+
+
+def build(config: MegatronFSDPConfig, mesh: Mesh) -> MegatronFSDPManager:
+    from .manager import MegatronFSDPManager
+
+    return MegatronFSDPManager(config, mesh)
+
+
+def estimate(config: MegatronFSDPConfig, degrees: Degrees, size: ModelSize) -> Estimate:
+    """What each ZeRO stage divides, in 1/dp_shard (optimizer state in 1/dp with outer sharding)."""
+    stage = config.zero
+    shards = degrees.dp if config.shards_outer else degrees.dp_shard
+    width = size.bytes_per_element
+
+    def held(elements: int, from_stage: int, ranks: int) -> int:
+        return elements * width // (ranks if stage >= from_stage else 1)
+
+    return Estimate(
+        parameters=held(size.parameters, 3, degrees.dp_shard),
+        gradients=held(size.trainable, 2, degrees.dp_shard),
+        optimizer=2 * held(size.trainable, 1, shards),
+        gathered=2 * size.largest_block * width if stage == 3 else 0,
+    )
+
+
+@hookimpl
+def register_strategies() -> list[StrategySpec]:
+    return [
+        StrategySpec(
+            name="megatron_fsdp",
+            aliases=("nvfsdp", "mfsdp"),
+            summary="Shards with NVIDIA's Megatron-FSDP, ZeRO 0 to 3; HSDP, sharding over both axes; on a CPU, too.",
+            axes=frozenset({"dp_replicate", "dp_shard"}),
+            config_cls=MegatronFSDPConfig,
+            build=build,
+            estimate=estimate,
+        )
+    ]

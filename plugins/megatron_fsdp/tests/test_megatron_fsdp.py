@@ -1,0 +1,304 @@
+"""Megatron-FSDP equals `single`, on real ranks without a GPU: every ZeRO stage, HSDP, and what users do with it."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwright import Mesh, MeshSizes, count_tokens, open_world
+from meshwright.loss import token_loss_sum
+from meshwright.optim import optimizer_factory
+from meshwright.runfile import OptimizerConfig
+from meshwright.testing import Case, assert_parity, conformance, pool
+from meshwright.testing.cells import Cell
+from meshwright.testing.models import tiny_model
+from meshwright.testing.parity import build_manager, full_weights, share, train_steps
+from meshwright_megatron_fsdp import MegatronFSDPConfig, MegatronFSDPManager
+
+HSDP = {"dp_replicate_size": 2}
+LAYOUTS = {
+    "ZeRO 0": ({"zero_dp_strategy": 0}, {}),
+    "ZeRO 1": ({"zero_dp_strategy": 1}, {}),
+    "ZeRO 2": ({"zero_dp_strategy": 2}, {}),
+    "ZeRO 3": ({}, {}),
+    "HSDP, ZeRO 1": ({"zero_dp_strategy": 1}, HSDP),
+    "HSDP, ZeRO 2": ({"zero_dp_strategy": 2}, HSDP),
+    "HSDP, ZeRO 3": ({}, HSDP),
+    "HSDP, sharded outside": ({"outer_dp_sharding_strategy": 1}, HSDP),
+}
+CASES = {
+    "accumulation, tied": Case(microbatches=2, sequences=24, tied=True, eval_after=True, unshard_after=True),
+    "ranks use different parameters": Case(model_type="routed", route="ranks", microbatches=3, sequences=24),
+    "frozen, a rank without tokens": Case(frozen=("*embed_tokens*", "*layers.1.*"), empty=3, norm_type=1.0),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("config", "sizes"), LAYOUTS.values(), ids=LAYOUTS)
+def test_every_layout_equals_a_single_process(config: dict[str, Any], sizes: dict[str, int], case: Case) -> None:
+    assert_parity("megatron_fsdp", case, world_size=4, config=config, sizes=sizes)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_worlds_of_one_and_three_ranks(stage: int) -> None:
+    for ranks in (1, 3):
+        assert_parity("megatron_fsdp", Case(microbatches=2), world_size=ranks, config={"zero_dp_strategy": stage})
+
+
+def test_hsdp_with_one_shard() -> None:
+    for outer in (0, 1):
+        config = {"outer_dp_sharding_strategy": outer}
+        assert_parity("megatron_fsdp", Case(microbatches=2), world_size=2, config=config, sizes=HSDP)
+
+
+@pytest.mark.slow
+def test_eight_ranks() -> None:
+    case = Case(microbatches=2, sequences=16, tied=True)
+    for sizes in ({}, HSDP, {"dp_replicate_size": 4}):
+        assert_parity("megatron_fsdp", case, world_size=8, sizes=sizes)
+
+
+# Cells of the suite beside those above; `meshwright check megatron_fsdp` tries all of them.
+DAILY = (
+    "norm inf",
+    "no gradient in a step",
+    "uneven shares",
+    "only norms train",
+    "sgd with momentum",
+    "state to single and back, tied",
+    "bad input",
+)
+
+
+def _cells() -> list[Any]:
+    return [
+        pytest.param(cell, id=str(cell), marks=[] if _is_daily(cell) else [pytest.mark.slow])
+        for cell in conformance("megatron_fsdp")
+    ]
+
+
+def _is_daily(cell: Cell) -> bool:
+    return cell.layout == "dp_shard=4" and cell.name in DAILY
+
+
+@pytest.mark.parametrize("cell", _cells())
+def test_conformance(cell: Cell) -> None:
+    cell.check()
+
+
+@pytest.mark.parametrize("config", [{"zero_dp_strategy": 1}, {"outer_dp_sharding_strategy": 1}], ids=str)
+def test_state_moves_to_single_and_back(config: dict[str, Any]) -> None:
+    sizes = HSDP if "outer_dp_sharding_strategy" in config else {}
+    case = Case(steps=4)
+    Cell("megatron_fsdp", "", 4, sizes, "state", case, config, kind="state").check()
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False}, {"amsgrad": True}], ids=str)
+def test_optimizer_options(options: dict[str, Any]) -> None:
+    optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.1, options=options)
+    assert_parity("megatron_fsdp", Case(optimizer=optimizer), world_size=4)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt2", "albert_like"])
+def test_models_with_experts_other_layers_and_a_block_that_runs_often(model_type: str) -> None:
+    if model_type == "albert_like":
+        first, second = pool(2).run(_train_repeated)
+        assert first <= 1e-12
+        assert second <= 1e-12
+        return
+    case = Case(model_type=model_type, tied=None, microbatches=2, sequences=8)
+    assert_parity("megatron_fsdp", case, world_size=2)
+
+
+class _Repeated(nn.Module):
+    """One block that is used three times, and one that is used once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(17, 6, dtype=torch.float64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(6, 17, dtype=torch.float64)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        hidden = self.embed(input_ids)
+        for index in (0, 1, 0, 0):
+            hidden = self.blocks[index](hidden) + hidden
+        return type("Output", (dict,), {"logits": property(lambda out: out["logits"])})(logits=self.head(hidden))
+
+
+def _train_repeated() -> float:
+    world = open_world("cpu")
+    manager = MegatronFSDPManager(MegatronFSDPConfig(), Mesh(MeshSizes().resolve(world.size), world))
+    model, alone = _Repeated(), _Repeated()
+    manager.parallelize(model)
+    manager.build_optimizer(lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2))
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    for step in range(3):
+        ids = torch.randint(17, (4, 5), generator=torch.Generator().manual_seed(step))
+        mine = ids[world.rank * 2 :][:2]
+        batches = [{"input_ids": mine, "labels": mine}]
+        manager.forward_backward(batches, num_tokens=count_tokens(batches, manager.mesh))
+        manager.optimizer_step()
+        optimizer.zero_grad()
+        (token_loss_sum(alone(ids).logits, ids) / 16).backward()
+        optimizer.step()
+    whole = full_weights(manager)
+    return max(float((p - whole[name]).abs().max()) for name, p in alone.named_parameters())
+
+
+# -- beyond the loop of core
+
+
+def _by_hand() -> list[float]:
+    """A loop of one's own with two microbatches, two parameter groups by name, and a forward under unshard."""
+    world = open_world("cpu")
+    manager = MegatronFSDPManager(MegatronFSDPConfig(), Mesh(MeshSizes().resolve(world.size), world))
+    module = manager.parallelize(tiny_model(seed=0))
+    optimizer = manager.build_optimizer(lambda named: _two_groups(list(named)))
+    alone = tiny_model(seed=0)
+    reference = _two_groups(list(alone.named_parameters()))
+    for step in range(3):
+        ids = torch.randint(131, (8, 6), generator=torch.Generator().manual_seed(step))
+        for half in range(2):
+            mine = ids[world.rank * 4 + half * 2 :][:2]
+            with manager.sync_gradients(is_last=half == 1):
+                (token_loss_sum(module(input_ids=mine).logits, mine) / 40).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (token_loss_sum(alone(input_ids=ids).logits, ids) / 40).backward()
+        reference.step()
+        reference.zero_grad()
+    with manager.unshard() as (whole,), torch.no_grad():
+        # On one rank only, twice: nothing is gathered any more, nor freed.
+        if world.rank == 0:
+            logits = [whole(input_ids=ids).logits for _ in range(2)]
+            differences = [float((each - alone(input_ids=ids).logits).abs().max()) for each in logits]
+        else:
+            differences = []
+        differences += [float((p - q).abs().max()) for p, q in zip(whole.parameters(), alone.parameters(), strict=True)]
+    return [len(optimizer.param_groups), *(group["weight_decay"] for group in optimizer.param_groups), *differences]
+
+
+def _two_groups(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    norms = [p for name, p in named if "norm" in name]
+    others = [p for name, p in named if "norm" not in name]
+    groups = [{"params": norms, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.1, "lr": 3e-3}]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def test_a_loop_by_hand_keeps_parameter_groups_and_unshard_needs_no_peers() -> None:
+    for groups, first, second, *differences in pool(2).run(_by_hand):
+        assert (groups, first, second) == (2, 0.0, 0.1)
+        assert differences
+        assert max(differences) < 1e-12
+
+
+def _partial_state() -> bool:
+    """Steps after loading one's own partial state are those that would have been."""
+    case = Case()
+    manager = build_manager("megatron_fsdp", {}, {}, case)
+    train_steps(manager, case, range(2))
+    # DTensors have no deepcopy.
+    state = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, manager.state_dict())
+    after = train_steps(manager, case, range(2, 4))
+    manager.load_state_dict(state)
+    return train_steps(manager, case, range(2, 4)) == after
+
+
+def test_a_rank_can_load_its_own_partial_state() -> None:
+    assert all(pool(4).run(_partial_state))
+
+
+# -- mixed precision
+
+
+def _bf16(config: dict[str, Any], case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    manager = build_manager("megatron_fsdp", config, {}, case)
+    losses, _, _ = train_steps(manager, case, range(case.steps))
+    state = manager.state_dict(full=True)["model"]
+    return losses, state
+
+
+def _emulated(case: Case, ranks: int) -> dict[str, Tensor]:
+    """bf16 forward and backward of each rank's share, sums and AdamW in float32, in this process."""
+    model = tiny_model(seed=0, dtype=torch.bfloat16)
+    named = dict(model.named_parameters())
+    main = {name: nn.Parameter(p.detach().float()) for name, p in named.items()}
+    optimizer = optimizer_factory(case.optimizer)(main.items())
+    for step in range(case.steps):
+        shares = [share(case, step, rank, ranks) for rank in range(ranks)]
+        labels = torch.cat([batch["labels"][:, 1:] for part in shares for batch in part])
+        tokens = int((labels != -100).sum())
+        for index in range(case.microbatches):
+            sums = {name: torch.zeros_like(p) for name, p in main.items()}
+            for part in shares:
+                logits = model(input_ids=part[index]["input_ids"], use_cache=False).logits
+                (token_loss_sum(logits, part[index]["labels"]) / tokens).backward()
+                for name, p in named.items():
+                    sums[name] += p.grad.float()
+                    p.grad = None
+            for name, p in main.items():
+                p.grad = sums[name] if p.grad is None else p.grad + sums[name]
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for name, p in named.items():
+                p.copy_(main[name])
+    return {name: p.detach() for name, p in main.items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_with_float32_weights_and_sums_is_exactly_what_one_process_computes(stage: int) -> None:
+    case = Case(dtype="bfloat16", microbatches=2, sequences=8, max_norm=None)
+    # Sums over microbatches and ranks associate in another way where gradients stay whole.
+    case = case if stage > 1 else replace(case, microbatches=1)
+    config = {"zero_dp_strategy": stage, "preserve_fp32_weights": True, "grad_reduce_in_fp32": True}
+    _, weights = pool(2).run(_bf16, config, case)[0]
+    expected = _emulated(case, 2)
+    assert weights["lm_head.weight"].dtype == torch.float32
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def test_the_main_job_prints_the_losses_of_single_with_wide_sums() -> None:
+    case = Case(dtype="float32", microbatches=2, sequences=24)
+    config = {"reduce_dtype": "float64"}
+    reference = pool(1).run(_losses, "single", config, replace(case, microbatches=8))[0]
+    for stage in (1, 3):
+        for losses in pool(4).run(_losses, "megatron_fsdp", {**config, "zero_dp_strategy": stage}, case):
+            assert losses == reference
+
+
+def _losses(strategy: str, config: dict[str, Any], case: Case) -> list[str]:
+    manager = build_manager(strategy, config, {}, case)
+    losses, _, _ = train_steps(manager, case, range(case.steps))
+    return [format(loss, ".6f") for loss in losses]
+
+
+# -- nothing stays behind
+
+
+def _torch_in_package() -> list[bool]:
+    import megatron_fsdp.param_and_grad_buffer as module
+
+    case = Case()
+    first = build_manager("megatron_fsdp", {}, {}, case)
+    second = build_manager("megatron_fsdp", {"zero_dp_strategy": 1}, {}, case)
+    during = module.torch is not torch
+    train_steps(first, case, range(1))
+    del first
+    gc.collect()
+    between = module.torch is not torch
+    train_steps(second, case, range(1))
+    del second
+    gc.collect()
+    return [during, between, module.torch is torch]
+
+
+def test_the_package_gets_torch_back_when_the_last_manager_goes() -> None:
+    assert pool(2).run(_torch_in_package) == [[True] * 3] * 2

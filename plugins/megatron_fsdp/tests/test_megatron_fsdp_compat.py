@@ -1,0 +1,105 @@
+"""Canaries: each adjustment of megatron-fsdp is still needed and still works. What stock calls get wrong is in
+test_megatron_fsdp_defects.py."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright import StrategyError
+from meshwright.testing import Case, pool
+from meshwright.testing.parity import build_manager, share, train_steps
+from meshwright_megatron_fsdp import _compat
+from meshwright_megatron_fsdp._compat import check_version, hold_cpu_torch, package, tensors_in
+
+
+@pytest.mark.parametrize("version", ["0.6.1", "0.6.1+local", "0.6.9"])
+def test_tested_versions_are_accepted(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.2.3", "0.6.0", "0.7.0", "1.0"])
+def test_other_versions_are_refused(version: str) -> None:
+    with pytest.raises(StrategyError, match=r"Install one of these: pip install 'megatron-fsdp>=0.6.1,<0.7'"):
+        check_version(version)
+
+
+class _Owner:
+    pass
+
+
+def test_torch_inside_the_package_answers_for_cuda_and_only_while_held() -> None:
+    module = importlib.import_module("megatron_fsdp.param_and_grad_buffer")
+    package()
+    cuda = dict(vars(torch.cuda))
+    first, second = _Owner(), _Owner()
+    hold_cpu_torch(first)
+    release = hold_cpu_torch(second)
+    assert module.torch.cuda.Stream().record_event() is not None
+    assert module.torch.cuda.current_device() == 0
+    assert module.torch.tensor([1]).cuda().tolist() == [1]
+    assert module.torch.nn is torch.nn
+    with pytest.raises(AttributeError):
+        module.torch.cuda.memory_allocated  # noqa: B018
+    del first
+    gc.collect()
+    assert module.torch is not torch
+    release()
+    assert module.torch is torch
+    assert vars(torch.cuda) == cuda
+
+
+def test_streams_of_torch_cpu_still_record_no_event() -> None:
+    assert torch.cpu.Stream().record_event() is None
+
+
+def test_units_are_chosen_one_by_one() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    chosen = _compat._Chosen("Unit", (), {"modules": (model[1],)})
+    assert [isinstance(module, chosen) for module in model] == [False, True]
+
+
+def test_tensors_are_found_in_the_outputs_of_transformers() -> None:
+    from transformers.modeling_outputs import CausalLMOutput
+
+    tensor = torch.zeros(1)
+    assert [each is tensor for each in tensors_in(CausalLMOutput(logits=tensor))] == [True]
+
+
+def test_what_the_shorter_calls_of_the_package_leave_out() -> None:
+    arguments = inspect.signature(package().fully_shard_model).parameters
+    assert not {"suggested_communication_unit_size", "bucket_size"} & set(arguments)
+    wrapped = importlib.import_module("megatron_fsdp.megatron_fsdp").MegatronFSDP
+    # It gathers nothing over the outer axis; see `gathered`.
+    assert "outer" not in inspect.getsource(wrapped.start_param_sync)
+
+
+def _inside() -> list[bool]:
+    case = Case()
+    manager = build_manager("megatron_fsdp", {}, {}, case)
+    fsdp = manager._fsdp
+    train_steps(manager, case, range(1))
+    sharded = [type(p).__name__ for p in manager.model.parameters()]
+    _compat.use_raw(fsdp)
+    raw = [type(p).__name__ for p in manager.model.parameters()]
+    _compat.use_sharded(fsdp)
+    batch = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)[0]
+    loss = manager.module(input_ids=batch["input_ids"]).logits.sum()
+    idle = not _compat.in_backward(fsdp)
+    seen = []
+    handle = fsdp.raw_param["lm_head.weight"].register_post_accumulate_grad_hook(
+        lambda p: seen.append((_compat.in_backward(fsdp), p in _compat.awaited(fsdp)))
+    )
+    loss.backward()
+    handle.remove()
+    hookless = not _compat.take_gradient_hooks(fsdp).keys() - set(fsdp.raw_param.values())
+    return [set(sharded) != set(raw), idle, seen == [(True, True)], not _compat.in_backward(fsdp), hookless]
+
+
+def test_states_and_hooks_of_a_wrapped_model() -> None:
+    assert pool(2).run(_inside) == [[True] * 5] * 2
