@@ -11,16 +11,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+from meshwright import ConfigError
+from meshwright.imports import allow_imports
+from meshwright.validation import validated
 from meshwright_pipeline.config import (
     PipelineConfig,
     loss_function,
     number_of_microbatches,
     number_of_stages,
+    schedule_of,
 )
-
-from meshwright import ConfigError
-from meshwright.imports import allow_imports
-from meshwright.validation import validated
 
 DEFAULTS = {
     "pp_schedule": "1f1b",
@@ -242,3 +243,19 @@ def test_number_of_microbatches(values, sequences, microbatches):
 def test_sequences_that_do_not_divide(values, text):
     with pytest.raises(ConfigError, match=text):
         number_of_microbatches(config(**values), sequences=6)
+
+
+def test_a_file_says_how_many_microbatches_a_run_has(tmp_path):
+    path = tmp_path / "own.csv"
+    path.write_text("0F0,0F1,0B0,0B1\n", encoding="utf-8")
+    assert number_of_microbatches(config(pp_schedule_csv=str(path), pp_microbatch_size=3), sequences=12) == 2
+    both = config(pp_schedule_csv=str(path), pp_batch_size=6, pp_microbatch_size=2)
+    with pytest.raises(ConfigError, match=r"pp_batch_size=6 is 3 microbatches of 2, but .*own.csv' runs 2"):
+        number_of_microbatches(both, sequences=12)
+    schedule = schedule_of(config(pp_schedule_csv=str(path)), ranks=1, stages=1, microbatches=2)
+    assert [str(action) for action in schedule.orders[0]] == ["0F0", "0F1", "0B0", "0B1"]
+
+
+def test_a_named_schedule_is_built():
+    schedule = schedule_of(config(pp_schedule="zbv"), ranks=2, stages=4, microbatches=3)
+    assert (schedule.name, schedule.placement, schedule.microbatches) == ("ZBVZeroBubble", (0, 1, 1, 0), 3)

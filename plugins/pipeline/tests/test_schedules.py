@@ -9,6 +9,9 @@ from fractions import Fraction
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch_orders import torch_orders
+
+from meshwright import ConfigError
 from meshwright_pipeline.schedules import (
     COMPUTE,
     SCHEDULES,
@@ -25,9 +28,6 @@ from meshwright_pipeline.schedules import (
     validate,
     with_communication,
 )
-from torch_orders import torch_orders
-
-from meshwright import ConfigError
 
 F, B, I, W = COMPUTE  # noqa: E741
 

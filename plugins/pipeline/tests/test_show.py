@@ -8,11 +8,11 @@ import pytest
 import torch.distributed as dist
 import typer
 import yaml
-from meshwright_pipeline.schedules import Kind, build_schedule
-from meshwright_pipeline.show import COLOURS, StageView, View, add_commands, as_lines, draw, view_of
 from typer.testing import CliRunner
 
 from meshwright import ConfigError, MeshError, load_run
+from meshwright_pipeline.schedules import Kind, build_schedule
+from meshwright_pipeline.show import COLOURS, StageView, View, add_commands, as_lines, draw, view_of
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +93,15 @@ def test_schedule_and_split_follow_the_options(run_file):
     assert sum(view.costs) == pytest.approx(4)
     run = load_run(run_file, [options(layers_per_stage=3), "pp_size=3", "nproc=3"])
     assert [len(stage.blocks) for stage in view_of(run).stages] == [3, 3, 3]
+
+
+def test_a_schedule_from_a_file_is_shown(run_file, tmp_path):
+    path = tmp_path / "own.csv"
+    path.write_text("0F0,0F1,,0B0,0B1\n1F0,1F1,1B0,1B1\n", encoding="utf-8")
+    view = view_of(load_run(run_file, [options(pp_schedule_csv=str(path)), "pp_size=2", "nproc=2"]))
+    assert view.schedule.microbatches == 2
+    assert "own.csv" in view.headline
+    assert str(as_lines(view, 80)[0]).startswith("rank 0 ")
 
 
 def test_each_data_parallel_rank_has_its_share_of_the_sequences(run_file):

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright_pipeline.config import PipelineConfig
-from meshwright_pipeline.split import EMBEDDING_COST, elements, ends, split_blocks, split_by_names, split_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright import ConfigError, model_layout
 from meshwright.testing.models import TINY
+from meshwright_pipeline.config import PipelineConfig
+from meshwright_pipeline.split import EMBEDDING_COST, elements, ends, split_blocks, split_by_names, split_model
 
 
 def sizes(split):

@@ -11,7 +11,15 @@ from meshwright.errors import ConfigError
 from meshwright.imports import check_import, import_class_from_path
 from meshwright.validation import FrozenModel
 
-from .schedules import SCHEDULES, schedule_rule, stages_in_csv
+from .schedules import (
+    SCHEDULES,
+    Schedule,
+    build_schedule,
+    microbatches_in_csv,
+    read_csv,
+    schedule_rule,
+    stages_in_csv,
+)
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 # What torch calls the schedules that a file describes.
@@ -136,8 +144,11 @@ class PipelineConfig(FrozenModel):
             )
         if self.layers_per_stage is not None and self.module_fqns_per_model_part is not None:
             raise ValueError("layers_per_stage and module_fqns_per_model_part both divide the model. Give one")
-        if "pp_batch_size" in self.model_fields_set:
-            number_of_microbatches(self, sequences=self.pp_batch_size)
+        if "pp_batch_size" in self.model_fields_set and self.pp_batch_size % self.pp_microbatch_size:
+            raise ValueError(
+                f"pp_batch_size={self.pp_batch_size} does not divide into microbatches of "
+                f"pp_microbatch_size={self.pp_microbatch_size}. Use one of {_divisors(self.pp_batch_size)}"
+            )
         return self
 
 
@@ -228,7 +239,27 @@ def number_of_microbatches(config: PipelineConfig, *, sequences: int) -> int:
             f"a batch of {batch} sequences does not divide into microbatches of pp_microbatch_size={size}. "
             f"Use one of {_divisors(batch)}, or another batch size."
         )
-    return batch // size
+    if config.pp_schedule_csv is None:
+        return batch // size
+    microbatches = microbatches_in_csv(config.pp_schedule_csv)
+    if "pp_batch_size" in config.model_fields_set and batch // size != microbatches:
+        raise ConfigError(
+            f"pp_batch_size={batch} is {batch // size} microbatches of {size}, but "
+            f"pp_schedule_csv={config.pp_schedule_csv!r} runs {microbatches}. "
+            "Make them equal, or leave pp_batch_size out."
+        )
+    return microbatches
+
+
+def schedule_of(config: PipelineConfig, *, ranks: int, stages: int, microbatches: int) -> Schedule:
+    """The schedule by name or from a file; see `build_schedule` and `read_csv`.
+
+    Raises:
+        ConfigError: it does not take these numbers, or the file cannot be used.
+    """
+    if config.pp_schedule_csv is not None:
+        return read_csv(config.pp_schedule_csv, ranks=ranks, stages=stages, microbatches=microbatches)
+    return build_schedule(str(config.pp_schedule), ranks=ranks, stages=stages, microbatches=microbatches)
 
 
 def _divisors(number: int) -> str:

@@ -13,7 +13,7 @@ import typer
 from meshwright.errors import ConfigError
 from meshwright.runfile import RunConfig, load_run
 
-from .config import PipelineConfig, number_of_microbatches, number_of_stages
+from .config import PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
 from .schedules import (
     UNIT_COSTS,
     Action,
@@ -21,9 +21,7 @@ from .schedules import (
     Schedule,
     Times,
     bubble_fraction,
-    build_schedule,
     peak_live,
-    read_csv,
     timeline,
 )
 from .split import elements, ends, split_model
@@ -136,23 +134,12 @@ def view_of(config: RunConfig) -> View:
     blocks = max(layout.stacks, key=len, default=())
     count = number_of_stages(options, layers=len(blocks), ranks=degrees.pp)
     split = split_model(model, layout, options, count, blocks=blocks)
+    microbatches = number_of_microbatches(options, sequences=config.batch_size // degrees.dp)
     return View(
-        schedule_of(options, ranks=degrees.pp, stages=count, sequences=config.batch_size // degrees.dp),
+        schedule_of(options, ranks=degrees.pp, stages=count, microbatches=microbatches),
         tuple(_stages(model, layout, blocks, split)),
         options.pp_microbatch_size,
     )
-
-
-def schedule_of(config: PipelineConfig, *, ranks: int, stages: int, sequences: int) -> Schedule:
-    """The schedule of a run, by name or from a file.
-
-    Args:
-        sequences: of a step, on each data-parallel rank.
-    """
-    microbatches = number_of_microbatches(config, sequences=sequences)
-    if config.pp_schedule_csv is not None:
-        return read_csv(config.pp_schedule_csv, ranks=ranks, stages=stages, microbatches=microbatches)
-    return build_schedule(str(config.pp_schedule), ranks=ranks, stages=stages, microbatches=microbatches)
 
 
 def _stages(model: Any, layout: Any, blocks: Sequence[str], split: Sequence[range]) -> list[StageView]:
@@ -178,8 +165,8 @@ def as_tables(view: View) -> list[Any]:
 
     split = Table("stage", "rank", "blocks", "parameters", "cost", title=view.headline, title_justify="left")
     for index, stage in enumerate(view.stages):
-        rank = str(view.schedule.placement[index])
-        split.add_row(str(index), rank, _told(stage.blocks), f"{stage.parameters:,}", f"{stage.cost:.2f}")
+        owner = str(view.schedule.placement[index])
+        split.add_row(str(index), owner, _told(stage.blocks), f"{stage.parameters:,}", f"{stage.cost:.2f}")
     ranks = Table("rank", "stages", "bubble", "peak of live microbatches")
     for rank, peak in enumerate(peak_live(view.schedule)):
         stages = ", ".join(map(str, view.schedule.stages_of(rank)))
