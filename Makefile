@@ -1,7 +1,7 @@
 # The two commands of the README are `make train` and `make test`; each sets up .venv when it has to.
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := -e '.[all,dev]' -e plugins/fsdp2 -e plugins/ddp -e plugins/megatron_fsdp
+PACKAGES := -e '.[all,dev]' -e plugins/fsdp2 -e plugins/ddp -e plugins/megatron_fsdp -e plugins/pipeline
 
 .PHONY: train test lint types check clean
 

@@ -30,7 +30,7 @@ from .sizes import CLAIMABLE_AXES
 ENTRY_POINT_GROUP = "meshwright"
 
 # The strategies of this project that are packages of their own, and the extra that installs each.
-INSTALLABLE = {"ddp": "ddp", "fsdp2": "fsdp2", "megatron_fsdp": "megatron-fsdp"}
+INSTALLABLE = {"ddp": "ddp", "fsdp2": "fsdp2", "megatron_fsdp": "megatron-fsdp", "pipeline": "pipeline"}
 
 
 @dataclass(frozen=True)

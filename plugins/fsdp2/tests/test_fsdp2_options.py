@@ -31,7 +31,6 @@ from meshwright.testing.models import tiny_model
 from meshwright.testing.observe import Observer
 from meshwright.testing.parity import build_manager, full_weights, share, train_case, train_steps
 from meshwright_fsdp2 import FSDP2Config, FSDP2Manager
-from meshwright_fsdp2.manager import device_backend
 
 BLOCKS = 3
 UNITS = BLOCKS + 1
@@ -536,7 +535,7 @@ def test_what_cannot_act_on_this_mesh_is_refused_on_all_ranks(config: dict[str, 
 def _foreign_mesh() -> list[str]:
     world = open_world("cpu")
     mesh = Mesh(MeshSizes().resolve(world.size, frozenset({"dp_shard"})), world)
-    assert device_backend(mesh.device) == "gloo"
+    assert mesh.backend == "gloo"
     texts = []
     for arguments in ((mesh.device_mesh,), (mesh, mesh.expert_mesh)):
         with pytest.raises(MeshError) as caught:

@@ -22,7 +22,6 @@ from ._compat import syncing_buffers
 from .config import DDPConfig
 from .hooks import compressing_hook, sum_hook, wide_sum_hook
 
-
 _FOR_TORCH_ALONE = (
     "gradient_as_bucket_view",
     "find_unused_parameters",

@@ -16,8 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.compile import compile_blocks
@@ -66,7 +65,8 @@ class FSDP2Manager(DataParallelManager):
         if moe_mesh is not None:
             raise MeshError("moe_mesh is not supported yet: fsdp2 does not shard experts over ep. Leave it out.")
         super().__init__(config, device_mesh)
-        check_backend(config, device_mesh)
+        if "backend" in config.model_fields_set:
+            device_mesh.check_backend(config.backend)
         check_options(config, device_mesh)
         self._mp_policy = policies.mixed_precision(config)
         self._offload_policy = policies.offload(config, self.mesh.device)
@@ -190,29 +190,6 @@ def check_selective(units: Sequence[Unit]) -> None:
             f"activation_checkpointing='selective' does not go with blocks that share parameters, which are gathered "
             f"by themselves ({', '.join(inner.names)}). Set activation_checkpointing=full."
         )
-
-
-def check_backend(config: FSDP2Config, mesh: Mesh) -> None:
-    """Refuse a backend that was asked for and is not what the process group uses for the mesh's device.
-
-    Raises:
-        MeshError: on all ranks alike.
-    """
-    if "backend" not in config.model_fields_set:
-        return
-    used = device_backend(mesh.device)
-    if config.backend != used:
-        raise MeshError(
-            f"backend={config.backend!r}, but the process group uses {used!r} for {mesh.device.type}. "
-            f"Set backend={used}, leave backend out, or start the process group with {config.backend!r}."
-        )
-
-
-def device_backend(device: torch.device) -> str:
-    """What the default process group communicates tensors of a device with."""
-    # "cpu:gloo,cuda:nccl"
-    pairs = (each.split(":") for each in str(dist.distributed_c10d.get_backend_config()).split(","))
-    return {pair[0]: pair[-1] for pair in pairs}.get(device.type, "none")
 
 
 def check_options(config: FSDP2Config, mesh: Mesh) -> None:

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshwright.contract import Batch, OptimizerFactory
+from meshwright.contract import OptimizerFactory
 from meshwright.data_parallel import DataParallelManager
 from meshwright.errors import MeshError, StrategyError
 from meshwright.mesh import Mesh
@@ -70,7 +69,8 @@ class MegatronFSDPManager(DataParallelManager):
             raise MeshError("moe_mesh is not supported yet: experts are not sharded over ep. Leave it out.")
         super().__init__(config, device_mesh)
         package()
-        check_backend(config, device_mesh)
+        if "backend" in config.model_fields_set:
+            device_mesh.check_backend(config.backend)
         check_options(config, device_mesh)
 
     def shard(self, model: nn.Module) -> nn.Module:
@@ -137,13 +137,9 @@ class MegatronFSDPManager(DataParallelManager):
     def check_gradients(self) -> None:
         self._reduction.finish()
 
-    def eval_loss(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
-        try:
-            return super().eval_loss(microbatches, num_tokens=num_tokens)
-        finally:
-            # No backward frees what forward has gathered, and a step would change the shards under it.
-            if self._parallelized:
-                self._release()
+    def after_eval(self) -> None:
+        # No backward frees what forward has gathered, and a step would change the shards under it.
+        self._release()
 
     @contextmanager
     def unshard(self) -> Iterator[Sequence[nn.Module]]:
@@ -177,24 +173,6 @@ class MegatronFSDPManager(DataParallelManager):
         if self.config.overlap_param_gather:
             self._fsdp.synchronize_param_gather()
         use_sharded(self._fsdp)
-
-
-def check_backend(config: MegatronFSDPConfig, mesh: Mesh) -> None:
-    """Refuse a backend that was asked for and is not what the process group uses for the mesh's device.
-
-    Raises:
-        MeshError: on all ranks alike.
-    """
-    if "backend" not in config.model_fields_set:
-        return
-    # "cpu:gloo,cuda:nccl"
-    pairs = (each.split(":") for each in str(dist.distributed_c10d.get_backend_config()).split(","))
-    used = {pair[0]: pair[-1] for pair in pairs}.get(mesh.device.type, "none")
-    if config.backend != used:
-        raise MeshError(
-            f"backend={config.backend!r}, but the process group uses {used!r} for {mesh.device.type}. "
-            f"Set backend={used}, leave backend out, or start the process group with {config.backend!r}."
-        )
 
 
 def check_options(config: MegatronFSDPConfig, mesh: Mesh) -> None:

@@ -1,7 +1,7 @@
 """Split a backward into gradients of activations, which come first, and gradients of weights, which can wait.
 
-Linear layers, where nearly all of the work on weights is, put theirs off while `WeightGradients.collecting` is open; all
-else is computed at once. Weights of compiled blocks, and under autocast, are not put off.
+Linear layers, where nearly all of the work on weights is, put theirs off while `WeightGradients.collecting` is open;
+all else is computed at once. Weights of compiled blocks, and under autocast, are not put off.
 Source: Qi et al. 2023, arXiv:2401.10241.
 """
 
@@ -25,7 +25,8 @@ class WeightGradients:
     @contextmanager
     def collecting(self) -> Iterator[list[Callable[[], None]]]:
         """Around a backward: yields a list of what is to be called for the rest of it."""
-        self._collected = collected = []
+        collected: list[Callable[[], None]] = []
+        self._collected = collected
         try:
             yield collected
         finally:
@@ -43,7 +44,7 @@ class WeightGradients:
         for each in module.modules():
             # Subclasses may compute something else.
             if type(each) is nn.Linear:
-                each.forward = _forward(each, self)  # type: ignore[method-assign]
+                each.forward = _forward(each, self)
 
 
 def _forward(layer: nn.Linear, store: WeightGradients) -> Callable[[Tensor], Tensor]:

@@ -196,9 +196,9 @@ class PipelineManager(StrategyManager):
     def _check_shared(self) -> None:
         if self._names.shared and not all(stage.manager.may_share_parameters for stage in self._stages.values()):
             raise StrategyError(
-                f"{next(iter(self._names.shared))} is needed by several stages, whose copies the optimizer of the "
-                f"inner strategy divides in different ways. Untie the model (tie_word_embeddings=false), set pp_size=1, "
-                f"or leave the distributed optimizer out."
+                f"{next(iter(self._names.shared))} is needed by several stages, and the inner strategy divides "
+                f"its copies in different ways. Untie the model (tie_word_embeddings=false), set pp_size=1, or leave "
+                f"the distributed optimizer out."
             )
 
     def _add_stage(self, index: int, part: nn.Module) -> None:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 class StageOptimizers(Optimizer):
-    """Steps the optimizers of all stages; its parameter groups are theirs, so schedulers of the learning rate reach them.
+    """Steps the optimizers of all stages; its parameter groups are theirs, so learning-rate schedulers reach them.
 
     Args:
         optimizers: at least one.
@@ -23,6 +23,6 @@ class StageOptimizers(Optimizer):
         self.param_groups = groups
         self._step = step
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         """Step all stages."""
         self._step()

@@ -187,7 +187,7 @@ def take_stage(model: nn.Module, cut: Cut, stage: range, boundary: Boundary) -> 
             module, _, leaf = name.rpartition(".")
             _zero_parameter(model.get_submodule(module), leaf)
     if stage.stop < len(cut.blocks):
-        model.forward = _until_left(model.forward)  # type: ignore[method-assign]
+        model.forward = _until_left(model.forward)
 
 
 def _zero_parameter(module: nn.Module, name: str) -> nn.Parameter:
@@ -309,7 +309,7 @@ class _Trial:
         self._run: Callable[[], Tensor] = lambda: model(**batch, **options).logits
         blocks = {model.get_submodule(name): name for name in layout.blocks}
         with ExitStack() as hooks:
-            for name, module in _outside(model, layout):
+            for name, module in _outside(model, layout.blocks):
                 self.outside[name] = set()
                 hooks.callback(module.register_forward_hook(self._note_outside(name)).remove)
             for block, name in blocks.items():
@@ -317,6 +317,9 @@ class _Trial:
                 hooks.callback(block.register_forward_hook(self._note_output(name)).remove)
             self._logits = self._run()
         self.blocks = self._stack(layout)
+        for name, _ in _outside(model, self.blocks):
+            # Of stacks that lie idle.
+            self.outside.setdefault(name, set())
 
     def _stack(self, layout: ModelLayout) -> tuple[str, ...]:
         """The one stack whose blocks have run; others, of another modality, may lie idle."""
@@ -365,13 +368,13 @@ class _Trial:
             )
 
 
-def _outside(model: nn.Module, layout: ModelLayout) -> Iterator[tuple[str, nn.Module]]:
+def _outside(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
     """Modules with parameters of their own that are in no block and contain none."""
-    inside = tuple(f"{block}." for block in layout.blocks)
+    inside = tuple(f"{block}." for block in blocks)
     for name, module in model.named_modules():
         if f"{name}.".startswith(inside) or not any(True for _ in module.parameters(recurse=False)):
             continue
-        if name and not any(block.startswith(f"{name}.") for block in layout.blocks):
+        if name and not any(block.startswith(f"{name}.") for block in blocks):
             yield name, module
 
 
