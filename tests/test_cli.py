@@ -129,7 +129,10 @@ BAD_INPUT = {
     "sizes that do not fill the world": (["dp_size=3"], ["dp_size=3", "= 3, but the world size is 2", "Set dp_size=2"]),
     "sizes that do not divide the world": (["tp_size=3"], ["does not divide the world size 2"]),
     "an axis nobody claims": (["cp_size=2"], ["cp=2, but fsdp2 shards", "Or set cp_size=1."]),
-    "an axis for a pipeline": (["pp_size=2"], ["no wrapping strategy takes pp", "Or set pp_size=1."]),
+    "a schedule that nobody knows": (
+        ["pp_size=2", "wrapper_config={pipeline: {pp_schedule: 1b1f}}"],
+        ["pp_schedule='1b1f' is unknown", "Allowed, in any case: GPipe, 1F1B"],
+    ),
     "single on two ranks": (["strategy=single", "strategy_config={}"], ["dp_shard=2", "single shards no axis"]),
     "missing corpus": (["data.corpus=nowhere/*.txt"], ["corpus glob 'nowhere/*.txt' matches no file"]),
     "corpus of one document": (["data.corpus=lone/*.txt"], ["1 document, but needs at least 2"]),

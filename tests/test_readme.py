@@ -72,6 +72,7 @@ def test_the_test_of_the_readme_tries_every_cell() -> None:
         "plugins/fsdp2/README.md",
         "plugins/ddp/README.md",
         "plugins/megatron_fsdp/README.md",
+        "plugins/pipeline/README.md",
     ],
 )
 def test_linked_paths_exist(document: str) -> None:
@@ -80,7 +81,7 @@ def test_linked_paths_exist(document: str) -> None:
         assert (path.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("plugin", ["fsdp2", "ddp", "megatron_fsdp"])
+@pytest.mark.parametrize("plugin", ["fsdp2", "ddp", "megatron_fsdp", "pipeline"])
 def test_option_tables_name_every_option_and_tests_that_exist(plugin: str) -> None:
     from meshwright import get_strategy
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from meshwright.contract import Estimate, ModelSize, StrategyConfig, StrategySpec
 from meshwright.errors import ConfigError, MeshError, StrategyError, UnknownStrategyError
 from meshwright.hookspecs import hookimpl
-from meshwright.registry import Registry, install_line
+from meshwright.registry import INSTALLABLE, Registry, install_line
 from meshwright.sizes import Degrees, MeshSizes
 from meshwright.stack import resolve
 
@@ -165,7 +165,7 @@ def test_an_axis_that_nobody_claims_is_an_error_with_who_could_and_what_to_chang
 
 
 def test_nothing_is_offered_for_installation_when_all_is_installed():
-    registry = registry_of(spec("ddp", "dp_replicate"), spec("fsdp2", "dp_shard"))
+    registry = registry_of(*(spec(name, "dp_shard") for name in INSTALLABLE))
     with pytest.raises(MeshError) as caught:
         resolve("fsdp2", MeshSizes(tp_size=2), 2, registry=registry)
     assert "pip install" not in str(caught.value)

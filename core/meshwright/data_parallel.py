@@ -91,6 +91,11 @@ class DataParallelManager(StrategyManager):
         """Called after forwards that no backward follows."""
 
     @property
+    def reduces_once(self) -> bool:
+        """Whether gradients are reduced in the last backward of a step only."""
+        return True
+
+    @property
     def may_share_parameters(self) -> bool:
         """In a pipeline: whether gradients of a parameter may be summed with those of its copy on another stage, after
         `check_gradients`, in their places."""

@@ -23,7 +23,15 @@ from .errors import ConfigError, nearest
 
 ENVIRONMENT_VARIABLE = "MESHWRIGHT_ALLOWED_IMPORTS"
 
-_ALLOWED = {"torch", "transformers", "meshwright", "meshwright_fsdp2", "meshwright_ddp"}
+_ALLOWED = {
+    "torch",
+    "transformers",
+    "meshwright",
+    "meshwright_fsdp2",
+    "meshwright_ddp",
+    "meshwright_megatron_fsdp",
+    "meshwright_pipeline",
+}
 # Within allowed packages: what loads or runs code that an argument names.
 _REFUSED = frozenset(
     {

@@ -151,7 +151,8 @@ def build_manager(
     dtype = getattr(torch, case.dtype)
     model = case_model(case.model_type, tied=case.tied, seed=seed, dtype=dtype, layers=case.layers)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in case.frozen))
+        if any(fnmatchcase(name, pattern) for pattern in case.frozen):
+            parameter.requires_grad_(False)
     manager.parallelize(model)
     optimizer = manager.build_optimizer(optimizer_factory(case.optimizer))
     if case.schedule is not None:

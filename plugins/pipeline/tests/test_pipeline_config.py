@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
 
@@ -13,11 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright import ConfigError
-from meshwright.imports import allow_imports
 from meshwright.validation import validated
 from meshwright_pipeline.config import (
     PipelineConfig,
-    loss_function,
     number_of_microbatches,
     number_of_stages,
     schedule_of,
@@ -100,26 +97,6 @@ def test_the_schema_says_the_same():
     for wrong in ({"dtype": "int8"}, {"loss_fn": 3}, {"pp_batch_size": 0}, {"unknown": 1}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)
-
-
-# -- the loss
-
-
-def test_loss_is_a_callable_or_found_by_its_path():
-    assert loss_function(config()) is None
-    assert loss_function(config(loss_fn=torch.nn.functional.cross_entropy)) is torch.nn.functional.cross_entropy
-    assert isinstance(loss_function(config(loss_fn="torch.nn.CrossEntropyLoss")), torch.nn.CrossEntropyLoss)
-    with pytest.raises(ConfigError, match="does not exist"):
-        loss_function(config(loss_fn="torch.nn.CrossEntropyLos"))
-
-
-def test_loss_may_be_a_function_of_an_allowed_module(tmp_path, monkeypatch):
-    (tmp_path / "own_losses.py").write_text("def smooth(logits, labels):\n    return 0\n", encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    allow_imports("own_losses")
-    found = loss_function(config(loss_fn="own_losses.smooth"))
-    assert inspect.isfunction(found)
-    assert found(None, None) == 0
 
 
 # -- stages

@@ -160,6 +160,10 @@ class FSDP2Manager(DataParallelManager):
         root.set_requires_all_reduce(is_last or defer != "reduce_scatter")
         yield
 
+    @property
+    def reduces_once(self) -> bool:
+        return self.config.defer_fsdp_grad_sync is True
+
     def reduce_gradients(self) -> None:
         with self.sync_gradients(is_last=True):
             reduce_now(self._sharding.root)

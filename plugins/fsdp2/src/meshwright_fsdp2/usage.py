@@ -53,7 +53,12 @@ class Usage:
             if self._is_sharded(parameter) or fqn in self._watched or not parameter.requires_grad:
                 continue
             self._watched.add(fqn)
-            parameter.register_post_accumulate_grad_hook(lambda _, fqn=fqn: self._used.add(fqn))
+            parameter.register_post_accumulate_grad_hook(partial(self._note, fqn))
+
+    def _note(self, fqn: str, parameter: nn.Parameter) -> None:
+        # torch calls this also where an operation has given no gradient.
+        if parameter.grad is not None:
+            self._used.add(fqn)
 
     def _is_sharded(self, parameter: nn.Parameter) -> bool:
         axes = 1 if self._tensor_parallel else 0

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from meshwright.errors import ConfigError
-from meshwright.imports import check_import, import_class_from_path
+from meshwright.imports import check_import
 from meshwright.validation import FrozenModel
 
 from .schedules import (
@@ -74,8 +73,8 @@ class PipelineConfig(FrozenModel):
     )
     patch_stage_backward_maybe_with_nosync: bool = Field(
         False,
-        description="Reduce gradients over data-parallel ranks once per step, after the last backward of a stage, "
-        "also where the inner strategy would on each microbatch.",
+        description="Gradients must be reduced over data-parallel ranks once per step, after the last backward of a "
+        "stage, as is the default; true: an error where the inner strategy's options say otherwise.",
     )
     dtype: Annotated[
         Any, WithJsonSchema({"anyOf": [{"enum": [*DTYPES, *(f"torch.{each}" for each in DTYPES)]}, {"type": "null"}]})
@@ -264,16 +263,3 @@ def schedule_of(config: PipelineConfig, *, ranks: int, stages: int, microbatches
 
 def _divisors(number: int) -> str:
     return ", ".join(str(each) for each in range(1, number + 1) if number % each == 0)
-
-
-def loss_function(config: PipelineConfig) -> Callable[..., Any] | None:
-    """The loss that `loss_fn` names or is, classes made into objects; None where it is left out.
-
-    Raises:
-        ConfigError: there is nothing of this name, or it cannot be imported.
-    """
-    if not isinstance(config.loss_fn, str):
-        loss: Callable[..., Any] | None = config.loss_fn
-        return loss
-    found = import_class_from_path(config.loss_fn, kind=("class", "function"))
-    return found() if isinstance(found, type) else found

@@ -31,17 +31,17 @@ from meshwright.data_parallel import (
     is_meta,
 )
 from meshwright.errors import BatchError, ConfigError, ModelError, StrategyError
-from meshwright.layout import ModelLayout, model_layout
+from meshwright.layout import model_layout
 from meshwright.mesh import Mesh
 from meshwright.norms import check_clip
 
-from .config import PipelineConfig, number_of_microbatches, number_of_stages
+from .config import PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
 from .deferred import WeightGradients
 from .names import Names
 from .optimizer import StageOptimizers
 from .runtime import Run
-from .schedules import Action, Kind, Schedule, build_schedule, microbatches_in_csv, read_csv, with_communication
-from .split import split_blocks, split_by_names
+from .schedules import Action, Kind, Schedule, with_communication
+from .split import split_model
 from .stage import Boundary, Cut, shape_of, study, take_stage
 
 
@@ -179,8 +179,9 @@ class PipelineManager(StrategyManager):
         self._wide = next(model.parameters()).dtype == torch.float64
         self._vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
         count = number_of_stages(self.config, layers=len(self._cut.blocks), ranks=self.mesh.degrees.pp)
-        self.split: tuple[range, ...] = split_model(model, layout, self._cut, self.config, count)
-        self._placement = self._schedule(count, self._run_length(count)).placement
+        blocks, runs_in = self._cut.blocks, self._cut.runs_in
+        self.split = tuple(split_model(model, layout, self.config, count, blocks=blocks, runs_in=runs_in))
+        self._placement = self._schedule(count, self._least_microbatches).placement
         self._names = Names(model, self._cut, self.split)
         mine = [index for index, rank in enumerate(self._placement) if rank == self.mesh.axis_rank("pp")]
         parts = dict(zip(mine, separate_parts(model, len(mine)), strict=True))
@@ -209,6 +210,12 @@ class PipelineManager(StrategyManager):
             raise StrategyError(
                 f"{type(manager).__name__} cannot train one stage of a pipeline: it does not say that it can run many "
                 f"forwards before their backwards (runs_in_pipeline). Set pp_size=1, or use another strategy."
+            )
+        if self.config.patch_stage_backward_maybe_with_nosync and not manager.reduces_once:
+            raise StrategyError(
+                "patch_stage_backward_maybe_with_nosync=true asks for gradients to be reduced once, and the options of "
+                "the inner strategy for each microbatch's. Let it defer the reduction (fsdp2: "
+                "defer_fsdp_grad_sync=true), or set patch_stage_backward_maybe_with_nosync=false."
             )
         manager.in_pipeline = True
         manager.model = part
@@ -291,7 +298,8 @@ class PipelineManager(StrategyManager):
         self.mesh.world.together(lambda: self._check_sizes(microbatches))
         pieces = [piece for batch in microbatches for piece in cut_batch(batch, self.config.pp_microbatch_size)]
         (most,) = self.mesh.world.reduce_ints([len(pieces)], dist.ReduceOp.MAX)
-        most = -(-most // self._run_length(most)) * self._run_length(most)
+        length = self._run_length(most)
+        most = -(-most // length) * length
         # Ranks of one stage gather and reduce together, so all run the same schedule.
         idle = {**pieces[0], "labels": torch.full_like(pieces[0]["labels"], IGNORED_LABEL)}
         return pieces + [idle] * (most - len(pieces))
@@ -331,21 +339,14 @@ class PipelineManager(StrategyManager):
             losses += [run.losses[index] for index in sorted(run.losses)]
         return losses
 
-    def _run_length(self, pieces: int) -> int:
-        """Microbatches of one run of the schedule."""
-        if self.config.pp_schedule_csv is not None:
-            return microbatches_in_csv(self.config.pp_schedule_csv)
-        if "pp_batch_size" in self.config.model_fields_set:
-            return self.config.pp_batch_size // self.config.pp_microbatch_size
-        return pieces
-
     @property
     def _dtype(self) -> torch.dtype:
         """Of what crosses boundaries."""
         chosen = self.config.dtype
         if chosen is None:
             return self._cut.hidden[1]
-        return chosen if isinstance(chosen, torch.dtype) else getattr(torch, chosen)  # type: ignore[no-any-return]
+        dtype: torch.dtype = getattr(torch, chosen)
+        return dtype
 
     def _plan(self, microbatches: int, *, train: bool) -> tuple[Action, ...]:
         """This rank's actions."""
@@ -357,11 +358,19 @@ class PipelineManager(StrategyManager):
             self._plans[microbatches, train] = with_communication(schedule)[self.mesh.axis_rank("pp")]
         return self._plans[microbatches, train]
 
+    @property
+    def _least_microbatches(self) -> int:
+        """Some number of microbatches that the schedule takes."""
+        is_set = "pp_batch_size" in self.config.model_fields_set
+        sequences = self.config.pp_batch_size if is_set else self.config.pp_microbatch_size
+        return number_of_microbatches(self.config, sequences=sequences)
+
+    def _run_length(self, pieces: int) -> int:
+        """Microbatches of one run of the schedule."""
+        return number_of_microbatches(self.config, sequences=pieces * self.config.pp_microbatch_size)
+
     def _schedule(self, stages: int, microbatches: int) -> Schedule:
-        ranks = self.mesh.degrees.pp
-        if self.config.pp_schedule_csv is not None:
-            return read_csv(self.config.pp_schedule_csv, ranks=ranks, stages=stages, microbatches=microbatches)
-        return build_schedule(str(self.config.pp_schedule), ranks=ranks, stages=stages, microbatches=microbatches)
+        return schedule_of(self.config, ranks=self.mesh.degrees.pp, stages=stages, microbatches=microbatches)
 
     def _choose_loss(self, piece: Batch) -> None:
         for stage in self._stages.values():
@@ -523,40 +532,6 @@ def cut_batch(batch: Batch, size: int) -> list[Batch]:
         }
         for start in range(0, count, size)
     ]
-
-
-def split_model(
-    model: nn.Module, layout: ModelLayout, cut: Cut, config: PipelineConfig, stages: int
-) -> tuple[range, ...]:
-    """The blocks of each stage.
-
-    Raises:
-        ConfigError: module_fqns_per_model_part forgets, doubles or does not know a module.
-    """
-    if config.module_fqns_per_model_part is not None:
-        names = [name for name, _ in model.named_modules() if name]
-        holders = [name for name, module in model.named_modules() if name and _holds_parameters(module)]
-        return tuple(
-            split_by_names(
-                config.module_fqns_per_model_part,
-                blocks=cut.blocks,
-                modules=names,
-                holders=holders,
-                runs_in=cut.runs_in,
-            )
-        )
-    costs = [sum(p.numel() for p in model.get_submodule(block).parameters()) for block in cut.blocks]
-    head = model.get_submodule(layout.head) if layout.head else None
-    # Looking up an embedding costs next to nothing; the product with the head costs what its size says.
-    last = sum(p.numel() for p in head.parameters()) if head is not None else 0
-    if config.layers_per_stage is not None:
-        # By number, as was asked for.
-        costs, last = [1] * len(costs), 0
-    return tuple(split_blocks(costs, stages, last=last))
-
-
-def _holds_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False))
 
 
 def separate_parts(model: nn.Module, count: int) -> list[nn.Module]:

@@ -11,6 +11,8 @@ from meshwright.hookspecs import hookimpl
 from .config import PipelineConfig
 
 if TYPE_CHECKING:
+    import typer
+
     from meshwright.contract import StrategyManager
     from meshwright.mesh import Mesh
 
@@ -21,6 +23,13 @@ def build(config: PipelineConfig, mesh: Mesh, inner: Callable[[Mesh], StrategyMa
     from .manager import PipelineManager
 
     return PipelineManager(config, mesh, inner)
+
+
+@hookimpl
+def register_commands(app: typer.Typer) -> None:
+    from .show import add_commands
+
+    add_commands(app)
 
 
 @hookimpl

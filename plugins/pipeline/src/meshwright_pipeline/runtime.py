@@ -136,7 +136,9 @@ class Run:
         def work() -> None:
             # Nothing to do where all that came before is frozen.
             if flying.output.requires_grad:
-                torch.autograd.backward(flying.output, gradient)
+                # Boundaries have one dtype, whatever the stage computes in.
+                given = gradient.to(flying.output.dtype) if gradient is not None else None
+                torch.autograd.backward(flying.output, given)
 
         if action.kind is Kind.BACKWARD:
             stage.backward(work, is_last=is_last)

@@ -409,5 +409,6 @@ def _swapped(model: nn.Module, others: Mapping[str, nn.Module]) -> Iterator[None
             model.set_submodule(name, module)
         yield
     finally:
-        for name, module in originals.items():
+        # Backwards, for those that lie within others.
+        for name, module in reversed(originals.items()):
             model.set_submodule(name, module)

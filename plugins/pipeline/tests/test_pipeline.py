@@ -1,0 +1,462 @@
+"""Pipelines over every inner strategy, on real ranks: parity with one process, what travels, what is held, refusals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright import (
+    BatchError,
+    ConfigError,
+    MeshSizes,
+    MeshwrightError,
+    ModelError,
+    count_tokens,
+    get_strategy,
+    resolve,
+)
+from meshwright.data_parallel import forward_options
+from meshwright.layout import model_layout
+from meshwright.testing import Case, assert_parity, pool
+from meshwright.testing.collectives import Traffic, measure_collectives
+from meshwright.testing.models import case_model, tiny_model
+from meshwright.testing.parity import (
+    build_manager,
+    difference,
+    full_weights,
+    reference,
+    share,
+    train_part,
+    train_steps,
+    training_step,
+)
+from meshwright_pipeline.schedules import SCHEDULES, Kind, Schedule, build_schedule
+from meshwright_pipeline.stage import Boundary, study, take_stage
+
+PP2 = {"pp_size": 2}
+DEEP = Case(layers=5, tied=True)
+WIDTH = 8
+"""Bytes of an element: cases are in float64."""
+
+
+def _over(strategy: str, case: Case, ranks: int, options: Mapping[str, Any] = {}, **sizes: int) -> None:
+    """Parity of a pipeline around a strategy; options of the pipeline begin with pp_."""
+    own = {name: value for name, value in options.items() if name in get_strategy("pipeline").config_cls.model_fields}
+    inner = {name: value for name, value in options.items() if name not in own}
+    assert_parity(
+        strategy, case, world_size=ranks, config=inner, sizes={"pp_size": 2, **sizes}, wrapper_config={"pipeline": own}
+    )
+
+
+# -- parity
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_over_fsdp2(schedule: str) -> None:
+    # Tied, so that V schedules have both copies on one rank; accumulating, so that lengths add up.
+    case = Case(layers=5, tied=True, microbatches=2)
+    _over("fsdp2", case, 4, {"pp_schedule": schedule}, dp_size=2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "sizes"),
+    [
+        ("ddp", {}, {"dp_size": 2}),
+        ("ddp", {"reduce_dtype": "float64", "pp_schedule": "zbv"}, {"dp_size": 2}),
+        ("ddp", {"engine": "bucketed", "pp_schedule": "zbv"}, {"dp_size": 2}),
+        ("ddp", {"engine": "bucketed", "overlap_grad_reduce": True, "bucket_size": 3000}, {"dp_size": 2}),
+        ("fsdp2", {"activation_checkpointing": "full", "pp_schedule": "interleaved_zero_bubble"}, {"dp_size": 2}),
+        ("fsdp2", {"pp_schedule": "dualpipev"}, {"dp_replicate_size": 2}),
+        ("fsdp2", {"pp_schedule": "zbv"}, {"tp_size": 2}),
+        ("fsdp2", {"sequence_parallel": True}, {"tp_size": 2}),
+        ("fsdp2", {"pp_batch_size": 4, "pp_microbatch_size": 2}, {"dp_size": 2}),
+    ],
+    ids=str,
+)
+def test_over_other_strategies_and_axes(strategy: str, options: dict[str, Any], sizes: dict[str, int]) -> None:
+    _over(strategy, Case(layers=5, tied=True, sequences=16), 4, options, **sizes)
+
+
+def test_the_distributed_optimizer_divides_what_no_stages_share() -> None:
+    options = {
+        "engine": "bucketed",
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "bucket_size": 3000,
+    }
+    _over("ddp", Case(layers=5), 4, {**options, "pp_schedule": "interleaved1f1b"}, dp_size=2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(shares=(4, 8), microbatches=2, eval_after=True, unshard_after=True), id="uneven-shares"),
+        pytest.param(Case(empty=6), id="a-rank-without-tokens"),
+        pytest.param(Case(norm_type=math.inf, max_norm=0.05, tied=True), id="norm-inf"),
+        pytest.param(Case(norm_type=1.0, max_norm=5.0, tied=True), id="norm-1"),
+        pytest.param(Case(frozen=("*embed_tokens*", "*layers.0.*")), id="frozen-first-stage"),
+        pytest.param(Case(frozen=("[!l]*",)), id="only-the-head-trains"),
+        pytest.param(Case(model_type="routed", route="ranks"), id="ranks-use-different-parameters"),
+        pytest.param(Case(model_type="routed", route="steps"), id="no-gradient-in-a-step"),
+    ],
+)
+def test_cases_over_two_stages_and_two_data_ranks(case: Case) -> None:
+    _over("fsdp2", case, 4, dp_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_four_ranks_and_nine_blocks(schedule: str, tied: bool) -> None:
+    _over("single", Case(layers=9, tied=tied), 4, {"pp_schedule": schedule}, pp_size=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True, "pp_schedule": "zbv"}], ids=str)
+def test_eight_ranks_on_three_axes(options: dict[str, Any]) -> None:
+    _over("fsdp2", DEEP, 8, options, dp_size=2, tp_size=2)
+
+
+def _to_file(schedule: Schedule, path: Path) -> str:
+    path.write_text("\n".join(",".join(map(str, order)) for order in schedule.orders), encoding="utf-8")
+    return str(path)
+
+
+def test_a_schedule_from_a_file(tmp_path: Path) -> None:
+    schedule = build_schedule("zbv", ranks=2, stages=4, microbatches=6)
+    _over("single", DEEP, 2, {"pp_schedule_csv": _to_file(schedule, tmp_path / "own.csv")})
+
+
+def test_stages_by_number_and_by_name() -> None:
+    case = Case(layers=5)
+    _over("single", case, 2, {"layers_per_stage": 2, "round_virtual_stages_to_pp_multiple": "down"})
+    named = [
+        ["model.embed_tokens", *(f"model.layers.{index}" for index in range(4))],
+        ["model.layers.4", "model.norm", "lm_head"],
+    ]
+    _over("single", case, 2, {"module_fqns_per_model_part": named})
+    found = pool(2).run(_blocks_held, case, {"module_fqns_per_model_part": named})
+    assert found == [["0", "1", "2", "3"], ["4"]]
+
+
+def _blocks_held(case: Case, options: Mapping[str, Any]) -> list[str]:
+    manager = build_manager("pipeline", options, PP2, case)
+    names = (name for part in manager.model_parts for name, _ in part.named_parameters())
+    return sorted({name.split(".")[2] for name in names if ".layers." in name})
+
+
+# -- state
+
+
+def _gathered(strategy: str, config: Any, sizes: Any, case: Case, steps: range, state: Any = None) -> Any:
+    return train_part(strategy, config, sizes, case, steps, state)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_state_moves_to_single_and_back(tied: bool) -> None:
+    case = Case(layers=5, tied=tied, steps=6)
+    pipeline = ("pipeline", {"pp_schedule": "zbv"}, PP2, case)
+    _, state = pool(2).run(_gathered, *pipeline, range(2))[0]
+    _, state = pool(1).run(_gathered, "single", {}, {}, case, range(2, 4), state)[0]
+    found = [outcome for outcome, _ in pool(2).run(_gathered, *pipeline, range(4, 6), state)]
+    expected = reference(case)
+    last = type(expected)(expected.losses[4:], expected.norms[4:], [], expected.weights)
+    assert difference(found, last).worst <= 1e-9
+
+
+# -- what travels, what is held
+
+
+def _traffic(options: Mapping[str, Any], case: Case) -> tuple[Traffic, list[int]]:
+    manager = build_manager("pipeline", options, PP2, case)
+    train_steps(manager, case, range(1))
+    sent: list[int] = []
+    isend = torch.distributed.isend
+
+    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.numel() * tensor.element_size())
+        return isend(tensor, *args, **kwargs)
+
+    step = training_step(manager, case, 1)
+    torch.distributed.isend = counting
+    try:
+        traffic = measure_collectives(step, {"pp": manager.mesh.group("pp")})
+    finally:
+        torch.distributed.isend = isend
+    return traffic, sent
+
+
+def test_hidden_states_cross_each_boundary_once_and_nothing_else_does() -> None:
+    case = Case(layers=4)
+    hidden = 1 * 16 * 36 * WIDTH  # one sequence of 16 tokens, 36 wide
+    for stages, options in ((2, {}), (4, {"pp_schedule": "interleaved1f1b"})):
+        for traffic, sent in pool(2).run(_traffic, options, case):
+            # Forward on one rank, backward on the other: as many on each for two ranks in a ring.
+            assert sent == [hidden] * (12 * (stages - 1))
+            # What is left: agreements of a few numbers, and the loss.
+            assert all(each.bytes <= 64 for each in traffic if each.kind == "all_reduce")
+
+
+def _reductions(options: Mapping[str, Any]) -> int:
+    """Reduce-scatters of a step of twelve microbatches."""
+    case = Case(layers=4)
+    manager = build_manager("fsdp2", {}, {**PP2, "dp_size": 2}, case, wrapper_config={"pipeline": options})
+    train_steps(manager, case, range(1))
+    return len(measure_collectives(training_step(manager, case, 1)).of("reduce_scatter"))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "loopedbfs", "zbv"])
+def test_gradients_are_reduced_after_the_last_backward_only(schedule: str) -> None:
+    options = {"pp_schedule": schedule, "patch_stage_backward_maybe_with_nosync": True}
+    # Four blocks, and the roots of the first and the last stage, on two pipeline ranks.
+    first, _, last, _ = pool(4).run(_reductions, options)
+    assert first + last == 4 + 2
+
+
+def _held() -> tuple[int, int]:
+    manager = build_manager("pipeline", {}, PP2, Case(layers=5))
+    parameters = [p for part in manager.model_parts for p in part.parameters()]
+    return sum(p.numel() for p in parameters), sum(p.untyped_storage().nbytes() for p in parameters)
+
+
+def test_a_rank_holds_the_parameters_of_its_stage() -> None:
+    whole = sum(p.numel() for p in tiny_model(layers=5).parameters())
+    (first, first_bytes), (last, last_bytes) = pool(2).run(_held)
+    assert first + last == whole
+    assert (first_bytes, last_bytes) == (first * WIDTH, last * WIDTH)
+    assert max(first, last) < 0.7 * whole
+
+
+def _alive(name: str) -> list[int]:
+    """The most microbatches between forward and backward, on each rank."""
+    from meshwright_pipeline import runtime
+
+    manager = build_manager("pipeline", {"pp_schedule": name}, PP2, Case(layers=5))
+    most = 0
+    forward = runtime.Run._forward
+
+    def counting(run: Any, action: Any) -> None:
+        nonlocal most
+        forward(run, action)
+        most = max(most, len(run._flying))
+
+    runtime.Run._forward = counting  # type: ignore[method-assign]
+    try:
+        train_steps(manager, Case(layers=5), range(1))
+    finally:
+        runtime.Run._forward = forward  # type: ignore[method-assign]
+    return [most]
+
+
+def test_live_microbatches_are_bounded_by_the_schedule() -> None:
+    assert pool(2).run(_alive, "gpipe") == [[12], [12]]
+    assert pool(2).run(_alive, "1f1b") == [[2], [1]]
+
+
+def _weights_come_later() -> list[str]:
+    """The order of a stage's gradients under a schedule that splits its backward."""
+    manager = build_manager("pipeline", {"pp_schedule": "zbv"}, PP2, Case(layers=5))
+    seen: list[str] = []
+    part = manager.model_parts[0]
+    block = next(m for m in part.model.layers if any(True for _ in m.parameters()))
+    for name, weight in (("weight", block.mlp.down_proj.weight), ("input", block.input_layernorm.weight)):
+        # torch also calls it where there is no gradient.
+        weight.register_hook(lambda grad, name=name: seen.append(name) if grad is not None else None)
+    train_steps(manager, Case(layers=5), range(1))
+    return seen
+
+
+def test_weights_of_linear_layers_wait_for_their_own_action() -> None:
+    for seen in pool(2).run(_weights_come_later):
+        assert seen.count("weight") == seen.count("input") == 12
+        assert seen[0] == "input"
+
+
+def _dtypes() -> set[torch.dtype]:
+    case = Case(dtype="float32")
+    manager = build_manager("pipeline", {"dtype": "bfloat16"}, PP2, case)
+    seen = set()
+    isend = torch.distributed.isend
+
+    def noting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.add(tensor.dtype)
+        return isend(tensor, *args, **kwargs)
+
+    torch.distributed.isend = noting
+    try:
+        train_steps(manager, case, range(1))
+    finally:
+        torch.distributed.isend = isend
+    return seen
+
+
+def test_hidden_states_cross_in_the_chosen_dtype() -> None:
+    assert pool(2).run(_dtypes) == [{torch.bfloat16}] * 2
+
+
+def _lengths() -> list[float]:
+    """Losses with 16 tokens, 12, and 16 again."""
+    manager = build_manager("pipeline", {}, PP2, Case())
+    losses = []
+    for length in (16, 12, 16):
+        batches = [{key: value[:, :length] for key, value in batch.items()} for batch in share(Case(), 0, 0, 1)]
+        tokens = count_tokens(batches, manager.mesh)
+        losses.append(float(manager.eval_loss(batches, num_tokens=tokens)))
+        losses.append(float(manager.forward_backward(batches, num_tokens=tokens)))
+        for part in manager.model_parts:
+            part.zero_grad()
+    return losses
+
+
+def test_lengths_may_change_from_step_to_step() -> None:
+    for first, one, second, two, third, three in pool(2).run(_lengths):
+        assert (first, second, third) == pytest.approx((one, two, three), rel=1e-12)
+        assert first == third != second
+
+
+# -- one model, cut
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma3_text", "bloom", "opt", "mamba2", "qwen3_moe", "phi3"])
+def test_stages_run_one_after_the_other_give_the_logits_of_the_whole(model_type: str) -> None:
+    model: nn.Module = case_model(model_type, tied=None, seed=0, dtype=torch.float64).eval()
+    layout, options = model_layout(model), forward_options(model)
+    ids = torch.arange(3 * 10).view(3, 10) % 100 + 1
+    with torch.no_grad():
+        expected = model(input_ids=ids, **options).logits
+        cut = study(model, layout, options)
+        hidden = None
+        for index in range(len(cut.blocks)):
+            part = case_model(model_type, tied=None, seed=0, dtype=torch.float64).eval()
+            boundary = Boundary()
+            take_stage(part, cut, range(index, index + 1), boundary)
+            part.get_submodule(cut.blocks[index]).register_forward_pre_hook(boundary.hook, with_kwargs=True)
+            boundary.received, boundary.size = hidden, (3, 10)
+            hidden = part(input_ids=ids, **options)
+    assert hidden is not None
+    assert torch.equal(hidden.logits, expected)
+
+
+class _Beside(nn.Module):
+    """Blocks that read what the first block has left beside the hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(3))
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        from transformers.modeling_outputs import CausalLMOutput
+
+        first = self.embed(input_ids)
+        hidden = first
+        for block in self.blocks:
+            hidden = block(hidden) + first
+        return CausalLMOutput(logits=self.head(hidden))
+
+
+def test_a_model_that_carries_state_beside_the_hidden_states_is_refused() -> None:
+    model = _Beside()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(ModelError, match=r"cut before blocks.1, its logits change.*Set pp_size=1"):
+        study(model, model_layout(model), {})
+    # Nothing is lost.
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+# -- refusals
+
+
+def _refusal(strategy: str, config: Any, wrapper: Any, case: Case, sizes: Any) -> str:
+    try:
+        manager = build_manager(strategy, config, sizes, case, wrapper_config={"pipeline": wrapper})
+        train_steps(manager, case, range(1))
+    except MeshwrightError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "config", "wrapper", "case", "texts"),
+    [
+        ("single", {}, {"pp_microbatch_size": 5}, Case(), ["BatchError", "12 sequences", "pp_microbatch_size=5"]),
+        ("single", {}, {"pp_batch_size": 5}, Case(), ["BatchError", "12 sequences", "pp_batch_size=5"]),
+        ("single", {}, {"pp_seq_len": 8}, Case(), ["BatchError", "16 tokens", "pp_seq_len=8"]),
+        ("single", {}, {"pp_schedule": "zbv"}, Case(), ["ConfigError", "4 stages", "3 blocks"]),
+        ("single", {}, {"patch_inner_model": False}, Case(), ["ConfigError", "Set patch_inner_model=true"]),
+        ("single", {}, {"patch_causal_lm_model": False}, Case(), ["ConfigError", "Set patch_causal_lm_model=true"]),
+        ("single", {}, {"scale_grads_in_schedule": True}, Case(), ["ConfigError", "Set it to false"]),
+        ("single", {}, {"loss_fn": "torch.nn.CrossEntropyLoss"}, Case(), ["ConfigError", "loss_fn is not supported"]),
+        (
+            "single",
+            {},
+            {"module_fqns_per_model_part": [["model.embed_tokens", "model.layers"], ["lm_head"]]},
+            Case(),
+            ["ConfigError"],
+        ),
+        (
+            "ddp",
+            {"engine": "bucketed", "use_distributed_optimizer": True},
+            {},
+            Case(tied=True),
+            ["StrategyError", "model.embed_tokens.weight", "Untie the model"],
+        ),
+        (
+            "fsdp2",
+            {"defer_fsdp_grad_sync": False},
+            {"patch_stage_backward_maybe_with_nosync": True},
+            Case(),
+            ["StrategyError", "patch_stage_backward_maybe_with_nosync=true", "defer"],
+        ),
+        ("ddp", {"static_graph": True}, {}, Case(), ["StrategyError", "static_graph=True", "engine=bucketed"]),
+        ("megatron_fsdp", {}, {}, Case(), ["StrategyError", "MegatronFSDPManager cannot train one stage"]),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_done_is_refused_on_all_ranks(
+    strategy: str, config: dict[str, Any], wrapper: dict[str, Any], case: Case, texts: list[str]
+) -> None:
+    found = pool(2).run(_refusal, strategy, config, wrapper, case, PP2)
+    assert len(set(found)) == 1
+    assert all(text in found[0] for text in texts), found[0]
+
+
+def _after_refusal() -> tuple[str, dict[str, torch.Tensor]]:
+    """The refusal of a bad batch, and the weights of training that goes on after it."""
+    case = Case()
+    manager = build_manager("pipeline", {"pp_microbatch_size": 2}, PP2, case)
+    batch = share(case, 0, 0, 1)[0]
+    odd = [{key: value[:5] for key, value in batch.items()}]
+    with pytest.raises(BatchError) as caught:
+        manager.forward_backward(odd, num_tokens=count_tokens(odd, manager.mesh))
+    train_steps(manager, case, range(case.steps))
+    return str(caught.value), full_weights(manager)
+
+
+def test_training_goes_on_after_a_refused_batch() -> None:
+    (first, weights), (second, _) = pool(2).run(_after_refusal)
+    assert first == second
+    for name, expected in reference(Case()).weights.items():
+        torch.testing.assert_close(weights[name], expected, rtol=0, atol=1e-9)
+
+
+def test_the_last_actions_of_a_stage_reduce() -> None:
+    # Each schedule ends each stage's gradients with one backward, which the runtime tells the inner strategy.
+    for name in SCHEDULES:
+        stages = 4 if SCHEDULES[name].min_chunks == 2 else 2
+        schedule = build_schedule(name, ranks=2, stages=stages, microbatches=6)
+        ends = {a.stage: a.kind for order in schedule.orders for a in order if a.kind is not Kind.FORWARD}
+        assert set(ends) == set(range(stages))
+        assert set(ends.values()) <= {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}
+
+
+def test_options_are_those_of_the_reference() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'pp_schedule'"):
+        resolve("pipeline", MeshSizes(), 1, config={"pp_shedule": "1f1b"})
