@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright import (
@@ -23,6 +25,7 @@ from meshwright import (
 )
 from meshwright.layout import model_layout, model_size
 from meshwright.testing import Case, assert_parity, pool
+from meshwright.testing.memory import measure_memory
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import (
     build_manager,
@@ -34,6 +37,8 @@ from meshwright.testing.parity import (
     train_part,
     train_steps,
 )
+from meshwright_ddp import DDPConfig
+from meshwright_ddp.bucketed import BucketedDataParallel
 
 BUCKETED: dict[str, Any] = {"engine": "bucketed"}
 ZERO1 = {**BUCKETED, "use_distributed_optimizer": True}
@@ -102,6 +107,41 @@ def test_each_rank_holds_the_bytes_of_the_table(
         copies = config.get("num_distributed_optimizer_instances", 1)
         assert sum(one["Adam"] for one in held) == copies * 2 * 4 * 102_976
         assert sum(one["master"] for one in held) == (4 * 102_976 if dtype == "bfloat16" else 0)
+
+
+def _held_at_the_step(view: bool | None) -> int:
+    """Bytes that a rank holds when it is about to step for the second time: ours, or torch's two engines together, with
+    gradients and parameters as views of their buckets or not."""
+    world = open_world("cpu")
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+    if view is None:
+        mesh = Mesh(MeshSizes().resolve(world.size, frozenset({"dp_replicate"})), world)
+        engine: Any = BucketedDataParallel(model, DDPConfig(**ZERO1, overlap_grad_reduce=True, bucket_size=65536), mesh)
+        optimizer: Any = torch.optim.AdamW([shard.tensor for shard in engine.shards])
+        optimizer.register_step_post_hook(lambda *_: engine.shards_were_stepped())
+    else:
+        engine = DistributedDataParallel(model, bucket_cap_mb=0.25, gradient_as_bucket_view=view)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=view)
+
+    def gradients() -> None:
+        engine(torch.ones(1, 256)).sum().backward()
+        if view is None:
+            engine.finish_grad_sync()
+
+    gradients()
+    optimizer.step()
+    optimizer.zero_grad()
+    return measure_memory(gradients, [model], getattr(optimizer, "optim", optimizer)).after.total
+
+
+def test_the_distributed_optimizer_holds_no_more_than_torchs() -> None:
+    whole = 8 * 256 * 256 * 4
+    ours, plain, views = (max(pool(4).run(_held_at_the_step, view)) for view in (None, False, True))
+    # Parameters, gradients, and Adam's two over four ranks; torch by itself holds gradients twice.
+    assert ours == pytest.approx(2.5 * whole, rel=1e-3)
+    assert views == pytest.approx(2.5 * whole, rel=1e-3)
+    assert plain == pytest.approx(3.5 * whole, rel=1e-3)
 
 
 # -- masters
