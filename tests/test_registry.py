@@ -249,7 +249,7 @@ def test_an_unknown_name_lists_what_is_installed_installable_and_broken(plugin):
     text = str(caught.value)
     assert "Did you mean" not in text
     assert "Installed: single." in text
-    assert "Installable: ddp, fsdp2." in text
+    assert "Installable: ddp, fsdp2, megatron_fsdp, pipeline." in text
     assert "Failed to load: broken of plugin broken (" in text
 
 
@@ -265,7 +265,7 @@ def test_a_strategy_of_this_project_that_is_missing_answers_with_its_install_lin
 
 
 def test_a_broken_strategy_is_not_offered_for_installation(plugin):
-    assert list(Registry([plugin("fsdp2", "1 / 0")]).installable) == ["ddp"]
+    assert list(Registry([plugin("fsdp2", "1 / 0")]).installable) == [name for name in INSTALLABLE if name != "fsdp2"]
 
 
 def test_the_installed_plugins_of_this_project_are_found():

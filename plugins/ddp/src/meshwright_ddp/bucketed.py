@@ -15,8 +15,9 @@ Source: the semantics of Megatron-Core's DistributedDataParallel; Li et al. 2020
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -141,7 +142,7 @@ class BucketedDataParallel(nn.Module):
         self.zero_grad_buffer()
         for bucket in self.buckets:
             for slot in bucket.slots:
-                slot.parameter.register_post_accumulate_grad_hook(self._hook(bucket, slot))
+                slot.parameter.register_post_accumulate_grad_hook(_hook(self, bucket, slot))
 
     def _make_buckets(self, groups: Groups) -> None:
         found: list[tuple[int, Bucket, BucketGather | None]] = []
@@ -236,32 +237,31 @@ class BucketedDataParallel(nn.Module):
         self._set_gradients(used)
         self._is_finished = True
 
-    def _hook(self, bucket: Bucket, slot: Slot) -> Any:
-        def on_gradient(parameter: nn.Parameter) -> None:
-            gradient = parameter.grad
-            if gradient is None:
-                return
-            if self._is_finished:
-                self.zero_grad_buffer()
-            # The first gradient of a step needs no zeros to be added to.
-            if slot in self._added:
-                slot.local.add_(gradient)
-            else:
-                slot.local.copy_(gradient)
-                self._added.add(slot)
-            parameter.grad = None
-            if not (self._is_last and self.config.overlap_grad_reduce):
-                return
-            bucket.count(slot)
-            if bucket.is_dispatched:
-                self._defect = self._defect or StrategyError(
-                    f"{slot.name} got another gradient after its bucket had been reduced: it gets more of them than "
-                    f"in the first step. Set overlap_grad_reduce=false."
-                )
-            while self._next < len(self.buckets) and self.buckets[self._next].is_ready:
-                self._dispatch()
-
-        return on_gradient
+    def take_gradient(self, bucket: Bucket, slot: Slot) -> None:
+        """Add what backward has left in a parameter's `.grad`; dispatch buckets that are ready with it."""
+        parameter = slot.parameter
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        if self._is_finished:
+            self.zero_grad_buffer()
+        # The first gradient of a step needs no zeros to be added to.
+        if slot in self._added:
+            slot.local.add_(gradient)
+        else:
+            slot.local.copy_(gradient)
+            self._added.add(slot)
+        parameter.grad = None
+        if not (self._is_last and self.config.overlap_grad_reduce):
+            return
+        bucket.count(slot)
+        if bucket.is_dispatched:
+            self._defect = self._defect or StrategyError(
+                f"{slot.name} got another gradient after its bucket had been reduced: it gets more of them than "
+                f"in the first step. Set overlap_grad_reduce=false."
+            )
+        while self._next < len(self.buckets) and self.buckets[self._next].is_ready:
+            self._dispatch()
 
     def _dispatch(self, *, force_all_reduce: bool = False) -> None:
         """Issue the next bucket's collective; see [Note: order of reductions]."""
@@ -317,6 +317,22 @@ class BucketedDataParallel(nn.Module):
         if self.shards is not None:
             self.shards.write()
             self.gather.parameters_changed()
+
+
+def _hook(engine: BucketedDataParallel, bucket: Bucket, slot: Slot) -> Callable[[nn.Parameter], None]:
+    """What a parameter calls when it has got a gradient.
+
+    It holds nothing alive: Python's garbage collector cannot see through a parameter's hooks, and the engine holds
+    process groups.
+    """
+    engine_reference, bucket_reference, slot_reference = weakref.ref(engine), weakref.ref(bucket), weakref.ref(slot)
+
+    def on_gradient(parameter: nn.Parameter) -> None:
+        engine, bucket, slot = engine_reference(), bucket_reference(), slot_reference()
+        if engine is not None and bucket is not None and slot is not None:
+            engine.take_gradient(bucket, slot)
+
+    return on_gradient
 
 
 def make_groups(mesh: Mesh, instances: int) -> Groups:
