@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,11 +54,11 @@ def test_workers_stay_between_tasks() -> None:
     assert pool(2).run(_pid) == pool(2).run(_pid)
 
 
-def _group(sizes: dict[str, int]) -> None:
+def _group(strategy: str, config: dict[str, Any], sizes: dict[str, int]) -> None:
     case = Case(steps=1)
     # A full state, so that torch plans how to gather each kind of placement.
-    train_case("fsdp2", {}, sizes, case)
-    build_manager("fsdp2", {}, sizes, case).state_dict(full=True)
+    train_case(strategy, config, sizes, case)
+    build_manager(strategy, config, sizes, case).state_dict(full=True)
 
 
 def _threads() -> int:
@@ -65,95 +66,43 @@ def _threads() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux shows them")
-@pytest.mark.parametrize("sizes", [{"dp_replicate_size": 2}, {"tp_size": 2}], ids=str)
-def test_process_groups_of_earlier_tasks_leave_no_threads(sizes: dict[str, int]) -> None:
-    counts = []
-    for _ in range(4):
-        pool(4).run(_group, sizes)
-        counts.append(pool(4).run(_threads))
-    assert max(counts[-1]) <= max(counts[0]), counts
-
-
-def test_the_failing_rank_is_told_and_the_next_task_gets_new_workers() -> None:
-    before = pool(2).run(_pid)
-    start = time.monotonic()
-    with pytest.raises(RankError, match=r"rank 1 of 2 failed:\n(.|\n)*planted on rank 1"):
-        pool(2).run(_fail_on, 1)
-    assert time.monotonic() - start < 30, "peers of a failed rank must not wait for their collective to time out"
-    assert not set(before) & set(pool(2).run(_pid))
-
-
-def test_a_killed_rank_is_told() -> None:
-    # Rank 0 may see the closed connection before the parent sees the death.
-    with pytest.raises(RankError, match=r"rank 1 of 2 died with signal SIGKILL|rank 0 of 2 failed"):
-        pool(2).run(_die_on, 1)
-
-
-def test_a_hanging_rank_is_told_by_number() -> None:
-    with pytest.raises(RankError, match="more than 1 s on rank 1 of 2"):
-        pool(2).run(_hang_on, 1, timeout_s=1.0)
-
-
-def _threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
-def _train(strategy: str, config: dict[str, object], sizes: dict[str, int]) -> None:
-    train_case(strategy, config, sizes, Case(steps=1))
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux shows them")
-@pytest.mark.parametrize("sizes", [{"dp_replicate_size": 2}, {"tp_size": 2}], ids=str)
-def test_process_groups_of_earlier_tasks_leave_no_threads(sizes: dict[str, int]) -> None:
-    counts = []
-    for _ in range(4):
-        pool(4).run(_group, sizes)
-        counts.append(pool(4).run(_threads))
-    assert max(counts[-1]) <= max(counts[0]), counts
-
-
-def test_the_failing_rank_is_told_and_the_next_task_gets_new_workers() -> None:
-    before = pool(2).run(_pid)
-    start = time.monotonic()
-    with pytest.raises(RankError, match=r"rank 1 of 2 failed:\n(.|\n)*planted on rank 1"):
-        pool(2).run(_fail_on, 1)
-    assert time.monotonic() - start < 30, "peers of a failed rank must not wait for their collective to time out"
-    assert not set(before) & set(pool(2).run(_pid))
-
-
-def test_a_killed_rank_is_told() -> None:
-    # Rank 0 may see the closed connection before the parent sees the death.
-    with pytest.raises(RankError, match=r"rank 1 of 2 died with signal SIGKILL|rank 0 of 2 failed"):
-        pool(2).run(_die_on, 1)
-
-
-def test_a_hanging_rank_is_told_by_number() -> None:
-    with pytest.raises(RankError, match="more than 1 s on rank 1 of 2"):
-        pool(2).run(_hang_on, 1, timeout_s=1.0)
-
-
-def _train_and_count(strategy: str, config: dict[str, object], sizes: dict[str, int]) -> int:
-    train_case(strategy, config, sizes, Case(steps=1))
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
 @pytest.mark.parametrize(
     ("strategy", "config", "sizes"),
     [
+        ("fsdp2", {}, {"dp_replicate_size": 2}),
+        ("fsdp2", {}, {"tp_size": 2}),
         ("ddp", {}, {}),
         ("ddp", {"engine": "bucketed", "use_distributed_optimizer": True, "overlap_grad_reduce": True}, {}),
-        ("fsdp2", {}, {"tp_size": 2}),
         ("megatron_fsdp", {}, {}),
-        ("single", {}, {"pp_size": 2}),
+        ("fsdp2", {}, {"pp_size": 2}),
     ],
     ids=str,
 )
-def test_models_that_are_gone_leave_no_threads(strategy: str, config: dict[str, object], sizes: dict[str, int]) -> None:
-    """Each gloo group has threads, which poll: a strategy that something keeps alive slows down all that follow."""
+def test_process_groups_of_earlier_tasks_leave_no_threads(
+    strategy: str, config: dict[str, Any], sizes: dict[str, int]
+) -> None:
     counts = []
-    for _ in range(3):
-        pool(2).run(_train, strategy, config, sizes)
-        counts.append(max(pool(2).run(_threads)))
-    # The first may still have some of what ran before.
-    assert counts[2] <= counts[1]
+    for _ in range(4):
+        pool(4).run(_group, strategy, config, sizes)
+        counts.append(pool(4).run(_threads))
+    assert max(counts[-1]) <= max(counts[0]), counts
+
+
+def test_the_failing_rank_is_told_and_the_next_task_gets_new_workers() -> None:
+    before = pool(2).run(_pid)
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed:\n(.|\n)*planted on rank 1"):
+        pool(2).run(_fail_on, 1)
+    assert time.monotonic() - start < 30, "peers of a failed rank must not wait for their collective to time out"
+    assert not set(before) & set(pool(2).run(_pid))
+
+
+def test_a_killed_rank_is_told() -> None:
+    # Rank 0 may see the closed connection before the parent sees the death.
+    with pytest.raises(RankError, match=r"rank 1 of 2 died with signal SIGKILL|rank 0 of 2 failed"):
+        pool(2).run(_die_on, 1)
+
+
+def test_a_hanging_rank_is_told_by_number() -> None:
+    with pytest.raises(RankError, match="more than 1 s on rank 1 of 2"):
+        pool(2).run(_hang_on, 1, timeout_s=1.0)
