@@ -246,6 +246,7 @@ class DataParallelManager(StrategyManager):
             return self.module(**inputs, **self._forward_options)
 
     def on_device(self, batch: Batch) -> dict[str, Tensor]:
+        """A microbatch on this rank's device."""
         return {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
 
     def choose_loss(self, batch: Batch) -> None:
@@ -316,6 +317,7 @@ class DataParallelManager(StrategyManager):
 
     @property
     def has_optimizer(self) -> bool:
+        """Whether `build_optimizer` has been called."""
         return self._optimizer is not None
 
     @property

@@ -1,7 +1,4 @@
-"""See every operation of a piece of code.
-
-Source: torch.utils._python_dispatch.TorchDispatchMode.
-"""
+"""See every operation of a piece of code, by a dispatch mode of torch; see `_compat`."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class DDPManager(DataParallelManager):
 
     @property
     def may_share_parameters(self) -> bool:
-        return self._shards is None
+        return not self.config.use_distributed_optimizer
 
     def grad_norm(self, norm_type: float, *, without: Collection[nn.Parameter] = ()) -> Tensor:
         if self._shards is None:

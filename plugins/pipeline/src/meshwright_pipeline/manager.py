@@ -49,18 +49,18 @@ class PipelineStage:
     """One stage on this rank; see `runtime.Stage`.
 
     Args:
-        index: of the stage.
         manager: of the inner strategy, with the stage's part of the model.
         boundary: of that model.
         cut: of the whole model.
+        is_first: whether it takes tokens, not hidden states.
         is_last: whether it computes the loss.
     """
 
     def __init__(
-        self, index: int, manager: DataParallelManager, boundary: Boundary, cut: Cut, *, is_last: bool
+        self, manager: DataParallelManager, boundary: Boundary, cut: Cut, *, is_first: bool, is_last: bool
     ) -> None:
-        self.index, self.manager = index, manager
-        self.is_first, self.is_last = index == 0, is_last
+        self.manager = manager
+        self.is_first, self.is_last = is_first, is_last
         self.num_tokens = torch.ones(())
         self._boundary, self._cut = boundary, cut
         self._store = WeightGradients()
@@ -184,27 +184,22 @@ class PipelineManager(StrategyManager):
         self._placement = self._schedule(count, self._least_microbatches).placement
         self._names = Names(model, self._cut, self.split)
         mine = [index for index, rank in enumerate(self._placement) if rank == self.mesh.axis_rank("pp")]
-        parts = dict(zip(mine, separate_parts(model, len(mine)), strict=True))
-        for index, part in parts.items():
-            self._add_stage(index, part)
+        # All that may be refused, before the model is taken apart.
+        managers = [self._inner_manager() for _ in mine]
+        for index, manager, part in zip(mine, managers, separate_parts(model, len(mine)), strict=True):
+            self._add_stage(index, manager, part)
         own_parameters([stage.manager.model for stage in self._stages.values()])
         for index, stage in self._stages.items():
             names = [self._cut.blocks[block] for block in self.split[index]]
             self.mesh.world.together(lambda stage=stage, names=names: stage.parallelize(names))  # type: ignore[misc]
-        self.mesh.world.together(self._check_shared)
         return next(iter(self._stages.values())).manager.module
 
-    def _check_shared(self) -> None:
-        if self._names.shared and not all(stage.manager.may_share_parameters for stage in self._stages.values()):
-            raise StrategyError(
-                f"{next(iter(self._names.shared))} is needed by several stages, and the inner strategy divides "
-                f"its copies in different ways. Untie the model (tie_word_embeddings=false), set pp_size=1, or leave "
-                f"the distributed optimizer out."
-            )
+    def _inner_manager(self) -> DataParallelManager:
+        """For one stage.
 
-    def _add_stage(self, index: int, part: nn.Module) -> None:
-        boundary = Boundary()
-        take_stage(part, self._cut, self.split[index], boundary)
+        Raises:
+            StrategyError: the inner strategy cannot train it; on all ranks alike.
+        """
         manager = self._inner(self.mesh.stage())
         if not (isinstance(manager, DataParallelManager) and manager.runs_in_pipeline):
             raise StrategyError(
@@ -217,10 +212,21 @@ class PipelineManager(StrategyManager):
                 "the inner strategy for each microbatch's. Let it defer the reduction (fsdp2: "
                 "defer_fsdp_grad_sync=true), or set patch_stage_backward_maybe_with_nosync=false."
             )
+        if self._names.shared and not manager.may_share_parameters:
+            raise StrategyError(
+                f"{next(iter(self._names.shared))} is needed by several stages, and the inner strategy divides "
+                f"its copies in different ways. Untie the model (tie_word_embeddings=false), set pp_size=1, or leave "
+                f"the distributed optimizer out."
+            )
         manager.in_pipeline = True
+        return manager
+
+    def _add_stage(self, index: int, manager: DataParallelManager, part: nn.Module) -> None:
+        boundary = Boundary()
+        take_stage(part, self._cut, self.split[index], boundary)
         manager.model = part
-        is_last = index == len(self.split) - 1
-        self._stages[index] = PipelineStage(index, manager, boundary, self._cut, is_last=is_last)
+        is_first, is_last = index == 0, index == len(self.split) - 1
+        self._stages[index] = PipelineStage(manager, boundary, self._cut, is_first=is_first, is_last=is_last)
 
     # -- the optimizer
 
@@ -329,7 +335,7 @@ class PipelineManager(StrategyManager):
         for stage in self._stages.values():
             stage.num_tokens = num_tokens
         device = self.mesh.device
-        batches = [{name: tensor.to(device) for name, tensor in piece.items()} for piece in pieces]
+        batches = [next(iter(self._stages.values())).manager.on_device(piece) for piece in pieces]
         length = self._run_length(len(batches))
         losses: list[Tensor] = []
         for start in range(0, len(batches), length):
@@ -400,9 +406,9 @@ class PipelineManager(StrategyManager):
         used = self.mesh.world.reduce_ints(found, dist.ReduceOp.MAX)
         for (name, holders), is_used in zip(shared.items(), used, strict=True):
             if is_used:
-                self._sum_copies_of(name, holders, {index: mine[name, index] for index in holders})
+                self._sum_copies_of(holders, {index: mine[name, index] for index in holders})
 
-    def _sum_copies_of(self, name: str, holders: Sequence[int], copies: Mapping[int, nn.Parameter | None]) -> None:
+    def _sum_copies_of(self, holders: Sequence[int], copies: Mapping[int, nn.Parameter | None]) -> None:
         here = {index: parameter for index, parameter in copies.items() if parameter is not None}
         if not here:
             return

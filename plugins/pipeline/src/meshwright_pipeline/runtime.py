@@ -57,6 +57,7 @@ class Run:
         placement: rank along `pp` of each stage.
         group: of the axis `pp`.
         dtype: of hidden states.
+        device: of this rank.
         train: whether there is a backward.
     """
 
