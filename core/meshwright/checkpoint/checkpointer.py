@@ -32,6 +32,7 @@ from ..mesh import World
 from ..pieces import Piece, Sharded
 from ..state import OptimizerState, ShardedState, TensorKind
 from .directory import (
+    HUGGING_FACE,
     Manifest,
     StoredFile,
     begin,
@@ -39,6 +40,7 @@ from .directory import (
     digests,
     discard,
     read_manifest,
+    remove_leftovers,
     retain,
     step_directory,
     steps_in,
@@ -57,6 +59,7 @@ def save_checkpoint(
     *,
     step: int,
     scheduler: LRScheduler | None = None,
+    tokenizer: Any = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint, all ranks together. It appears under its name when it is complete, and not before.
@@ -66,13 +69,16 @@ def save_checkpoint(
         directory: of the checkpoint; one that is there is replaced.
         step: optimizer steps done.
         scheduler: of the learning rate.
+        tokenizer: of Hugging Face, to be exported with the model.
         extra: further values of JSON, the same on all ranks.
 
     Raises:
         CheckpointError: it could not be written (on all ranks); nothing has changed then.
     """
     with _own_group() as group:
-        _Saving(manager, Path(directory), group, step=step, scheduler=scheduler, extra=extra).write()
+        _Saving(
+            manager, Path(directory), group, step=step, scheduler=scheduler, tokenizer=tokenizer, extra=extra
+        ).write()
 
 
 def load_checkpoint(
@@ -167,6 +173,7 @@ class Checkpointer:
         asynchronous: whether training goes on while one is written.
         on_error: whether a checkpoint that cannot be written ends the training, or is told in a warning. Either way
             those that were there are.
+        tokenizer: of Hugging Face, to be exported with the model.
     """
 
     def __init__(
@@ -178,15 +185,19 @@ class Checkpointer:
         keep_every: int | None = None,
         asynchronous: bool = True,
         on_error: OnError = "stop",
+        tokenizer: Any = None,
     ) -> None:
         self._manager = manager
         self._root = Path(root)
         self._keep_last, self._keep_every = keep_last, keep_every
         self._asynchronous = asynchronous
         self._on_error = on_error
+        self._tokenizer = tokenizer
         self._group = dist.new_group(backend="gloo")
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
+        if manager.mesh.rank == 0:
+            remove_leftovers(self._root)
 
     def save(self, step: int, *, scheduler: LRScheduler | None = None, extra: Mapping[str, Any] | None = None) -> None:
         """Save the state after `step` steps; see `save_checkpoint`. Collective.
@@ -197,7 +208,15 @@ class Checkpointer:
         self.wait()
         directory = step_directory(self._root, step)
         try:
-            saving = _Saving(self._manager, directory, self._group, step=step, scheduler=scheduler, extra=extra)
+            saving = _Saving(
+                self._manager,
+                directory,
+                self._group,
+                step=step,
+                scheduler=scheduler,
+                tokenizer=self._tokenizer,
+                extra=extra,
+            )
         except CheckpointError as error:
             self._tell(error)
             return
@@ -272,6 +291,7 @@ class _Saving:
         *,
         step: int,
         scheduler: LRScheduler | None,
+        tokenizer: Any,
         extra: Mapping[str, Any] | None,
     ) -> None:
         self._final = directory
@@ -299,7 +319,19 @@ class _Saving:
         )
         self._manifest = self._world.together(lambda: _plain(manifest))
         self._writing = directory.with_name(f"{directory.name}.writing")
-        self._world.together(lambda: begin(directory) if self._world.rank == 0 else None)
+        config = getattr(manager.model_parts[0], "config", None)
+        self._world.together(lambda: self._begin(config, tokenizer))
+
+    def _begin(self, config: Any, tokenizer: Any) -> None:
+        if self._world.rank != 0:
+            return
+        begin(self._final)
+        try:
+            for each in (config, tokenizer):
+                if each is not None:
+                    each.save_pretrained(self._writing / HUGGING_FACE)
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint {self._final} cannot be written: {error}.") from error
 
     def detach(self) -> None:
         """Copy what this rank writes, so that training can go on."""
@@ -320,8 +352,9 @@ class _Saving:
             writer = FileSystemWriter(self._writing)
             dcp.save(self._tensors, storage_writer=writer, planner=PieceSavePlanner(), process_group=self._group)
             mine = [path.name for path in self._writing.iterdir() if path.name.startswith(f"__{dist.get_rank()}_")]
-            metadata = [".metadata"] if self._world.rank == 0 else []
-            files = digests(self._writing, sorted(mine) + metadata)
+            if self._world.rank == 0:
+                mine += [".metadata", *(str(p.relative_to(self._writing)) for p in self._writing.glob("*/*"))]
+            files = digests(self._writing, sorted(mine))
         except Exception as caught:
             # torch tells what failed, on whatever rank, in exceptions of its own.
             error = f"{type(caught).__name__}: {caught}".strip()

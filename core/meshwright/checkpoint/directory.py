@@ -22,6 +22,8 @@ from typing import Any
 from ..errors import CheckpointError
 
 MANIFEST = "checkpoint.json"
+HUGGING_FACE = "huggingface"
+"""Where a checkpoint has the model's configuration and the tokenizer."""
 FORMAT = 1
 _STEP = re.compile(r"step-(\d+)")
 
@@ -124,6 +126,12 @@ def remove(final: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     final.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove what interrupted runs have left half written or half removed."""
+    for path in (*root.glob("step-*.writing"), *root.glob("step-*.deleting")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def retain(root: Path, *, keep_last: int | None, keep_every: int | None) -> None:
