@@ -61,6 +61,7 @@ def save_checkpoint(
     scheduler: LRScheduler | None = None,
     tokenizer: Any = None,
     extra: Mapping[str, Any] | None = None,
+    with_optimizer: bool = True,
 ) -> None:
     """Write a checkpoint, all ranks together. It appears under its name when it is complete, and not before.
 
@@ -71,13 +72,21 @@ def save_checkpoint(
         scheduler: of the learning rate.
         tokenizer: of Hugging Face, to be exported with the model.
         extra: further values of JSON, the same on all ranks.
+        with_optimizer: False leaves the optimizer out.
 
     Raises:
         CheckpointError: it could not be written (on all ranks); nothing has changed then.
     """
     with _own_group() as group:
         _Saving(
-            manager, Path(directory), group, step=step, scheduler=scheduler, tokenizer=tokenizer, extra=extra
+            manager,
+            Path(directory),
+            group,
+            step=step,
+            scheduler=scheduler,
+            tokenizer=tokenizer,
+            extra=extra,
+            with_optimizer=with_optimizer,
         ).write()
 
 
@@ -293,11 +302,14 @@ class _Saving:
         scheduler: LRScheduler | None,
         tokenizer: Any,
         extra: Mapping[str, Any] | None,
+        with_optimizer: bool = True,
     ) -> None:
         self._final = directory
         self._group = group
         self._world = manager.mesh.world
         state = manager.sharded_state()
+        if not with_optimizer:
+            state = ShardedState(state.model)
         tensors = {**_flat(state), f"{RANDOM}{dist.get_rank()}": _random_state()}
         self._tensors = _owned(tensors, group)
         groups, values = _merged(state.optimizer, group)
