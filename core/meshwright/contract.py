@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from .mesh import Mesh
     from .sizes import Degrees
+    from .weights import Weights
 
 Batch: TypeAlias = "Mapping[str, Tensor]"
 """`input_ids` and `labels`, int64, (B, S); labels of -100 are masked. Further tensors go to the model's forward."""
@@ -125,10 +126,16 @@ class StrategyManager(ABC):
         """The modules on this rank, with the names of the unwrapped Hugging Face model; one per local stage."""
 
     @abstractmethod
-    def parallelize(self, model: nn.Module) -> nn.Module:
+    def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
         """Shard or replicate `model` in place and return the module to call in a hand-written loop.
 
         Ranks that hold copies start from the same weights, those of the first rank.
+
+        Args:
+            model: with memory, or built under `torch.device("meta")`, so that a rank never holds more of it than what
+                the strategy keeps there.
+            weights: its values, the same on every rank; None: those that it has, or, on the meta device, those that
+                its class draws.
 
         Raises:
             ModelError: the model cannot be trained under this strategy.

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from .errors import StrategyError
 from .mesh import World
+from .pieces import Piece, tensor_pieces
 
 
 class Parts:
@@ -41,6 +42,14 @@ class Parts:
         if isinstance(parameter, DTensor) and parameter.shape == whole.shape:
             return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         return whole
+
+    def pieces(self, value: Tensor, parameter: Tensor) -> list[Piece]:
+        """The rectangles of the whole that this rank has of `value`, as views of its memory. No communication.
+
+        Args:
+            value, parameter: as of `whole`; also parameters and buffers of the model, which are both then.
+        """
+        return tensor_pieces(value)
 
 
 DTENSORS = Parts()

@@ -116,9 +116,7 @@ def open_pretrained(
         except Exception as error:
             # Each model class checks its configuration, and each conversion its sources, with errors of all kinds.
             told = "".join(f"\n{line}" for line in report)
-            raise ModelError(
-                f"transformers cannot load {directory}: {type(error).__name__}: {error}{told}"
-            ) from error
+            raise ModelError(f"transformers cannot load {directory}: {type(error).__name__}: {error}{told}") from error
     _check_report(found, directory)
     model.config.name_or_path = str(directory)
     _read_generation_config(model, directory)

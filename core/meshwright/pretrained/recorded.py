@@ -55,6 +55,9 @@ class Recorded(Tensor):
             return args[0]
         if name == "equal":
             return _equal(*args)
+        if name.endswith("_like"):
+            # Made of the shape alone, with values of its own.
+            return func(*_blank(args), **kwargs)
         # Wherever it is to go, it is read on the CPU.
         args = tuple(each for each in args if not _is_device(each))
         kwargs.pop("device", None)
@@ -107,6 +110,10 @@ def _whole(value: Any) -> Any:
     return value
 
 
+def _blank(args: Sequence[Any]) -> list[Any]:
+    return [torch.empty(each.shape, dtype=each.dtype) if isinstance(each, Recorded) else each for each in args]
+
+
 def _equal(one: Tensor, two: Tensor) -> bool:
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
@@ -117,7 +124,9 @@ def _equal(one: Tensor, two: Tensor) -> bool:
     rest = list(one.shape[1:])
     starts = range(0, one.shape[0], rows)
     return all(
-        torch.equal(*(each.read([start, *[0] * len(rest)], [min(rows, one.shape[0] - start), *rest]) for each in sources))
+        torch.equal(
+            *(each.read([start, *[0] * len(rest)], [min(rows, one.shape[0] - start), *rest]) for each in sources)
+        )
         for start in starts
     )
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from meshwright.errors import StrategyError
 from meshwright.norms import total_grad_norm
+from meshwright.pieces import Piece, stretch_pieces
 from meshwright.state import Parts
 
 from .buffers import Buffer
@@ -122,6 +123,12 @@ class Shards(Parts):
                 f"it the shape (1,), or set use_distributed_optimizer=false."
             )
         return whole.reshape(-1)[shard.start : shard.end].clone()
+
+    def pieces(self, value: Tensor, parameter: Tensor) -> list[Piece]:
+        shard = self._of.get(parameter)
+        if shard is None or value.shape != shard.tensor.shape:
+            return super().pieces(value, parameter)
+        return stretch_pieces(value, shard.start, shard.parameter.shape)
 
     def masters(self, *, full: bool) -> dict[str, Tensor]:
         """The float32 values of parameters of half types, by name; whole, on the CPU, and collective if `full`."""

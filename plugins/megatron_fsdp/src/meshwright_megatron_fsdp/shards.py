@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.pieces import Piece, stretch_pieces, tensor_pieces
 from meshwright.state import Parts, whole_tensor
 
 from ._compat import Slot
@@ -42,6 +43,15 @@ class Shards(Parts):
         # A copy, so that optimizer state does not keep all of the whole tensor.
         local = whole.flatten()[slot.start : slot.end].clone().view(parameter.detach().to_local().shape)
         return like(parameter, local)
+
+    def pieces(self, value: Tensor, parameter: Tensor) -> list[Piece]:
+        slot = self._slots.get(parameter)
+        if slot is None or not isinstance(value, DTensor):
+            return tensor_pieces(value)
+        local = value.detach().to_local()
+        if slot.group is None:
+            return tensor_pieces(local.view(parameter.shape))
+        return stretch_pieces(local.flatten(), slot.start, parameter.shape)
 
 
 def like(parameter: DTensor, local: Tensor) -> DTensor:

@@ -28,12 +28,12 @@ from meshwright.data_parallel import (
     check_trainable,
     copy_from_first_rank,
     forward_options,
-    is_meta,
 )
 from meshwright.errors import BatchError, ConfigError, ModelError, StrategyError
 from meshwright.layout import model_layout
 from meshwright.mesh import Mesh
 from meshwright.norms import check_clip
+from meshwright.weights import Weights, is_meta
 
 from .config import PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
 from .deferred import WeightGradients
@@ -65,12 +65,12 @@ class PipelineStage:
         self._boundary, self._cut = boundary, cut
         self._store = WeightGradients()
 
-    def parallelize(self, blocks: Sequence[str]) -> None:
+    def parallelize(self, blocks: Sequence[str], weights: Weights | None) -> None:
         """Shard the stage's part of the model, of which it has these blocks."""
         model = self.manager.model
         for block in blocks:
             self._store.watch(model.get_submodule(block))
-        self.manager.parallelize(model)
+        self.manager.parallelize(model, weights)
         if not self.is_first:
             # Before the hooks of sharding, which see what is received as the block's own input.
             first = model.get_submodule(blocks[0])
@@ -164,7 +164,7 @@ class PipelineManager(StrategyManager):
         self._require_model()
         return [stage.manager.model for stage in self._stages.values()]
 
-    def parallelize(self, model: nn.Module) -> nn.Module:
+    def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
         if self._stages:
             raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
         if is_meta(model):
@@ -191,7 +191,7 @@ class PipelineManager(StrategyManager):
         own_parameters([stage.manager.model for stage in self._stages.values()])
         for index, stage in self._stages.items():
             names = [self._cut.blocks[block] for block in self.split[index]]
-            self.mesh.world.together(lambda stage=stage, names=names: stage.parallelize(names))  # type: ignore[misc]
+            self.mesh.world.together(lambda stage=stage, names=names: stage.parallelize(names, weights))  # type: ignore[misc]
         return next(iter(self._stages.values())).manager.module
 
     def _inner_manager(self) -> DataParallelManager:
