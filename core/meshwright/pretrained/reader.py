@@ -7,10 +7,10 @@ that remember where their values are (`recorded`). So a directory means here wha
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import re
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,29 @@ class PretrainedWeights:
     """The values of a model's parameters and persistent buffers, read where they lie; a `meshwright.weights.Weights`.
 
     Files stay open as long as this lives.
+
+    Attributes:
+        remarks: what the user should be told: weights that are missing, or have no place in the model, unless its class
+            expects that.
+        missing: names of weights that the directory lacks.
     """
 
-    def __init__(self, sources: dict[str, Source], directory: Path) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        directory: Path,
+        remarks: tuple[str, ...] = (),
+        missing: tuple[str, ...] = (),
+    ) -> None:
         self._sources = sources
         self._directory = directory
+        self.remarks = remarks
+        self.missing = missing
+
+    def fingerprint(self) -> int:
+        """A number of 62 bits for names, shapes and dtypes, to be compared between ranks."""
+        told = sorted((name, tuple(each.shape), str(each.dtype)) for name, each in self._sources.items())
+        return int.from_bytes(hashlib.sha256(repr(told).encode()).digest()[:8]) >> 2
 
     def __contains__(self, name: object) -> bool:
         return name in self._sources
@@ -60,7 +78,7 @@ class PretrainedWeights:
         source = self._source(name)
         whole = tuple(source.shape)
         within = len(offsets) == len(sizes) == len(whole) and all(
-            0 <= offset and 0 <= size and offset + size <= length
+            offset >= 0 and size >= 0 and offset + size <= length
             for offset, size, length in zip(offsets, sizes, whole, strict=True)
         )
         if not within:
@@ -97,10 +115,6 @@ def open_pretrained(
         allow_pickle: open `.bin` files where there are no safetensors.
         seed: of the values that the model gives to weights which the directory lacks, equal on every rank.
 
-    Warns:
-        UserWarning: weights of the model that the directory lacks, or weights that the model has no place for, unless
-            its class expects that.
-
     Raises:
         ModelError: the files cannot be read, or are not those of this model.
     """
@@ -117,10 +131,10 @@ def open_pretrained(
             # Each model class checks its configuration, and each conversion its sources, with errors of all kinds.
             told = "".join(f"\n{line}" for line in report)
             raise ModelError(f"transformers cannot load {directory}: {type(error).__name__}: {error}{told}") from error
-    _check_report(found, directory)
+    remarks = _remarks(found, directory)
     model.config.name_or_path = str(directory)
     _read_generation_config(model, directory)
-    weights = PretrainedWeights(_sources_of(model), directory)
+    weights = PretrainedWeights(_sources_of(model), directory, remarks, tuple(sorted(found["missing_keys"])))
     _leave_parameters_on_meta(model)
     _read_buffers(model)
     return model, weights
@@ -163,7 +177,7 @@ def _captured_report() -> Iterator[list[str]]:
             transformers_logging.enable_progress_bar()
 
 
-def _check_report(found: dict[str, Any], directory: Path) -> None:
+def _remarks(found: dict[str, Any], directory: Path) -> tuple[str, ...]:
     mismatched = sorted(found["mismatched_keys"])
     if mismatched:
         told = "; ".join(f"{name} is {tuple(is_)}, not {tuple(wanted)}" for name, is_, wanted in mismatched[:TOLD])
@@ -171,18 +185,19 @@ def _check_report(found: dict[str, Any], directory: Path) -> None:
             f"{directory} holds {len(mismatched)} weights of another shape than the model's: {told}"
             f"{_more(mismatched)}. Load it with the configuration that it was saved with."
         )
-    if found["missing_keys"]:
-        warnings.warn(
-            f"{directory} lacks {len(found['missing_keys'])} weights of the model, which start as the model initialises "
-            f"them: {_some(found['missing_keys'])}.",
-            stacklevel=3,
+    missing, unexpected = found["missing_keys"], found["unexpected_keys"]
+    remarks = []
+    if missing:
+        remarks.append(
+            f"{directory} lacks {len(missing)} weights of the model, which start as the model initialises them: "
+            f"{_some(missing)}"
         )
-    if found["unexpected_keys"]:
-        warnings.warn(
-            f"{directory} holds {len(found['unexpected_keys'])} weights that the model has no place for, which are not "
-            f"read: {_some(found['unexpected_keys'])}.",
-            stacklevel=3,
+    if unexpected:
+        remarks.append(
+            f"{directory} holds {len(unexpected)} weights that the model has no place for, which are not read: "
+            f"{_some(unexpected)}"
         )
+    return tuple(remarks)
 
 
 def _some(names: Any) -> str:
