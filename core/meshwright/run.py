@@ -34,6 +34,7 @@ from .data import (
 from .errors import ConfigError
 from .export import generate_sample, plain_model, save_directory
 from .layout import model_layout, model_size
+from .loading import check_same_weights, lay_out, tell
 from .mesh import Mesh, find_device, open_world
 from .model import build_model, model_config
 from .optim import build_scheduler, optimizer_factory
@@ -140,11 +141,14 @@ def run_rank(store: Store | None, config: RunConfig) -> None:
         plan = world.together(lambda: plan_run(config, world.size))
         mesh = Mesh(plan.degrees, world)
         manager = plan.stack.build(mesh)
-        model = world.together(lambda: build_model(config.model, plan.model_config, seed=config.seed))
+        model, weights = world.together(lambda: build_model(config.model, plan.model_config, seed=config.seed))
         if world.rank == 0:
             _prepare_output(config)
             console.print(_headline(config, plan, model, mesh), highlight=False, soft_wrap=True)
-        manager.parallelize(model)
+        if weights is not None:
+            check_same_weights(weights, world)
+            tell(weights, world, stacklevel=2)
+        lay_out(manager, plan.stack, model, weights)
         results = _train(manager, config, plan, console)
         state = manager.state_dict(full=True)["model"]
     # The other ranks are done: what is left needs no collective.

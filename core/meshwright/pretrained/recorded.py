@@ -42,7 +42,7 @@ class Recorded(Tensor):
         return recorded
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         return torch.device("cpu")
 
     @classmethod
@@ -66,7 +66,7 @@ class Recorded(Tensor):
         except (NotImplementedError, RuntimeError):
             # What asks for values gets them, or shows its error.
             return func(*_whole(args), **_whole(kwargs))
-        if func is Tensor.data.__set__:  # type: ignore[attr-defined]
+        if func is Tensor.data.__set__:
             args[0].source = _source(args[1])
         outputs = result if isinstance(result, (tuple, list)) else [result]
         shapes = [each.shape for each in outputs if isinstance(each, Tensor)]
