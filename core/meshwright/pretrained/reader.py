@@ -129,7 +129,7 @@ def open_pretrained(
             model, found = load_state_dict_as_pretrained(copy.deepcopy(config), recorded, dtype or "auto")
         except Exception as error:
             # Each model class checks its configuration, and each conversion its sources, with errors of all kinds.
-            told = "".join(f"\n{line}" for line in report)
+            told = _reasons(report)
             raise ModelError(f"transformers cannot load {directory}: {type(error).__name__}: {error}{told}") from error
     remarks = _remarks(found, directory)
     model.config.name_or_path = str(directory)
@@ -175,6 +175,12 @@ def _captured_report() -> Iterator[list[str]]:
         logger.handlers[:], logger.propagate = handlers, propagate
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+def _reasons(report: list[str]) -> str:
+    """Why conversions failed, from the report that transformers logs, without its tracebacks."""
+    found = re.findall(r"^(.+)\nError: (.+)$", "\n".join(report), re.MULTILINE)
+    return "".join(f"\n  {where}: {reason}" for reason, where in found[:TOLD])
 
 
 def _remarks(found: dict[str, Any], directory: Path) -> tuple[str, ...]:

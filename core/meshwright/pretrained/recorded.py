@@ -55,6 +55,8 @@ class Recorded(Tensor):
             return args[0]
         if name == "equal":
             return _equal(*args)
+        if name in _ASK_FOR_VALUES:
+            return func(*_whole(args), **_whole(kwargs))
         if name.endswith("_like"):
             # Made of the shape alone, with values of its own.
             return func(*_blank(args), **kwargs)
@@ -84,6 +86,22 @@ class Recorded(Tensor):
 
 
 _ALTER_NO_VALUE = ("requires_grad_",)
+# On the meta device some of these fail, and some give what lies in memory that is not theirs.
+_ASK_FOR_VALUES = frozenset(
+    [
+        "item",
+        "tolist",
+        "numpy",
+        "allclose",
+        "is_nonzero",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__array__",
+        "__contains__",
+    ]
+)
 
 
 def _is_device(value: Any) -> bool:
