@@ -87,21 +87,8 @@ class Recorded(Tensor):
 
 _ALTER_NO_VALUE = ("requires_grad_",)
 # On the meta device some of these fail, and some give what lies in memory that is not theirs.
-_ASK_FOR_VALUES = frozenset(
-    [
-        "item",
-        "tolist",
-        "numpy",
-        "allclose",
-        "is_nonzero",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "__array__",
-        "__contains__",
-    ]
-)
+_ASK_FOR_VALUES = {"item", "tolist", "numpy", "allclose", "is_nonzero"}
+_ASK_FOR_VALUES |= {"__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
 
 
 def _is_device(value: Any) -> bool:
