@@ -27,7 +27,14 @@ from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from .checkpoint import Checkpointer, load_checkpoint, newest_checkpoint, steps_in
+from .checkpoint import (
+    Checkpointer,
+    export_checkpoint,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+    steps_in,
+)
 from .checkpoint.directory import read_manifest
 from .contract import StrategyManager
 from .data import (
@@ -41,7 +48,6 @@ from .data import (
     step_microbatches,
 )
 from .errors import CheckpointError, ConfigError
-from .export import generate_sample, plain_model, save_directory
 from .layout import model_layout, model_size
 from .loading import check_same_weights, lay_out, tell
 from .mesh import Mesh, World, find_device, open_world
@@ -51,6 +57,7 @@ from .rank import guarded, started_by_launcher
 from .registry import get_registry
 from .report import Reporter, draw_loss_curve, read_metrics
 from .runfile import RunConfig, as_plain
+from .sample import generate_sample
 from .sizes import Degrees
 from .stack import Stack, resolve
 from .train import Loop, StepResult, fit
@@ -161,10 +168,10 @@ def run_rank(store: Store | None, config: RunConfig) -> None:
             tell(weights, world, stacklevel=2)
         lay_out(manager, plan.stack, model, weights)
         results = _train(manager, config, plan, source, console)
-        state = manager.state_dict(full=True)["model"]
+        _export(manager, config, plan)
     # The other ranks are done: what is left needs no collective.
     if world.rank == 0:
-        _finish(config, plan, results, state, console)
+        _finish(config, plan, results, console)
 
 
 def _train(
@@ -371,13 +378,21 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB"
 
 
-def _finish(config: RunConfig, plan: Plan, results: list[StepResult], state: dict[str, Any], console: Console) -> None:
-    """Write model, loss curve and summary; show a sample and what to do next."""
-    directory = Path(config.output_dir)
-    transformers.utils.logging.disable_progress_bar()
+def _export(manager: StrategyManager, config: RunConfig, plan: Plan) -> None:
+    """Write the model as a Hugging Face directory, every rank a part of it. Collective."""
+    world, directory = manager.mesh.world, Path(config.output_dir)
+    checkpoint = directory / f"{MODEL}.checkpoint"
     tokenizer = load_tokenizer(plan.data.tokenizer_dir)
-    model = plain_model(plan.model_config, state)
-    save_directory(model, tokenizer, directory / MODEL)
+    save_checkpoint(manager, checkpoint, step=config.steps, tokenizer=tokenizer, with_optimizer=False)
+    export_checkpoint(checkpoint, directory / MODEL, world=world)
+    if world.rank == 0:
+        shutil.rmtree(checkpoint)
+
+
+def _finish(config: RunConfig, plan: Plan, results: list[StepResult], console: Console) -> None:
+    """Write loss curve and summary; show a sample and what to do next."""
+    directory = Path(config.output_dir)
+    tokenizer = load_tokenizer(plan.data.tokenizer_dir)
     draw_loss_curve(results, directory / CURVE)
     last = [result.loss for result in results[-AVERAGED_STEPS:]]
     train_loss, ln_vocab = sum(last) / len(last), math.log(len(tokenizer))
@@ -403,7 +418,9 @@ def _finish(config: RunConfig, plan: Plan, results: list[StepResult], state: dic
         soft_wrap=True,
     )
     if config.sample.prompt is not None:
-        text = generate_sample(model, tokenizer, config.sample, seed=config.seed)
+        transformers.utils.logging.disable_progress_bar()
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory / MODEL, local_files_only=True)
+        text = generate_sample(model.eval(), tokenizer, config.sample, seed=config.seed)
         console.print("\n[bold]sample[/bold]")
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from .checkpointer import Checkpointer, OnError, load_checkpoint, newest_checkpoint, save_checkpoint
 from .directory import Manifest, read_manifest, steps_in
+from .export import export_checkpoint
 
 __all__ = [
     "Checkpointer",
     "Manifest",
     "OnError",
+    "export_checkpoint",
     "load_checkpoint",
     "newest_checkpoint",
     "read_manifest",

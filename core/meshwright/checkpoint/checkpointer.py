@@ -61,6 +61,7 @@ def save_checkpoint(
     scheduler: LRScheduler | None = None,
     tokenizer: Any = None,
     extra: Mapping[str, Any] | None = None,
+    with_optimizer: bool = True,
 ) -> None:
     """Write a checkpoint, all ranks together. It appears under its name when it is complete, and not before.
 
@@ -71,13 +72,21 @@ def save_checkpoint(
         scheduler: of the learning rate.
         tokenizer: of Hugging Face, to be exported with the model.
         extra: further values of JSON, the same on all ranks.
+        with_optimizer: False leaves the optimizer out.
 
     Raises:
         CheckpointError: it could not be written (on all ranks); nothing has changed then.
     """
     with _own_group() as group:
         _Saving(
-            manager, Path(directory), group, step=step, scheduler=scheduler, tokenizer=tokenizer, extra=extra
+            manager,
+            Path(directory),
+            group,
+            step=step,
+            scheduler=scheduler,
+            tokenizer=tokenizer,
+            extra=extra,
+            with_optimizer=with_optimizer,
         ).write()
 
 
@@ -108,14 +117,15 @@ def load_checkpoint(
         for name, each in reader.read_metadata().state_dict_metadata.items()
         if isinstance(each, TensorStorageMetadata)
     }
-    has_optimizer = manager.sharded_state().optimizer is not None
+    mine = manager.sharded_state()
+    _check_model(directory, mine.model, stored, world)
+    has_optimizer = mine.optimizer is not None
     saved = world.together(lambda: _saved_optimizer(directory, manifest, stored) if has_optimizer else None)
     if scheduler is not None and manifest.scheduler is None:
         raise CheckpointError(f"the checkpoint {directory} has no learning-rate schedule. Load it without scheduler.")
     with _own_group() as group:
         with manager.loading(saved) as target:
             tensors = _flat(target)
-            _check_model(directory, tensors, stored, world)
             same_mesh = manifest.mesh == asdict(manager.mesh.degrees)
             random = _random_to_load(stored, dist.get_rank()) if same_mesh else {}
             dcp.load({**tensors, **random}, storage_reader=reader, planner=PieceLoadPlanner(), process_group=group)
@@ -128,25 +138,17 @@ def load_checkpoint(
 
 def newest_checkpoint(root: str | Path, world: World) -> Path | None:
     """The newest whole checkpoint in a directory of them; tells which newer ones are not whole. Collective."""
-    for _, path in steps_in(Path(root)) if world.rank == 0 else ():
-        try:
-            read_manifest(path)
-        except CheckpointError as error:
-            warnings.warn(f"{error} An older one is tried.", stacklevel=2)
-    for path in world_agreed([str(path) for _, path in steps_in(Path(root))], world):
-        try:
-            world.together(lambda path=path: checked(Path(path), world))  # type: ignore[misc]
-        except CheckpointError:
-            continue
-        return Path(path)
-    return None
-
-
-def world_agreed(value: Any, world: World) -> Any:
-    """What the first rank has. Collective."""
-    box = [value]
+    box = [[path for _, path in steps_in(Path(root))]]
     dist.broadcast_object_list(box, group=world.group, group_src=0)
-    return box[0]
+    for path in box[0]:
+        try:
+            world.together(lambda path=path: checked(path, world))  # type: ignore[misc]
+        except CheckpointError as error:
+            if world.rank == 0:
+                warnings.warn(f"{error} An older one is tried.", stacklevel=2)
+            continue
+        return path
+    return None
 
 
 def checked(directory: Path, world: World) -> Manifest:
@@ -267,7 +269,7 @@ class Checkpointer:
             self._error = error
         except Exception as error:
             # A peer that is gone, or a disk that does not let go of old checkpoints.
-            self._error = CheckpointError(f"a checkpoint failed: {type(error).__name__}: {error}")
+            self._error = CheckpointError(f"a checkpoint failed: {_told(error)}")
 
     def _tell(self, error: CheckpointError) -> None:
         if self._on_error == "stop":
@@ -293,11 +295,14 @@ class _Saving:
         scheduler: LRScheduler | None,
         tokenizer: Any,
         extra: Mapping[str, Any] | None,
+        with_optimizer: bool = True,
     ) -> None:
         self._final = directory
         self._group = group
         self._world = manager.mesh.world
         state = manager.sharded_state()
+        if not with_optimizer:
+            state = ShardedState(state.model)
         tensors = {**_flat(state), f"{RANDOM}{dist.get_rank()}": _random_state()}
         self._tensors = _owned(tensors, group)
         groups, values = _merged(state.optimizer, group)
@@ -355,9 +360,11 @@ class _Saving:
             if self._world.rank == 0:
                 mine += [".metadata", *(str(p.relative_to(self._writing)) for p in self._writing.glob("*/*"))]
             files = digests(self._writing, sorted(mine))
+        except dcp.CheckpointException as caught:
+            error = "; ".join(f"rank {rank}: {_told(each)}" for rank, (each, _) in caught.failures.items())
         except Exception as caught:
-            # torch tells what failed, on whatever rank, in exceptions of its own.
-            error = f"{type(caught).__name__}: {caught}".strip()
+            # A disk fails in as many ways as there are file systems, and a peer that is gone in others.
+            error = _told(caught)
         error = self._agreed(error, files)
         if error is not None:
             if self._world.rank == 0:
@@ -381,6 +388,10 @@ class _Saving:
         dist.broadcast_object_list(box, group=self._group, group_src=0)
         result: str | None = box[0]
         return result
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager
@@ -469,22 +480,19 @@ def _saved_optimizer(
     return OptimizerState(tensors, _decoded(manifest.values), _decoded(manifest.groups))
 
 
-def _check_model(
-    directory: Path, tensors: Mapping[str, Sharded], stored: Mapping[str, TensorKind], world: World
-) -> None:
+def _check_model(directory: Path, model: Mapping[str, Sharded], stored: Mapping[str, TensorKind], world: World) -> None:
     """Raise on all ranks where the checkpoint is not of this model."""
     error: str | None = None
-    for name, sharded in tensors.items():
-        if name not in stored:
-            error = f"it lacks {name.partition('.')[2]}"
-        elif stored[name][0] != sharded.shape:
-            error = (
-                f"{name.partition('.')[2]} has shape {tuple(stored[name][0])} in it, but {tuple(sharded.shape)} in the "
-                f"model"
-            )
-    names = [name for name in stored if name.startswith(MODEL)]
-    known = world.reduce_ints([int(name in tensors) for name in names], dist.ReduceOp.MAX)
-    unknown = [name.removeprefix(MODEL) for name, is_known in zip(names, known, strict=True) if not is_known]
+    shapes = {name.removeprefix(MODEL): shape for name, (shape, _) in stored.items() if name.startswith(MODEL)}
+    for name, sharded in model.items():
+        if name not in shapes:
+            error = f"it lacks {name}"
+            break
+        if shapes[name] != sharded.shape:
+            error = f"{name} has shape {tuple(shapes[name])} in it, but {tuple(sharded.shape)} in the model"
+            break
+    known = world.reduce_ints([int(name in model) for name in shapes], dist.ReduceOp.MAX)
+    unknown = [name for name, is_known in zip(shapes, known, strict=True) if not is_known]
     if unknown:
         error = f"it holds {', '.join(unknown[:3])}{' and more' if unknown[3:] else ''}, which the model has not"
     message = f"the checkpoint {directory} is not of this model: {error}. Build the model that it was saved from."
