@@ -100,6 +100,18 @@ def test_experts_that_a_checkpoint_holds_one_by_one_are_sharded_and_train(model_
     assert difference([outcome for _, outcome in outcomes], reference(case)).worst <= TOLERANCE
 
 
+def _drawn_after_loading(path: str) -> float:
+    torch.manual_seed(mw.open_world("cpu").rank)
+    mw.from_pretrained(path, "fsdp2", device="cpu", tp_size=2)
+    return float(torch.rand(()))
+
+
+def test_ranks_that_share_layers_share_the_random_state_of_dropout(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    first, second = pool(2).run(_drawn_after_loading, str(tmp_path))
+    assert first == second
+
+
 # -- new weights
 
 
