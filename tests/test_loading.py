@@ -227,8 +227,11 @@ def test_a_world_that_is_started_is_the_managers_to_close(tmp_path):
 # -- the zoo
 
 
-def _zoo_weights(path: str, model_type: str, sizes: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    manager = mw.from_pretrained(path, "fsdp2", device="cpu", hf_config=zoo_config(model_type), **sizes)
+def _zoo_weights(path: str, model_type: str, sizes: dict[str, Any]) -> str | tuple[dict[str, Tensor], ...]:
+    try:
+        manager = mw.from_pretrained(path, "fsdp2", device="cpu", hf_config=zoo_config(model_type), **sizes)
+    except mw.ModelError as error:
+        return str(error)
     buffers = {name: value.clone() for part in manager.model_parts for name, value in part.named_buffers()}
     return full_weights(manager), buffers
 
@@ -242,7 +245,10 @@ def test_every_architecture_is_loaded_as_transformers_does(model_type, sizes, tm
     plain = type(saved).from_pretrained(tmp_path, config=saved.config)
     expected = dict(plain.named_parameters(remove_duplicate=False))
     buffers = dict(plain.named_buffers())
-    for found, others in pool(2).run(_zoo_weights, str(tmp_path), model_type, sizes):
+    results = pool(2).run(_zoo_weights, str(tmp_path), model_type, sizes)
+    if isinstance(results[0], str) and "pp_size" in sizes and "cannot be divided into stages" in results[0]:
+        pytest.skip(results[0])  # by the pipeline, which knows the whole model by then
+    for found, others in results:
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], weight) for name, weight in expected.items())
         for name, value in others.items():
