@@ -21,13 +21,17 @@ from meshwright._compat import (
     foreach_mul_,
     foreach_norm,
     is_sharded,
+    load_state_dict_as_pretrained,
     packed_shard,
     reduce_scatter,
     storage_of,
     written_arguments,
 )
+from meshwright.pretrained.files import Held
+from meshwright.pretrained.recorded import Recorded
 from meshwright.testing import pool
 from meshwright.testing._compat import bound_arguments, process_group, unwraps_itself
+from meshwright.testing.models import tiny_model
 
 
 def _flattened() -> tuple[list[int], tuple[str, ...], int]:
@@ -177,3 +181,19 @@ def test_written_arguments_are_known() -> None:
     assert written_arguments(aten.normal_.default) == [0]
     assert written_arguments(aten.add.out) == ["out"]
     assert written_arguments(aten.add.Tensor) == []
+
+
+def test_a_state_dict_is_loaded_as_a_directory_without_copies_of_its_tensors() -> None:
+    model = tiny_model(tied=True)
+    whole = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    recorded: dict[str, Tensor] = {name: Recorded.of(Held(value)) for name, value in whole.items()}
+    dropped = recorded.pop("model.norm.weight")
+    loaded, found = load_state_dict_as_pretrained(model.config, {**recorded, "extra": dropped}, torch.float64)
+    assert (set(found["missing_keys"]), set(found["unexpected_keys"])) == ({"model.norm.weight"}, {"extra"})
+    state = loaded.state_dict(keep_vars=True)
+    assert state["lm_head.weight"] is state["model.embed_tokens.weight"]
+    for name, value in state.items():
+        # What is missing, and buffers that are not saved, have values; all else is as it was given.
+        assert isinstance(value, Recorded) == (name != "model.norm.weight"), name
+    assert not any(buffer.is_meta for buffer in loaded.buffers())
+    assert type(loaded) is type(model)

@@ -13,6 +13,7 @@ import pytest
 
 from meshwright import get_registry
 from meshwright.testing import Case, pool
+from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import Outcome, difference, reference, train_case
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +35,19 @@ def test_the_loop_runs_and_the_loss_falls() -> None:
     assert losses[-1] < losses[0]
 
 
+def _load_as_in_the_readme(path: str) -> tuple[str, str]:
+    names: dict[str, Any] = {}
+    exec(BLOCKS[1].replace("path/to/model", path).replace("open_world()", "open_world('cpu')"), names)
+    return str(names["manager"].mesh.degrees), str(next(names["manager"].model_parts[0].parameters()).dtype)
+
+
+def test_a_pretrained_model_is_loaded_as_the_readme_does_it(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    for degrees, dtype in pool(2).run(_load_as_in_the_readme, str(tmp_path)):
+        assert "tp=2" in degrees.replace(" ", "")
+        assert dtype == "torch.bfloat16"
+
+
 def _parity_of_block(source: str, case: Case) -> Outcome:
     plugin = types.ModuleType("plain_plugin")
     exec(compile(source, "README.md", "exec"), plugin.__dict__)
@@ -48,13 +62,13 @@ def _parity_of_block(source: str, case: Case) -> Outcome:
 )
 def test_the_strategy_of_the_readme_reaches_parity(case_of_the_readme: Case) -> None:
     case = case_of_the_readme
-    found = difference(pool(4).run(_parity_of_block, BLOCKS[1], case), reference(case))
+    found = difference(pool(4).run(_parity_of_block, BLOCKS[2], case), reference(case))
     assert found.worst <= 1e-9, found
 
 
 def test_the_test_of_the_readme_tries_every_cell() -> None:
     names: dict[str, Any] = {}
-    exec(BLOCKS[2].replace('"plain"', '"ddp"'), names)
+    exec(BLOCKS[3].replace('"plain"', '"ddp"'), names)
     (mark,) = names["test_conformance"].pytestmark
     cells = mark.args[1]
     assert list(map(str, cells)) == list(map(str, names["conformance"]("ddp")))

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from .hookspecs import hookimpl as hookimpl
     from .layout import ModelLayout as ModelLayout
     from .layout import model_layout as model_layout
+    from .loading import from_config as from_config
+    from .loading import from_pretrained as from_pretrained
     from .mesh import Mesh as Mesh
     from .mesh import World as World
     from .mesh import open_world as open_world
@@ -82,6 +84,8 @@ _MODULE_OF = {
     "hookimpl": "hookspecs",
     "ModelLayout": "layout",
     "model_layout": "layout",
+    "from_config": "loading",
+    "from_pretrained": "loading",
     "Mesh": "mesh",
     "World": "mesh",
     "open_world": "mesh",

@@ -196,6 +196,29 @@ def written_arguments(operator: Any) -> list[int | str]:
     ]
 
 
+def load_state_dict_as_pretrained(config: Any, state_dict: dict[str, Tensor], dtype: Any) -> tuple[nn.Module, Any]:
+    """The causal LM of a configuration with the values of a state dict, loaded as transformers loads a directory.
+
+    All names here are public. But that tensors are passed on as they are, so that those of a subclass without values
+    end up as parameters of the model, and that nothing else is allocated, is how transformers happens to do it.
+    Gives the model and what is missing, unexpected and mismatched. Tried with transformers 5.23.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if isinstance(classes, (list, tuple)):
+        named = {each.__name__: each for each in classes}
+        classes = next((named[name] for name in config.architectures or () if name in named), classes[0])
+    # As the auto class does it, which asks for a directory.
+    text_config_cls = config.sub_configs.get("text_config")
+    if text_config_cls is not None and classes.config_class == text_config_cls:
+        config = config.get_text_config()
+    model, found = classes.from_pretrained(
+        None, config=config, state_dict=state_dict, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    return model, found
+
+
 def to_saved_format(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a model's modules, in the names and shapes of published checkpoints; views of them where it can be.
 

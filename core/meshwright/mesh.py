@@ -100,7 +100,12 @@ class World:
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         # After an error the peers may never reach this point: ending the group could wait for them.
-        if self._owns_group and error_type is None and dist.is_initialized():
+        if error_type is None:
+            self.close()
+
+    def close(self) -> None:
+        """End the process group, if this started it; nothing otherwise."""
+        if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
 

@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 from .errors import ModelError, nearest
+from .pretrained import PretrainedWeights, open_pretrained
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+OWN_KEYS = ("path", "model_type", "dtype", "allow_pickle")
+"""Keys of the run file's section that are no fields of the configuration."""
 
 
 def model_config(section: Mapping[str, Any], *, tokenizer: Any, seq_len: int) -> Any:
@@ -26,12 +29,12 @@ def model_config(section: Mapping[str, Any], *, tokenizer: Any, seq_len: int) ->
     Raises:
         ModelError: unknown type or field, a directory without a configuration, or a vocabulary or context too small.
     """
-    fields = {key: value for key, value in section.items() if key not in ("path", "model_type", "dtype")}
+    fields = {key: value for key, value in section.items() if key not in OWN_KEYS}
     dtype_of(section)
     if "path" in section:
-        config = _config_from_directory(Path(section["path"]).expanduser(), fields)
+        config = config_from_directory(Path(section["path"]).expanduser(), fields)
     else:
-        config = _config_from_fields(str(section["model_type"]), fields, tokenizer)
+        config = _config_with_tokenizer(str(section["model_type"]), fields, tokenizer)
     text = config.get_text_config()
     vocab_size = getattr(text, "vocab_size", None)
     if vocab_size is not None and vocab_size < len(tokenizer):
@@ -48,57 +51,87 @@ def model_config(section: Mapping[str, Any], *, tokenizer: Any, seq_len: int) ->
     return config
 
 
-def build_model(section: Mapping[str, Any], config: Any, *, seed: int) -> nn.Module:
-    """Make the model on the CPU, the same on every rank: new weights from `seed`, or those of `path`.
+def build_model(section: Mapping[str, Any], config: Any, *, seed: int) -> tuple[nn.Module, PretrainedWeights | None]:
+    """Make the run's model, the same on every rank.
+
+    Returns:
+        The model with new weights from `seed`, on the CPU, and None; or, where the section has a `path`, the model with
+        its parameters on the meta device, and their values there.
 
     Raises:
         ModelError: transformers cannot build or load it.
     """
+    if "path" not in section:
+        return new_model(config, dtype_of(section), seed), None
+    path = Path(section["path"]).expanduser()
+    allow_pickle = bool(section.get("allow_pickle", False))
+    model, weights = open_pretrained(path, config, dtype=dtype_of(section), allow_pickle=allow_pickle, seed=seed)
+    if weights.missing:
+        raise ModelError(
+            f"model.path={section['path']!r} lacks {len(weights.missing)} weights of the model, which would start at "
+            f"random: {', '.join(weights.missing[:3])}{', ...' if len(weights.missing) > 3 else ''}. "
+            f"Remove the fields that make the model larger than the saved one, or use a complete directory."
+        )
+    return model, weights
+
+
+def new_model(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
+    """The causal LM of a Hugging Face configuration, with the weights that transformers draws for `seed`.
+
+    Raises:
+        ModelError: transformers cannot build it.
+    """
     from transformers import AutoModelForCausalLM
 
-    dtype = dtype_of(section)
     torch.manual_seed(seed)
     try:
-        if "path" not in section:
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            Path(section["path"]).expanduser(),
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:
         # Each model class checks its configuration in its own way, with errors of all kinds.
         reason = f"{type(error).__name__}: {error}"
-        raise ModelError(f"transformers cannot build the model {dict(section)}: {reason}") from error
-    missing = sorted(report["missing_keys"])
-    if missing:
         raise ModelError(
-            f"model.path={section['path']!r} lacks {len(missing)} weights of the model, which would start at random: "
-            f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}. "
-            f"Remove the fields that make the model larger than the saved one, or use a complete directory."
-        )
-    return model
+            f"transformers cannot build the model {getattr(config, 'model_type', config)!r}: {reason}"
+        ) from error
 
 
 def dtype_of(section: Mapping[str, Any]) -> torch.dtype:
     """Dtype of the parameters; float32 unless the section says otherwise."""
-    name = section.get("dtype", "float32")
+    return DTYPES[_dtype_name(section.get("dtype", "float32"), "model.dtype")]
+
+
+def as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype of parameters, by itself or by its name; None stays None.
+
+    Raises:
+        ModelError: none in which models are trained.
+    """
+    return None if value is None else DTYPES[_dtype_name(str(value).removeprefix("torch."), "dtype")]
+
+
+def _dtype_name(name: Any, where: str) -> str:
     if name not in DTYPES:
-        raise ModelError(f"model.dtype={name!r} is not one of {', '.join(DTYPES)}.{nearest(str(name), DTYPES)}")
-    return DTYPES[name]
+        raise ModelError(f"{where}={name!r} is not one of {', '.join(DTYPES)}.{nearest(str(name), DTYPES)}")
+    return str(name)
 
 
-def _config_from_fields(model_type: str, fields: dict[str, Any], tokenizer: Any) -> Any:
-    from transformers import CONFIG_MAPPING, AutoConfig
+def config_from_mapping(fields: Mapping[str, Any], *, where: str = "model") -> Any:
+    """The Hugging Face configuration of fields, one of which is `model_type`.
 
-    if model_type not in CONFIG_MAPPING:
-        hint = nearest(model_type, CONFIG_MAPPING.keys())
-        raise ModelError(f"model.model_type={model_type!r} is not a model type of transformers.{hint}")
-    _check_causal_lm(CONFIG_MAPPING[model_type], model_type)
-    default = AutoConfig.for_model(model_type)
+    Raises:
+        ModelError: unknown type or field, or transformers refuses it.
+    """
+    from transformers import AutoConfig
+
+    model_type = str(fields.get("model_type"))
+    given = {key: value for key, value in fields.items() if key != "model_type"}
+    _check_fields(_default_config(model_type, where), given, where)
+    return _made(lambda: AutoConfig.for_model(model_type, **given), given)
+
+
+def _config_with_tokenizer(model_type: str, fields: dict[str, Any], tokenizer: Any) -> Any:
+    from transformers import AutoConfig
+
+    default = _default_config(model_type, "model")
     _check_fields(default, fields)
     # The ids of a trained tokenizer replace those that the defaults of a published model name.
     values = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
@@ -107,15 +140,30 @@ def _config_from_fields(model_type: str, fields: dict[str, Any], tokenizer: Any)
     return _made(lambda: AutoConfig.for_model(model_type, **{**values, **fields}), fields)
 
 
-def _config_from_directory(path: Path, fields: dict[str, Any]) -> Any:
+def _default_config(model_type: str, where: str) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if model_type not in CONFIG_MAPPING:
+        hint = nearest(model_type, CONFIG_MAPPING.keys())
+        raise ModelError(f"{where}.model_type={model_type!r} is not a model type of transformers.{hint}")
+    _check_causal_lm(CONFIG_MAPPING[model_type], model_type)
+    return AutoConfig.for_model(model_type)
+
+
+def config_from_directory(path: Path, fields: Mapping[str, Any], *, where: str = "model") -> Any:
+    """The Hugging Face configuration of a directory, with some of its fields changed.
+
+    Raises:
+        ModelError: no such directory, no causal LM, an unknown field, or transformers refuses it.
+    """
     from transformers import AutoConfig
 
     if not path.is_dir():
-        raise ModelError(f"model.path={str(path)!r} is not a directory. Give a local Hugging Face model directory.")
+        raise ModelError(f"{where}.path={str(path)!r} is not a directory. Give a local Hugging Face model directory.")
     if not (path / "config.json").is_file():
-        raise ModelError(f"model.path={str(path)!r} holds no config.json, so it is no Hugging Face model directory.")
+        raise ModelError(f"{str(path)!r} holds no config.json, so it is no Hugging Face model directory.")
     if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
-        raise ModelError(f"model.path={str(path)!r} holds no weights: no .safetensors or .bin file.")
+        raise ModelError(f"{str(path)!r} holds no weights: no .safetensors or .bin file.")
 
     def load(**changes: Any) -> Any:
         # Code that comes with a model is never run: transformers would ask on the terminal.
@@ -123,7 +171,7 @@ def _config_from_directory(path: Path, fields: dict[str, Any]) -> Any:
 
     config = _made(load, {})
     _check_causal_lm(type(config), config.model_type)
-    _check_fields(config, fields)
+    _check_fields(config, fields, where)
     return _made(lambda: load(**fields), fields)
 
 

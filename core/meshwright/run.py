@@ -49,6 +49,7 @@ from .data import (
 )
 from .errors import CheckpointError, ConfigError
 from .layout import model_layout, model_size
+from .loading import check_same_weights, lay_out, tell
 from .mesh import Mesh, World, find_device, open_world
 from .model import build_model, model_config
 from .optim import build_scheduler, optimizer_factory
@@ -157,12 +158,15 @@ def run_rank(store: Store | None, config: RunConfig) -> None:
         plan = world.together(lambda: plan_run(config, world.size))
         mesh = Mesh(plan.degrees, world)
         manager = plan.stack.build(mesh)
-        model = world.together(lambda: build_model(config.model, plan.model_config, seed=config.seed))
+        model, weights = world.together(lambda: build_model(config.model, plan.model_config, seed=config.seed))
         source = _source(config, world)
         if world.rank == 0:
             _prepare_output(config, goes_on=source is not None)
             console.print(_headline(config, plan, model, mesh), highlight=False, soft_wrap=True)
-        manager.parallelize(model)
+        if weights is not None:
+            check_same_weights(weights, world)
+            tell(weights, world, stacklevel=2)
+        lay_out(manager, plan.stack, model, weights)
         results = _train(manager, config, plan, source, console)
         _export(manager, config, plan)
     # The other ranks are done: what is left needs no collective.

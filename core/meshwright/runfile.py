@@ -95,7 +95,7 @@ class RunConfig(MeshSizes):
 
     model: dict[str, Any] = Field(
         description="A configuration (model_type and its fields) or `path`, a local directory, with fields to change; "
-        "dtype is the dtype of the parameters."
+        "dtype is the dtype of the parameters; allow_pickle: true reads .bin files where there are no safetensors."
     )
     data: DataConfig = DataConfig()
 
@@ -126,6 +126,8 @@ class RunConfig(MeshSizes):
         for key in ("path", "model_type", "dtype"):
             if not isinstance(value.get(key, ""), str):
                 raise ValueError(f"{key} must be a string, not {value[key]!r}")
+        if not isinstance(value.get("allow_pickle", False), bool):
+            raise ValueError(f"allow_pickle must be true or false, not {value['allow_pickle']!r}")
         return value
 
     @model_validator(mode="after")

@@ -1,0 +1,341 @@
+"""Tensors that remember how they come from stored ones, so that any rectangle can be read without the rest.
+
+A `Recorded` has a shape and a dtype but no values; what torch functions make of it is `Recorded` again. Reading a
+rectangle goes back through the functions: those that move values about (stack, concatenate, split, transpose, reshape)
+ask their arguments for the rectangles that they need, any other takes its arguments whole. So transformers' own
+loading, which renames, merges, splits and casts what is in the files, runs on tensors that nobody has read yet.
+Source: https://pytorch.org/docs/stable/notes/extending.html#subclassing-torch-tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .files import Held, Source, rectangle
+
+ROWS_AT_ONCE_BYTES = 16 * 2**20
+"""Two recorded tensors are compared in pieces of about this size."""
+
+Rectangle = tuple[list[int], list[int]]
+"""Offsets and sizes, one for each dim."""
+
+
+class Recorded(Tensor):
+    """A tensor on the meta device with a source of its values.
+
+    It says that it is on the CPU, since that is where its values come from when they are read.
+    """
+
+    source: Source
+
+    @staticmethod
+    def of(source: Source) -> Recorded:
+        with torch.device("meta"):
+            recorded = torch.empty(source.shape, dtype=source.dtype).as_subclass(Recorded)
+        recorded.source = source
+        return recorded
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "cpu":
+            return args[0]
+        if name == "equal":
+            return _equal(*args)
+        if name in _ASK_FOR_VALUES:
+            return func(*_whole(args), **_whole(kwargs))
+        if name.endswith("_like"):
+            # Made of the shape alone, with values of its own.
+            return func(*_blank(args), **kwargs)
+        # Wherever it is to go, it is read on the CPU.
+        args = tuple(each for each in args if not _is_device(each))
+        kwargs.pop("device", None)
+        try:
+            result = super().__torch_function__(func, types, args, kwargs)
+        except (NotImplementedError, RuntimeError):
+            # What asks for values gets them, or shows its error.
+            return func(*_whole(args), **_whole(kwargs))
+        if func is Tensor.data.__set__:
+            args[0].source = _source(args[1])
+        outputs = result if isinstance(result, (tuple, list)) else [result]
+        shapes = [each.shape for each in outputs if isinstance(each, Tensor)]
+        for index, each in enumerate(outputs):
+            if not isinstance(each, Recorded):
+                continue
+            if any(each is argument for argument in args):
+                if name.endswith("_") and name not in _ALTER_NO_VALUE:
+                    raise TypeError(f"{name} writes into weights that are still in their files")
+                continue  # `to` of the dtype that it has, `contiguous`
+            each.source = Call(
+                func, args, kwargs, index if outputs is result else None, each.shape, each.dtype, tuple(shapes)
+            )
+        return result
+
+
+_ALTER_NO_VALUE = ("requires_grad_",)
+# On the meta device some of these fail, and some give what lies in memory that is not theirs.
+_ASK_FOR_VALUES = {"item", "tolist", "numpy", "allclose", "is_nonzero"}
+_ASK_FOR_VALUES |= {"__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
+
+
+def _is_device(value: Any) -> bool:
+    # Strings are devices or the names of options, and functions of weights that take such are not known.
+    return isinstance(value, (torch.device, str))
+
+
+def _source(value: Tensor) -> Source:
+    return value.source if isinstance(value, Recorded) else Held(value)
+
+
+def read_whole(source: Source) -> Tensor:
+    """All values of a source."""
+    return source.read([0] * len(source.shape), list(source.shape))
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, Recorded):
+        return read_whole(value.source)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_whole(each) for each in value)
+    if isinstance(value, Mapping):
+        return {key: _whole(each) for key, each in value.items()}
+    return value
+
+
+def _blank(args: Sequence[Any]) -> list[Any]:
+    return [torch.empty(each.shape, dtype=each.dtype) if isinstance(each, Recorded) else each for each in args]
+
+
+def _equal(one: Tensor, two: Tensor) -> bool:
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    sources = _source(one), _source(two)
+    if one.dim() == 0 or one.numel() == 0:
+        return torch.equal(*map(read_whole, sources))
+    rows = max(1, ROWS_AT_ONCE_BYTES // max(1, one[0].numel() * one.element_size()))
+    rest = list(one.shape[1:])
+    starts = range(0, one.shape[0], rows)
+    return all(
+        torch.equal(
+            *(each.read([start, *[0] * len(rest)], [min(rows, one.shape[0] - start), *rest]) for each in sources)
+        )
+        for start in starts
+    )
+
+
+@dataclass(frozen=True)
+class Call:
+    """One output of a torch function.
+
+    Attributes:
+        index: which of the outputs, or None where there is one.
+        shapes: of all outputs.
+    """
+
+    func: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    index: int | None
+    shape: torch.Size
+    dtype: torch.dtype
+    shapes: tuple[torch.Size, ...]
+
+    def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        if 0 in sizes:
+            return torch.empty(tuple(sizes), dtype=self.dtype)
+        rule = _RULES.get(getattr(self.func, "__name__", ""))
+        value = rule(self, list(offsets), list(sizes)) if rule is not None and self.shape else None
+        if value is not None:
+            return value
+        value = self.func(*_whole(self.args), **_whole(self.kwargs))
+        value = value if self.index is None else value[self.index]
+        return value[rectangle(offsets, sizes)]
+
+
+# -- rules: each gives a rectangle of a call's output, or None where it cannot be cut
+
+Rule = Callable[[Call, list[int], list[int]], Tensor | None]
+
+
+def _same(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
+    return _source(call.args[0]).read(offsets, sizes)
+
+
+def _to(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
+    return _source(call.args[0]).read(offsets, sizes).to(call.dtype)
+
+
+def _getitem(call: Call, offsets: list[int], sizes: list[int]) -> Tensor | None:
+    return _same(call, offsets, sizes) if call.args[1] is Ellipsis else None
+
+
+def _along(call: Call, default: int = 0, position: int = 1) -> int:
+    dim = call.args[position] if len(call.args) > position else call.kwargs.get("dim", default)
+    return int(dim)
+
+
+def _cat(call: Call, offsets: list[int], sizes: list[int]) -> Tensor | None:
+    dim = _along(call) % len(call.shape)
+    tensors = call.args[0] if call.args else call.kwargs["tensors"]
+    if any(len(tensor.shape) != len(call.shape) for tensor in tensors):
+        return None  # empty ones of one dim are passed over
+    start, parts = 0, []
+    for tensor in tensors:
+        first = max(offsets[dim], start)
+        last = min(offsets[dim] + sizes[dim], start + tensor.shape[dim])
+        if first < last:
+            parts.append(_read(tensor, _with(offsets, dim, first - start), _with(sizes, dim, last - first)))
+        start += tensor.shape[dim]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _stack(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
+    dim = _along(call) % len(call.shape)
+    tensors = call.args[0] if call.args else call.kwargs["tensors"]
+    chosen = tensors[offsets[dim] : offsets[dim] + sizes[dim]]
+    result = torch.empty(sizes, dtype=call.dtype)
+    for place, tensor in zip(result.unbind(dim), chosen, strict=True):
+        place.copy_(_read(tensor, _without(offsets, dim), _without(sizes, dim)))
+    return result
+
+
+def _split(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
+    """Of `chunk`, `split` and `tensor_split`, however the sizes were given: the outputs tell them."""
+    dim = _along(call, position=2) % len(call.shape)
+    start = sum(shape[dim] for shape in call.shapes[: call.index])
+    return _read(call.args[0], _with(offsets, dim, start + offsets[dim]), sizes)
+
+
+def _unbind(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
+    dim = _along(call) % len(call.args[0].shape)
+    offsets.insert(dim, int(call.index or 0))
+    sizes.insert(dim, 1)
+    return _read(call.args[0], offsets, sizes).squeeze(dim)
+
+
+def _squeeze(call: Call, offsets: list[int], sizes: list[int]) -> Tensor | None:
+    given = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim")
+    if not isinstance(given, int):
+        return None
+    dim = given % len(call.args[0].shape)
+    if call.args[0].shape[dim] != 1:
+        return _same(call, offsets, sizes)
+    offsets.insert(dim, 0)
+    sizes.insert(dim, 1)
+    return _read(call.args[0], offsets, sizes).squeeze(dim)
+
+
+def _unsqueeze(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
+    dim = _along(call) % len(call.shape)
+    return _read(call.args[0], _without(offsets, dim), _without(sizes, dim)).unsqueeze(dim)
+
+
+def _transpose(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
+    given = [*call.args[1:], *(call.kwargs[name] for name in ("dim0", "dim1") if name in call.kwargs)]
+    one, two = (int(dim) % len(call.shape) for dim in given)
+    for values in (offsets, sizes):
+        values[one], values[two] = values[two], values[one]
+    return _read(call.args[0], offsets, sizes).transpose(one, two)
+
+
+def _matrix_transpose(call: Call, offsets: list[int], sizes: list[int]) -> Tensor:
+    return _read(call.args[0], offsets[::-1], sizes[::-1]).t()
+
+
+def _reshape(call: Call, offsets: list[int], sizes: list[int]) -> Tensor | None:
+    """Dims that are merged or split in a reshape are read in whole rows of the group that they form."""
+    if any(isinstance(each, torch.dtype) for each in call.args):
+        return None  # `view` of the same bits as another dtype
+    source, shape = call.args[0].shape, call.shape
+    groups = _groups(source, shape)
+    if groups is None:
+        return None
+    read_offsets: list[int] = []
+    read_sizes: list[int] = []
+    cuts: list[tuple[int, int]] = []
+    rows: list[int] = []
+    firsts = {outs.start for _, outs in groups}
+    for ins, outs in groups:
+        in_row, out_row = math.prod(source[ins][1:]), math.prod(shape[outs][1:])
+        start, count = offsets[outs.start] * out_row, sizes[outs.start] * out_row
+        first, last = start // in_row, -(-(start + count) // in_row)
+        read_offsets += [first, *[0] * (ins.stop - ins.start - 1)]
+        read_sizes += [last - first, *source[ins][1:]]
+        cuts.append((start - first * in_row, count))
+        rows += [sizes[outs.start], *shape[outs][1:]]
+    value = _read(call.args[0], read_offsets, read_sizes)
+    flat = value.reshape([math.prod(read_sizes[ins]) for ins, _ in groups])
+    for dim, (start, count) in enumerate(cuts):
+        flat = flat.narrow(dim, start, count)
+    # Of each group the first dim is cut now; the others are whole.
+    begin = [0 if dim in firsts else offsets[dim] for dim in range(len(shape))]
+    return flat.reshape(rows)[rectangle(begin, sizes)]
+
+
+def _groups(source: Sequence[int], shape: Sequence[int]) -> list[tuple[slice, slice]] | None:
+    """The dims of a reshape in the smallest groups that hold the same number of elements; None for empty tensors."""
+    if not source or not shape or 0 in source:
+        return None
+    groups: list[tuple[slice, slice]] = []
+    i = j = 0
+    while i < len(source) and j < len(shape):
+        start_i, start_j = i, j
+        ins, outs = source[i], shape[j]
+        i, j = i + 1, j + 1
+        while ins != outs:
+            if ins < outs:
+                ins, i = ins * source[i], i + 1
+            else:
+                outs, j = outs * shape[j], j + 1
+        groups.append((slice(start_i, i), slice(start_j, j)))
+    # What is left on either side are dims of 1.
+    last_in, last_out = groups[-1]
+    groups[-1] = slice(last_in.start, len(source)), slice(last_out.start, len(shape))
+    return groups
+
+
+def _read(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    return _source(tensor).read(offsets, sizes)
+
+
+def _with(values: Sequence[int], dim: int, value: int) -> list[int]:
+    return [*values[:dim], value, *values[dim + 1 :]]
+
+
+def _without(values: Sequence[int], dim: int) -> list[int]:
+    return [*values[:dim], *values[dim + 1 :]]
+
+
+_RULES: dict[str, Rule] = {
+    "contiguous": _same,
+    "clone": _same,
+    "detach": _same,
+    "to": _to,
+    "__getitem__": _getitem,
+    "cat": _cat,
+    "concat": _cat,
+    "stack": _stack,
+    "chunk": _split,
+    "split": _split,
+    "tensor_split": _split,
+    "unbind": _unbind,
+    "squeeze": _squeeze,
+    "unsqueeze": _unsqueeze,
+    "transpose": _transpose,
+    "t": _matrix_transpose,
+    "reshape": _reshape,
+    "view": _reshape,
+}
