@@ -185,15 +185,14 @@ class DataParallelManager(StrategyManager):
         """The total norm of all gradients but those of some parameters; float64 scalar, equal on all ranks."""
         # Who asks for sums that do not depend on the layout wants the same of the factor that clips them.
         wide = getattr(self.config, "reduce_dtype", None) is not None
-        return total_grad_norm(self._gradients(without), norm_type, wide=wide)
+        left_out = set(without)
+        pairs = [(p.grad, p) for p in self.trainable() if p.grad is not None and p not in left_out]
+        groups = [self.parts.groups(grad, parameter) for grad, parameter in pairs]
+        return total_grad_norm([grad for grad, _ in pairs], norm_type, wide=wide, groups=groups)
 
     def scale_gradients(self, norm: Tensor, max_norm: float) -> None:
         """Multiply all gradients by min(1, max_norm / norm)."""
-        scale_to_norm(self._gradients(), norm, max_norm)
-
-    def _gradients(self, without: Collection[nn.Parameter] = ()) -> list[Tensor]:
-        left_out = set(without)
-        return [p.grad for p in self.trainable() if p.grad is not None and p not in left_out]
+        scale_to_norm([p.grad for p in self.trainable() if p.grad is not None], norm, max_norm)
 
     def optimizer_step(self) -> None:
         optimizer = self.optimizer
@@ -269,7 +268,7 @@ class DataParallelManager(StrategyManager):
         if self.tensor_parallel is None or self._plan_is_checked:
             return
         self._plan_is_checked = True
-        names = self.tensor_parallel.differing_gradients()
+        names = self.tensor_parallel.differing_gradients(self.parts)
         told = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         self.mesh.world.raise_together(
             StrategyError(

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from .errors import StrategyError
 from .mesh import World
+from .norms import Groups, groups_of
 
 
 class Parts:
@@ -41,6 +42,14 @@ class Parts:
         if isinstance(parameter, DTensor) and parameter.shape == whole.shape:
             return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         return whole
+
+    def shape(self, value: Tensor) -> torch.Size:
+        """The shape of the whole of a parameter or buffer."""
+        return value.shape
+
+    def groups(self, value: Tensor, parameter: Tensor) -> Groups:
+        """Over which groups a parameter, or its gradient, is divided."""
+        return groups_of(value)
 
 
 DTENSORS = Parts()
@@ -73,9 +82,10 @@ def load_model_state(
         shapes = _from_first(shapes, world)
     _check_names("model", set(shapes), set(mine))
     for name, value in mine.items():
-        if shapes[name][0] != value.shape:
+        expected = parts.shape(value) if full else value.shape
+        if shapes[name][0] != expected:
             raise StrategyError(
-                f"{name} has shape {tuple(shapes[name][0])} in the state, but {tuple(value.shape)} in the model. "
+                f"{name} has shape {tuple(shapes[name][0])} in the state, but {tuple(expected)} in the model. "
                 f"Build the model from the configuration that the state was saved with."
             )
     done: set[int] = set()
