@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from meshwright import Mesh, MeshSizes, open_world
 from meshwright._compat import (
+    TorchDispatchMode,
     all_gather,
     all_reduce,
     foreach_mul_,
@@ -22,9 +23,11 @@ from meshwright._compat import (
     is_sharded,
     packed_shard,
     reduce_scatter,
+    storage_of,
+    written_arguments,
 )
 from meshwright.testing import pool
-from meshwright.testing._compat import TorchDispatchMode, bound_arguments, process_group, unwraps_itself
+from meshwright.testing._compat import bound_arguments, process_group, unwraps_itself
 
 
 def _flattened() -> tuple[list[int], tuple[str, ...], int]:
@@ -161,3 +164,16 @@ def test_placements_that_divide_are_known_also_where_fully_shard_divides_further
     for weight, bias in pool(4).run(_placements_after_fully_shard):
         assert weight == [True, True]
         assert bias == [True, False]
+
+
+def test_views_share_the_key_of_their_storage() -> None:
+    tensor = torch.zeros(4, 4)
+    assert storage_of(tensor)[0] == storage_of(tensor[1:, 2])[0] == storage_of(tensor.detach())[0]
+    assert storage_of(tensor)[0] != storage_of(torch.zeros(4, 4))[0]
+
+
+def test_written_arguments_are_known() -> None:
+    aten = torch.ops.aten
+    assert written_arguments(aten.normal_.default) == [0]
+    assert written_arguments(aten.add.out) == ["out"]
+    assert written_arguments(aten.add.Tensor) == []

@@ -18,6 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+# Sees every operator that runs, which `torch.overrides` cannot inside of torch's own functions. The module has a
+# private name, though torch's own documentation teaches the class. Tried with torch 2.13; 2.11 by reading.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
 
 def flatten_mesh(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
     """Register the view `name` over `axes` in the root mesh, so that it can be sliced together with other axes.
@@ -169,3 +173,24 @@ def is_elementwise(result: Tensor, source: Tensor) -> bool:
             return False
         node = inputs[0]
     return node is not None
+
+
+def storage_of(tensor: Tensor) -> tuple[int, Any]:
+    """A key that is the same for all views of one storage, and what must be kept alive for it to stay so.
+
+    `_cdata` is private; the Python object of a storage is not always the same. Tried with torch 2.13.
+    """
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage
+
+
+def written_arguments(operator: Any) -> list[int | str]:
+    """Positions, or names of keyword-only arguments, that an operator writes into.
+
+    `_schema` is private and is what torch's own dispatch modes read. Tried with torch 2.13.
+    """
+    return [
+        argument.name if argument.kwarg_only else index
+        for index, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]

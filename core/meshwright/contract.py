@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from .mesh import Mesh
     from .sizes import Degrees
+    from .state import OptimizerState, ShardedState, TensorKind
+    from .weights import Weights
 
 Batch: TypeAlias = "Mapping[str, Tensor]"
 """`input_ids` and `labels`, int64, (B, S); labels of -100 are masked. Further tensors go to the model's forward."""
@@ -125,10 +127,16 @@ class StrategyManager(ABC):
         """The modules on this rank, with the names of the unwrapped Hugging Face model; one per local stage."""
 
     @abstractmethod
-    def parallelize(self, model: nn.Module) -> nn.Module:
+    def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
         """Shard or replicate `model` in place and return the module to call in a hand-written loop.
 
         Ranks that hold copies start from the same weights, those of the first rank.
+
+        Args:
+            model: with memory, or built under `torch.device("meta")`, so that a rank never holds more of it than what
+                the strategy keeps there.
+            weights: its values, the same on every rank; None: those that it has, or, on the meta device, those that
+                its class draws.
 
         Raises:
             ModelError: the model cannot be trained under this strategy.
@@ -199,4 +207,24 @@ class StrategyManager(ABC):
 
         Args:
             state: with `full`, rank 0's is used and the others' may be empty.
+        """
+
+    @abstractmethod
+    def sharded_state(self) -> ShardedState:
+        """This rank's pieces of model and optimizer, as views of its memory: what a checkpoint is written from.
+
+        A rank may have any pieces, as long as all ranks together have the whole; pieces that several ranks have are
+        the same rectangles on each.
+        """
+
+    @abstractmethod
+    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> AbstractContextManager[ShardedState]:
+        """Take state from a checkpoint: the context gives the pieces to write into, and leaving it puts them to use.
+
+        Args:
+            optimizer: what the checkpoint has of the optimizer, all of it on every rank; None leaves the optimizer as
+                it is.
+
+        Raises:
+            StrategyError: the state is not of this model and optimizer; before anything is changed.
         """

@@ -25,7 +25,21 @@ from .layout import ModelLayout, model_layout
 from .loss import token_loss_sum
 from .mesh import Mesh
 from .norms import check_clip, scale_to_norm, total_grad_norm
-from .state import DTENSORS, Parts, load_model_state, load_optimizer_state, model_state, optimizer_state
+from .state import (
+    DTENSORS,
+    OptimizerState,
+    Parts,
+    ShardedState,
+    TensorKind,
+    load_model_state,
+    load_optimizer_state,
+    loading_optimizer,
+    model_state,
+    optimizer_state,
+    sharded_model,
+    sharded_optimizer,
+)
+from .weights import Weights, deferred_weights, fill, is_meta, materialize
 
 if TYPE_CHECKING:
     from .tensor_parallel import TensorParallel
@@ -50,8 +64,9 @@ class DataParallelManager(StrategyManager):
     parameter_names: Mapping[nn.Parameter, str]
     tensor_parallel: TensorParallel | None = None
     parts: Parts = DTENSORS
-    materializes: ClassVar[bool] = False
-    """Whether `shard` takes a model on the meta device, and gives it the same weights on all ranks."""
+    shards_on_meta: ClassVar[bool] = False
+    """Whether `shard` takes a model on the meta device, which gets memory and values afterwards; else it gets them
+    before, and `shard` sees a whole model."""
     in_pipeline: bool = False
     """Whether the model is one stage of a pipeline, which sets this before `parallelize`. It calls the methods below
     by itself: many forwards may come before their backwards, `sync_gradients` surrounds backwards alone, and the stage
@@ -91,6 +106,11 @@ class DataParallelManager(StrategyManager):
         """Called after forwards that no backward follows."""
 
     @property
+    def parameters_on(self) -> torch.device:
+        """Where parameters lie after `shard`; the mesh's device unless they are offloaded."""
+        return self.mesh.device
+
+    @property
     def reduces_once(self) -> bool:
         """Whether gradients are reduced in the last backward of a step only."""
         return True
@@ -114,18 +134,29 @@ class DataParallelManager(StrategyManager):
         self._require_model()
         return [self.model]
 
-    def parallelize(self, model: nn.Module) -> nn.Module:
+    def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
         if self._parallelized:
             raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
-        check_trainable(model, may_be_meta=self.materializes, may_be_frozen=self.in_pipeline)
+        check_trainable(model, may_be_frozen=self.in_pipeline)
         check_reduce_dtype(model, getattr(self.config, "reduce_dtype", None))
         self.layout = model_layout(model)
         self._config = getattr(model, "config", None)
         self._forward_options = forward_options(model)
-        if not is_meta(model):
+        if weights is None and is_meta(model):
+            weights = deferred_weights(model, self.mesh)
+        if weights is None:
             copy_from_first_rank(model, self.mesh)
+        else:
+            _share_random_state(self.mesh)
+            if not self.shards_on_meta:
+                materialize(model, self.mesh.device)
+                fill(model, weights)
         self.model = model
         self.module = self.shard(model)
+        if weights is not None and self.shards_on_meta:
+            materialize(model, self.mesh.device, parameters_on=self.parameters_on)
+            fill(model, weights, self.parts.pieces)
+            self.after_loading()
         self._parallelized = True
         return self.module
 
@@ -224,6 +255,25 @@ class DataParallelManager(StrategyManager):
     def load_optimizer_state(self, state: Mapping[str, Any], *, full: bool) -> None:
         """The optimizer's part of `load_state_dict`."""
         load_optimizer_state(self.optimizer, self.parameter_names, state, self.mesh.world, full=full, parts=self.parts)
+
+    def sharded_state(self) -> ShardedState:
+        self._require_model()
+        optimizer = self._optimizer and sharded_optimizer(self._optimizer, self.parameter_names, self.parts)
+        return ShardedState(sharded_model(self.model, self.parts), optimizer)
+
+    @contextmanager
+    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
+        self._require_model()
+        model = sharded_model(self.model, self.parts)
+        if optimizer is None:
+            yield ShardedState(model)
+        else:
+            with loading_optimizer(self.optimizer, self.parameter_names, optimizer, self.parts) as target:
+                yield ShardedState(model, target)
+        self.after_loading()
+
+    def after_loading(self) -> None:
+        """Called when parameters and optimizer state have been written in place."""
 
     # -- helpers
 
@@ -336,24 +386,15 @@ class DataParallelManager(StrategyManager):
         return self._optimizer
 
 
-def is_meta(model: nn.Module) -> bool:
-    """Whether a parameter or buffer is on the meta device, and so has no values yet."""
-    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-
-
 _FEW_TOKENS = 8
 
 
-def check_trainable(model: nn.Module, *, may_be_meta: bool = False, may_be_frozen: bool = False) -> None:
+def check_trainable(model: nn.Module, *, may_be_frozen: bool = False) -> None:
     """Refuse what would train wrongly or not at all.
 
     Raises:
         ModelError: on all ranks alike, since all hold the same model.
     """
-    if is_meta(model) and not may_be_meta:
-        raise ModelError(
-            "the model is on the meta device and has no weights to train. Build it without `torch.device('meta')`."
-        )
     if not may_be_frozen and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("no parameter of the model requires a gradient. Unfreeze what is to be trained.")
     if getattr(getattr(model, "config", None), "output_router_logits", False):
@@ -394,11 +435,12 @@ def copy_from_first_rank(model: nn.Module, mesh: Mesh) -> None:
             staged = tensor.detach().to(mesh.device).contiguous()
             dist.broadcast(staged, group=group, group_src=0)
             tensor.data.copy_(staged)
-    if mesh.degrees.tp > 1:
-        _share_random_state(mesh)
+    _share_random_state(mesh)
 
 
 def _share_random_state(mesh: Mesh) -> None:
+    if mesh.degrees.tp == 1:
+        return
     seed = torch.randint(2**62, (1,)).to(mesh.device)
     dist.broadcast(seed, group=mesh.group("tp"), group_src=0)
     torch.manual_seed(int(seed))

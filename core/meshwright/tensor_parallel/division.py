@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import is_sharded
+from ..pieces import Piece, pieces_within
 from ..state import whole_tensor
 
 
@@ -40,6 +41,12 @@ class Division:
     def whole(self, part: Tensor) -> Tensor:
         """All ranks' parts put together, on every rank. Collective along the axis, where it is sharded."""
         return whole_tensor(self.distributed(part)) if self.is_sharded else part
+
+    def pieces(self, pieces: list[Piece], shape: torch.Size) -> list[Piece]:
+        """Rectangles of the whole, from those of this rank's part, which has this shape."""
+        if not self.is_sharded:
+            return pieces
+        return pieces_within(pieces, self.distributed(torch.empty(shape, device="meta")))
 
     def distributed(self, part: Tensor) -> DTensor:
         """A DTensor around this rank's part."""

@@ -15,12 +15,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import _redistribute
 
-# A private module, though torch's own documentation teaches the class; there is no other way to see every operation.
-# Tried with torch 2.11 (by reading) and 2.13.
-from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = ["TorchDispatchMode", "bound_arguments", "forget_meshes", "process_group", "unwraps_itself"]
-
 
 def bound_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by the names of the operation's schema; those left out are missing.

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ._compat import TorchDispatchMode, unwraps_itself
+from .._compat import TorchDispatchMode
+from ._compat import unwraps_itself
 
 
 class Observer(TorchDispatchMode):

@@ -11,7 +11,7 @@ from transformers import modeling_flash_attention_utils as flash
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager
 from meshwright_fsdp2 import _compat
-from meshwright_fsdp2._compat import held_after_forward, never_packed, storage_of, written_arguments
+from meshwright_fsdp2._compat import held_after_forward, never_packed
 
 
 def _infos() -> list[bool]:
@@ -43,16 +43,3 @@ def test_a_transformers_without_the_check_is_told(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delattr(flash, "_is_packed_sequence")
     with never_packed() as found:
         assert not found
-
-
-def test_views_share_the_key_of_their_storage() -> None:
-    tensor = torch.zeros(4, 4)
-    assert storage_of(tensor)[0] == storage_of(tensor[1:, 2])[0] == storage_of(tensor.detach())[0]
-    assert storage_of(tensor)[0] != storage_of(torch.zeros(4, 4))[0]
-
-
-def test_written_arguments_are_known() -> None:
-    aten = torch.ops.aten
-    assert written_arguments(aten.normal_.default) == [0]
-    assert written_arguments(aten.add.out) == ["out"]
-    assert written_arguments(aten.add.Tensor) == []

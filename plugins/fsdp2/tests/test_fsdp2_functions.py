@@ -13,14 +13,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import meshwright_fsdp2
-from meshwright import MeshError, MeshwrightError, StrategyError
+from meshwright import MeshError, MeshwrightError, StrategyError, deferred
 from meshwright.loss import token_loss_sum
 from meshwright.testing import Case, pool
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import global_batch, reference, share
 from meshwright_fsdp2 import (
     apply_fsdp_sharding_recursively,
-    deferred,
     fsdp2_strategy_parallelize,
     import_class_from_path,
     import_classes_from_paths,

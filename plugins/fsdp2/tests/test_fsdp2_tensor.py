@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshwright import ModelError, OptimizerConfig, count_tokens
+from meshwright import ModelError, OptimizerConfig, count_tokens, deferred
 from meshwright.loss import token_loss_sum
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.collectives import Traffic, measure_collectives
@@ -27,7 +27,7 @@ from meshwright.testing.parity import (
     train_steps,
     training_step,
 )
-from meshwright_fsdp2 import deferred, fsdp2_strategy_parallelize, unshard_fsdp2_model
+from meshwright_fsdp2 import fsdp2_strategy_parallelize, unshard_fsdp2_model
 
 TP2 = {"tp_size": 2}
 SP = {"sequence_parallel": True}

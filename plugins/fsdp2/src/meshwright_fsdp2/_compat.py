@@ -12,13 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
-
-DispatchMode = TorchDispatchMode
-"""Sees every operator that runs, which `torch.overrides` cannot inside of torch's own functions. The module has a
-private name and is used all over; tried with torch 2.13."""
 
 
 def reduce_unused_parameters(unit: FSDPModule) -> bool:
@@ -99,27 +93,6 @@ def never_packed() -> Iterator[bool]:
 
 def _not_packed(position_ids: Any, batch_size: int) -> bool:
     return False
-
-
-def storage_of(tensor: Tensor) -> tuple[int, Any]:
-    """A key that is the same for all views of one storage, and what must be kept alive for it to stay so.
-
-    `_cdata` is private; the Python object of a storage is not always the same. Tried with torch 2.13.
-    """
-    storage = tensor.untyped_storage()
-    return storage._cdata, storage
-
-
-def written_arguments(operator: Any) -> list[int | str]:
-    """Positions, or names of keyword-only arguments, that an operator writes into.
-
-    `_schema` is private and is what torch's own dispatch modes read. Tried with torch 2.13.
-    """
-    return [
-        argument.name if argument.kwarg_only else index
-        for index, argument in enumerate(operator._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
 
 
 def overlap_tensor_parallel(group: dist.ProcessGroup) -> None:

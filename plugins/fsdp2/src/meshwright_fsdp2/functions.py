@@ -16,14 +16,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
-from meshwright.data_parallel import check_trainable, is_meta
+from meshwright.data_parallel import check_trainable
+from meshwright.deferred import DeferredModel
 from meshwright.errors import MeshError, StrategyError
 from meshwright.layout import layout_by_structure, model_layout
 from meshwright.recompute import Mode, checkpoint_blocks
 from meshwright.tensor_parallel import parallelize_tensors
+from meshwright.weights import fill, is_meta, materialize, same_generator
 
 from ._compat import held_after_forward
-from .deferred import DeferredModel, same_generator
 from .policies import is_offload
 from .sharding import shard_units
 from .units import find_units, separate_names
@@ -87,7 +88,7 @@ def fsdp2_strategy_parallelize(
         )
     if cpu_offload and offload_policy is None:
         offload_policy = CPUOffloadPolicy(pin_memory=device_mesh.device_type != "cpu")
-    check_trainable(model, may_be_meta=True)
+    check_trainable(model)
     deferred = None
     if is_meta(model):
         same_generator(device_mesh.device_type)
@@ -115,7 +116,8 @@ def fsdp2_strategy_parallelize(
         tensor_parallel=tensor_parallel,
     )
     if deferred is not None:
-        deferred.fill(model, device_mesh.device_type, offloaded=is_offload(offload))
+        materialize(model, device_mesh.device_type, parameters_on="cpu" if is_offload(offload) else None)
+        fill(model, deferred)
     return model
 
 

@@ -4,8 +4,8 @@ Each block is one all-gather unit; the root holds what is left (embedding, head,
 structure, so this file names no model class.
 
 [Note: order] Tensor parallelism first, since it changes what parameters are; then activation checkpointing, which
-compile must see; then compile; then sharding, whose hooks run around compiled blocks; last, the weights of a model
-that came on the meta device.
+compile must see; then compile; then sharding, whose hooks run around compiled blocks. A model that came on the meta
+device gets its weights last.
 Source: Zhao et al. 2023, arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
 """
 
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.compile import compile_blocks
 from meshwright.contract import Batch
-from meshwright.data_parallel import DataParallelManager, is_meta
+from meshwright.data_parallel import DataParallelManager
 from meshwright.errors import MeshError, StrategyError
 from meshwright.mesh import Mesh
 from meshwright.recompute import checkpoint_blocks
@@ -30,7 +30,6 @@ from meshwright.tensor_parallel import TensorParallel, check_tensor_options
 from . import policies
 from ._compat import overlap_tensor_parallel, reduce_now
 from .config import FSDP2Config
-from .deferred import DeferredModel, same_generator
 from .packed import check_not_packed, without_packed_check
 from .sharding import Sharding, shard_units
 from .units import Unit, find_units, separate_names
@@ -52,7 +51,7 @@ class FSDP2Manager(DataParallelManager):
     """
 
     config: FSDP2Config
-    materializes: ClassVar[bool] = True
+    shards_on_meta: ClassVar[bool] = True
     runs_in_pipeline: ClassVar[bool] = True
 
     def __init__(self, config: FSDP2Config, device_mesh: Mesh, moe_mesh: DeviceMesh | None = None) -> None:
@@ -72,10 +71,8 @@ class FSDP2Manager(DataParallelManager):
         self._offload_policy = policies.offload(config, self.mesh.device)
 
     def shard(self, model: nn.Module) -> nn.Module:
-        if is_meta(model):
-            same_generator(self.mesh.device)
         # What one rank finds wrong here (its compiler, say) is told on all.
-        deferred = self.mesh.world.together(lambda: self._prepare(model))
+        self.mesh.world.together(lambda: self._prepare(model))
         self._sharding: Sharding = shard_units(
             model,
             self.layout,
@@ -95,12 +92,13 @@ class FSDP2Manager(DataParallelManager):
             zeros_for_unused=self._sharding.zeros_for_unused,
             tensor_parallel=self.tensor_parallel is not None,
         )
-        if deferred is not None:
-            deferred.fill(model, self.mesh.device, offloaded=policies.is_offload(self._offload_policy))
         return model
 
-    def _prepare(self, model: nn.Module) -> DeferredModel | None:
-        deferred = DeferredModel(model) if is_meta(model) else None
+    @property
+    def parameters_on(self) -> torch.device:
+        return torch.device("cpu") if policies.is_offload(self._offload_policy) else self.mesh.device
+
+    def _prepare(self, model: nn.Module) -> None:
         if self.config.activation_checkpointing == "selective":
             check_selective(find_units(model, self.layout))
         if self.mesh.degrees.tp > 1:
@@ -114,7 +112,6 @@ class FSDP2Manager(DataParallelManager):
             self.tensor_parallel.apply(separate_names(find_units(model, self.layout)))
         checkpoint_blocks(model, self.layout, self.config.activation_checkpointing)
         self.maybe_compile(model)
-        return deferred
 
     def maybe_compile(self, model: nn.Module) -> None:
         """Compile each block if `enable_compile` says so; `parallelize` calls this at its place in [Note: order]."""

@@ -51,7 +51,9 @@ class MegatronFSDPConfig(StrategyConfig):
         3, description="What is sharded: 0: nothing, 1: optimizer state, 2: gradients too, 3: parameters too."
     )
     init_fsdp_with_meta_device: bool = Field(
-        False, description="Take a model on the meta device. Not supported yet: true is refused."
+        False,
+        description="Refuse a model that is not on the meta device, so that no rank ever holds it whole; false: take "
+        "both.",
     )
     grad_reduce_in_fp32: bool = Field(
         False, description="Accumulate and sum gradients in float32 at least; false: in the parameters' dtype."
@@ -225,10 +227,5 @@ class MegatronFSDPConfig(StrategyConfig):
             raise ValueError(
                 "keep_fp8_transpose_cache=true acts on float8 parameters of TransformerEngine, which are not "
                 "supported. Set keep_fp8_transpose_cache=false"
-            )
-        if self.init_fsdp_with_meta_device:
-            raise ValueError(
-                "init_fsdp_with_meta_device=true is not supported yet. Set init_fsdp_with_meta_device=false, and build "
-                "the model with its weights"
             )
         return self

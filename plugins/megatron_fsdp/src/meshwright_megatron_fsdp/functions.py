@@ -89,8 +89,8 @@ def _check_mesh(mesh: DeviceMesh, dp_mesh_name: str, tp_mesh_name: str) -> int:
     ordered = mesh.mesh.flatten().tolist() == list(range(dist.get_world_size()))
     if [size for size in mesh.shape if size > 1] != [size for size in shape if size > 1] or not ordered or not dp_size:
         raise MeshError(
-            f"the axes {dp_mesh_name!r} and, within it, {tp_mesh_name!r} must have all {dist.get_world_size()} ranks in "
-            f"order, but the axes are {sizes}. Give their names as dp_mesh_name and tp_mesh_name, or use "
+            f"the axes {dp_mesh_name!r} and, within it, {tp_mesh_name!r} must have all {dist.get_world_size()} ranks "
+            f"in order, but the axes are {sizes}. Give their names as dp_mesh_name and tp_mesh_name, or use "
             f"MegatronFSDPManager, which takes a meshwright.Mesh."
         )
     return tp_size

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 
 from meshwright.contract import OptimizerFactory
 from meshwright.data_parallel import DataParallelManager
-from meshwright.errors import MeshError, StrategyError
+from meshwright.errors import MeshError, ModelError, StrategyError
 from meshwright.mesh import Mesh
 from meshwright.recompute import checkpoint_blocks
 from meshwright.tensor_parallel import Division, TensorParallel, check_tensor_options
+from meshwright.weights import is_meta
 
 from ._compat import (
     gathered,
@@ -39,6 +40,7 @@ from .config import STAGES, MegatronFSDPConfig
 from .precision import find_dtypes
 from .reduction import Reduction
 from .shards import Shards
+from .standins import stand_in
 from .units import find_units
 
 _UNIT_ELEMENTS = 1_000_000_000
@@ -62,6 +64,7 @@ class MegatronFSDPManager(DataParallelManager):
     """
 
     config: MegatronFSDPConfig
+    shards_on_meta: ClassVar[bool] = True
 
     def __init__(self, config: MegatronFSDPConfig, device_mesh: Mesh, moe_mesh: DeviceMesh | None = None) -> None:
         if not isinstance(device_mesh, Mesh):
@@ -79,12 +82,20 @@ class MegatronFSDPManager(DataParallelManager):
 
     def shard(self, model: nn.Module) -> nn.Module:
         config, mesh = self.config, self.mesh
+        if config.init_fsdp_with_meta_device and not is_meta(model):
+            raise ModelError(
+                "init_fsdp_with_meta_device=true, but the model has memory for its weights. Build it under "
+                "torch.device('meta'), or set init_fsdp_with_meta_device=false, which takes both."
+            )
         dtypes = find_dtypes(config, model)
         units = find_units(model, self.layout, config.megatron_fsdp_unit_modules)
         if mesh.degrees.tp > 1:
             # What one rank finds wrong here (a file with a plan, say) is told on all.
             self.tensor_parallel = mesh.world.together(lambda: self._divide(model, units))
         checkpoint_blocks(model, self.layout, config.activation_checkpointing)
+        if is_meta(model):
+            # Where parameters are not sharded, they keep this memory.
+            stand_in(model, mesh.device, without_memory=config.zero == 3)
         if mesh.device.type == "cpu":
             hold_cpu_torch(self)
         self._fsdp = wrap(
@@ -177,6 +188,9 @@ class MegatronFSDPManager(DataParallelManager):
 
     def load_state_dict(self, state: Any, *, full: bool = False) -> None:
         super().load_state_dict(state, full=full)
+        self._install()
+
+    def after_loading(self) -> None:
         self._install()
 
     # -- helpers

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.norms import Groups, groups_of
+from meshwright.pieces import Piece, stretch_pieces, tensor_pieces
 from meshwright.state import Parts, whole_tensor
 from meshwright.tensor_parallel import Division
 
@@ -51,7 +52,7 @@ class Shards(Parts):
 
     def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
         slot = self._slots.get(parameter)
-        if slot is None or not isinstance(parameter, DTensor) or self.shape(parameter) != whole.shape:
+        if slot is None or not isinstance(parameter, DTensor) or self.shape(parameter, parameter) != whole.shape:
             return whole
         division = self._divisions.get(parameter)
         part = whole if division is None else division.part(whole)
@@ -59,9 +60,26 @@ class Shards(Parts):
         local = part.flatten()[slot.start : slot.end].clone().view(parameter.detach().to_local().shape)
         return like(parameter, local)
 
-    def shape(self, value: Tensor) -> torch.Size:
-        division = self._divisions.get(value)
-        return value.shape if division is None else division.shape
+    def shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
+        division = self._divisions.get(parameter)
+        return division.shape if division is not None and value.shape == parameter.shape else value.shape
+
+    def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        if not isinstance(parameter, DTensor):
+            return super().empty(parameter, dtype)
+        return like(parameter, torch.empty_like(parameter.detach().to_local(), dtype=dtype))
+
+    def pieces(self, value: Tensor, parameter: Tensor) -> list[Piece]:
+        slot = self._slots.get(parameter)
+        if slot is None or not isinstance(value, DTensor):
+            return tensor_pieces(value)
+        local = value.detach().to_local()
+        if slot.group is None:
+            pieces = tensor_pieces(local.view(parameter.shape))
+        else:
+            pieces = stretch_pieces(local.flatten(), slot.start, parameter.shape)
+        division = self._divisions.get(parameter)
+        return pieces if division is None else division.pieces(pieces, parameter.shape)
 
     def groups(self, value: Tensor, parameter: Tensor) -> Groups:
         division = self._divisions.get(parameter)

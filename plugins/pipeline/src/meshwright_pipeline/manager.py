@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -28,12 +28,13 @@ from meshwright.data_parallel import (
     check_trainable,
     copy_from_first_rank,
     forward_options,
-    is_meta,
 )
 from meshwright.errors import BatchError, ConfigError, ModelError, StrategyError
 from meshwright.layout import model_layout
 from meshwright.mesh import Mesh
 from meshwright.norms import check_clip
+from meshwright.state import OptimizerState, ShardedState, TensorKind
+from meshwright.weights import Weights, is_meta
 
 from .config import PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
 from .deferred import WeightGradients
@@ -41,6 +42,7 @@ from .names import Names
 from .optimizer import StageOptimizers
 from .runtime import Run
 from .schedules import Action, Kind, Schedule, with_communication
+from .sharded import loading_stages, stages_state
 from .split import split_model
 from .stage import Boundary, Cut, shape_of, study, take_stage
 
@@ -65,12 +67,12 @@ class PipelineStage:
         self._boundary, self._cut = boundary, cut
         self._store = WeightGradients()
 
-    def parallelize(self, blocks: Sequence[str]) -> None:
+    def parallelize(self, blocks: Sequence[str], weights: Weights | None) -> None:
         """Shard the stage's part of the model, of which it has these blocks."""
         model = self.manager.model
         for block in blocks:
             self._store.watch(model.get_submodule(block))
-        self.manager.parallelize(model)
+        self.manager.parallelize(model, weights)
         if not self.is_first:
             # Before the hooks of sharding, which see what is received as the block's own input.
             first = model.get_submodule(blocks[0])
@@ -164,7 +166,7 @@ class PipelineManager(StrategyManager):
         self._require_model()
         return [stage.manager.model for stage in self._stages.values()]
 
-    def parallelize(self, model: nn.Module) -> nn.Module:
+    def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
         if self._stages:
             raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
         if is_meta(model):
@@ -191,7 +193,7 @@ class PipelineManager(StrategyManager):
         own_parameters([stage.manager.model for stage in self._stages.values()])
         for index, stage in self._stages.items():
             names = [self._cut.blocks[block] for block in self.split[index]]
-            self.mesh.world.together(lambda stage=stage, names=names: stage.parallelize(names))  # type: ignore[misc]
+            self.mesh.world.together(lambda stage=stage, names=names: stage.parallelize(names, weights))  # type: ignore[misc]
         return next(iter(self._stages.values())).manager.module
 
     def _inner_manager(self) -> DataParallelManager:
@@ -502,6 +504,18 @@ class PipelineManager(StrategyManager):
             trained = [name for name, _ in stage.manager.model.named_parameters()]
             part = self._names.part(box[0], names, trained) if box[0] is not None else empty
             self.mesh.world.together(lambda stage=stage, part=part: stage.manager.load_state_dict(part, full=True))  # type: ignore[misc]
+
+    def sharded_state(self) -> ShardedState:
+        self._require_model()
+        return stages_state(self._managers, self._names)
+
+    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> AbstractContextManager[ShardedState]:
+        self._require_model()
+        return loading_stages(self._managers, self._names, optimizer)
+
+    @property
+    def _managers(self) -> dict[int, DataParallelManager]:
+        return {index: stage.manager for index, stage in self._stages.items()}
 
     def _require_model(self) -> None:
         if not self._stages:

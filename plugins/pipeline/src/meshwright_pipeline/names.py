@@ -33,6 +33,15 @@ class Names:
                 holders.setdefault(first[parameter], set()).update(_holders(name, cut, split))
         self.shared = {name: tuple(sorted(stages)) for name, stages in holders.items() if len(stages) > 1}
         self._order = list(model.state_dict())
+        self._first: dict[str, int] = {}
+        for name in self._order:
+            stage = min(_holders(name, cut, split), default=0)
+            canonical = self.canonical.get(name, name)
+            self._first[canonical] = min(stage, self._first.get(canonical, stage))
+
+    def first_stage(self, name: str) -> int:
+        """The first stage that holds a parameter or persistent buffer."""
+        return self._first[self.canonical.get(name, name)]
 
     def merged(self, states: Sequence[Mapping[str, Any]], *, with_optimizer: bool) -> dict[str, Any]:
         """The state of the whole model from those of all stages, in order; nothing from nothing."""

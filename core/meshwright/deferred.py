@@ -14,18 +14,15 @@ Source: the deferred initialisation of torchdistx (Meta, 2022).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from meshwright.errors import ModelError
-
-from ._compat import DispatchMode, storage_of, written_arguments
+from ._compat import TorchDispatchMode, storage_of, written_arguments
+from .errors import ModelError
 
 LARGE_BYTES = 1 << 14
 """Memory below this is never given back."""
@@ -59,7 +56,7 @@ class _Step:
     """State of the random generator before."""
 
 
-class _Outline(DispatchMode):
+class _Outline(TorchDispatchMode):
     """Write down how large tensors get their values, and give back their memory until it is needed again."""
 
     def __init__(self, budget_bytes: int) -> None:
@@ -177,6 +174,8 @@ class _Outline(DispatchMode):
 class DeferredModel:
     """The values of a model on the meta device, as its class, its configuration and the random generator give them.
 
+    A `meshwright.weights.Weights` of all its parameters and buffers.
+
     The generator of the CPU goes on as if the model had been built with memory.
 
     Args:
@@ -188,10 +187,10 @@ class DeferredModel:
     """
 
     def __init__(self, model: nn.Module, *, budget_bytes: int = BUDGET_BYTES) -> None:
-        real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
-        if real:
+        with_memory = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+        if with_memory:
             raise ModelError(
-                f"the model is on the meta device in part: {real[0]} has memory. Build it under "
+                f"the model is on the meta device in part: {with_memory[0]} has memory. Build it under "
                 f"`torch.device('meta')` as a whole, or without."
             )
         config = getattr(model, "config", None)
@@ -205,7 +204,7 @@ class DeferredModel:
         torch.set_default_dtype(next(p.dtype for p in model.parameters() if p.is_floating_point()))
         try:
             with self._outline:
-                self._built = type(model)(copy.deepcopy(config))
+                built = type(model)(copy.deepcopy(config))
         except Exception as error:
             # Each class is built in its own way, and may read values that are not there.
             reason = f"{type(error).__name__}: {error}".split("\n")[0]
@@ -215,7 +214,8 @@ class DeferredModel:
             ) from error
         finally:
             torch.set_default_dtype(dtype)
-        expected = {name: (p.shape, p.dtype) for name, p in _named(self._built)}
+        self._values = dict(_named(built))
+        expected = {name: (p.shape, p.dtype) for name, p in self._values.items()}
         found = {name: (p.shape, p.dtype) for name, p in _named(model)}
         if expected != found:
             name = next(iter(sorted(expected.items() ^ found.items(), key=lambda item: item[0])))[0]
@@ -224,47 +224,13 @@ class DeferredModel:
                 f"configuration instead, or build the model without `torch.device('meta')`."
             )
 
-    def fill(self, model: nn.Module, device: torch.device | str, *, offloaded: bool = False) -> None:
-        """Give a model memory for its shards, and its values.
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
 
-        Args:
-            model: the same after sharding.
-            device: where the model runs.
-            offloaded: shards go to the CPU instead.
-        """
-        tied: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            tied.setdefault(id(parameter), []).append(name)
-        model.to_empty(device="cpu" if offloaded else device)
-        values = dict(_named(self._built))
-        for names in tied.values():
-            parameter = model.get_parameter(names[0])
-            for name in names[1:]:
-                # `to_empty` has made one for each name.
-                module, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(module), leaf, parameter)
-            _give(parameter, self._outline.value(values[names[0]]))
-        for name, buffer in list(model.named_buffers()):
-            module, _, leaf = name.rpartition(".")
-            placed = buffer.to(device)
-            setattr(model.get_submodule(module), leaf, placed)
-            _give(placed, self._outline.value(values[name]))
-
-
-def same_generator(device: torch.device | str) -> None:
-    """Set the CPU's random generator of every rank to the state of the first one's. Collective."""
-    state = torch.get_rng_state().to(device)
-    dist.broadcast(state, src=0)
-    torch.set_rng_state(state.cpu())
-
-
-@torch.no_grad()
-def _give(tensor: Tensor, value: Tensor) -> None:
-    value = value.detach()
-    if isinstance(tensor, DTensor):
-        # Every rank has the whole, and cuts its part from it.
-        value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    tensor.copy_(value)
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """See `meshwright.weights.Weights`."""
+        whole = self._outline.value(self._values[name]).detach()
+        return whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright import Mesh, MeshSizes, ModelError, open_world, optimizer_factory
+from meshwright import Mesh, MeshSizes, ModelError, deferred, open_world, optimizer_factory, resolve
+from meshwright.deferred import DeferredModel
 from meshwright.runfile import OptimizerConfig
 from meshwright.testing import Case, pool
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import full_weights, train_steps
 from meshwright.testing.zoo import zoo_config
-from meshwright_fsdp2 import FSDP2Config, FSDP2Manager, deferred
-from meshwright_fsdp2.deferred import DeferredModel
+from meshwright.weights import fill, materialize
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,8 @@ def _whole_and_filled(model_type: str, monkeypatch: pytest.MonkeyPatch) -> tuple
     values = DeferredModel(model, budget_bytes=0)
     # What is drawn next is what would have been drawn.
     assert torch.equal(torch.get_rng_state(), after)
-    values.fill(model, CPU)
+    materialize(model, CPU)
+    fill(model, values)
     return whole, model
 
 
@@ -71,14 +72,15 @@ def test_memory_is_bounded_by_the_budget(monkeypatch: pytest.MonkeyPatch) -> Non
     built = DeferredModel(model, budget_bytes=largest)
     # One beside those that an operator works on: no model of 13 times as much.
     assert max(peaks) <= 3 * largest < sum(p.nbytes for p in model.parameters()) / 2
-    built.fill(model, CPU)
+    materialize(model, CPU)
+    fill(model, built)
 
 
-def _parallelized(meta: bool, tied: bool, seed_by_rank: bool, config: dict[str, Any]) -> tuple[Any, ...]:
+def _parallelized(strategy: str, meta: bool, tied: bool, seed_by_rank: bool, config: dict[str, Any]) -> tuple[Any, ...]:
     world = open_world("cpu")
     deferred.LARGE_BYTES = 64
-    mesh = Mesh(MeshSizes().resolve(world.size, frozenset({"dp_shard"})), world)
-    manager = FSDP2Manager(FSDP2Config(**config), mesh)
+    stack, degrees = resolve(strategy, MeshSizes(), world.size, config=config)
+    manager = stack.build(Mesh(degrees, world))
     seed = world.rank if seed_by_rank else 0
     if meta:
         with torch.device("meta"):
@@ -87,7 +89,7 @@ def _parallelized(meta: bool, tied: bool, seed_by_rank: bool, config: dict[str, 
         model = tiny_model(tied=tied, seed=seed)
     manager.parallelize(model)
     manager.build_optimizer(optimizer_factory(OptimizerConfig(lr=1e-2)))
-    local = {name: p.to_local().numel() for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    local = {n: (p.to_local() if isinstance(p, DTensor) else p).numel() for n, p in model.named_parameters()}
     same = model.lm_head.weight is model.model.embed_tokens.weight
     weights = full_weights(manager)
     losses = train_steps(manager, Case(), range(2))[0]
@@ -95,11 +97,26 @@ def _parallelized(meta: bool, tied: bool, seed_by_rank: bool, config: dict[str, 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("config", [{}, {"activation_checkpointing": "full", "reshard_after_forward": True}], ids=str)
-def test_sharded_on_meta_and_trained_bit_for_bit_as_without(tied: bool, config: dict[str, Any]) -> None:
-    expected = pool(3).run(_parallelized, False, tied, False, config)
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "config"),
+    [
+        ("single", 1, {}),
+        ("ddp", 2, {}),
+        ("ddp", 2, {"engine": "bucketed", "use_distributed_optimizer": True}),
+        ("fsdp2", 3, {}),
+        ("fsdp2", 3, {"activation_checkpointing": "full", "reshard_after_forward": True}),
+        ("megatron_fsdp", 3, {}),
+        ("megatron_fsdp", 3, {"zero_dp_strategy": 0}),
+        ("megatron_fsdp", 3, {"zero_dp_strategy": 1, "main_params_dtype": "float64", "main_grads_dtype": "float64"}),
+    ],
+    ids=str,
+)
+def test_sharded_on_meta_and_trained_bit_for_bit_as_without(
+    strategy: str, ranks: int, tied: bool, config: dict[str, Any]
+) -> None:
+    expected = pool(ranks).run(_parallelized, strategy, False, tied, False, config)
     for (weights, losses, local, same, table), whole in zip(
-        pool(3).run(_parallelized, True, tied, True, config), expected, strict=True
+        pool(ranks).run(_parallelized, strategy, True, tied, True, config), expected, strict=True
     ):
         assert weights.keys() == whole[0].keys()
         assert all(torch.equal(weights[name], whole[0][name]) for name in weights)
