@@ -218,7 +218,7 @@ class DataParallelManager(StrategyManager):
         wide = getattr(self.config, "reduce_dtype", None) is not None
         left_out = set(without)
         pairs = [(p.grad, p) for p in self.trainable() if p.grad is not None and p not in left_out]
-        groups = [self.parts.groups(grad, parameter) for grad, parameter in pairs]
+        groups = [self.parts.groups(parameter) for _, parameter in pairs]
         return total_grad_norm([grad for grad, _ in pairs], norm_type, wide=wide, groups=groups)
 
     def scale_gradients(self, norm: Tensor, max_norm: float) -> None:

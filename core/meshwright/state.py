@@ -63,9 +63,12 @@ class Parts:
         """
         return tensor_pieces(value)
 
-    def groups(self, value: Tensor, parameter: Tensor) -> Groups:
-        """Over which groups a parameter, or its gradient, is divided."""
-        return groups_of(value)
+    def groups(self, parameter: Tensor) -> Groups:
+        """The groups over which a parameter, and so its gradient, is divided.
+
+        Not asked of the gradient: torch's caches may put it on a mesh that is equal, but has groups of its own.
+        """
+        return groups_of(parameter)
 
 
 DTENSORS = Parts()

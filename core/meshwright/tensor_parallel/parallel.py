@@ -267,7 +267,7 @@ class TensorParallel:
         if not named:
             return []
         names = [name for name, _ in named]
-        stacked = each_norm([p.grad for _, p in named], [parts.groups(p.grad, p) for _, p in named])
+        stacked = each_norm([p.grad for _, p in named], [parts.groups(p) for _, p in named])
         high, low = all_reduce(torch.stack([stacked, -stacked]), "max", self.group)
         # The ranks compute the same numbers from the same numbers; half-precision kernels may still differ a little.
         differs = (high + low).abs() > 1e-2 * high

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.norms import Groups, groups_of
+from meshwright.norms import Groups
 from meshwright.pieces import Piece, stretch_pieces, tensor_pieces
 from meshwright.state import Parts, whole_tensor
 from meshwright.tensor_parallel import Division
@@ -81,10 +81,11 @@ class Shards(Parts):
         division = self._divisions.get(parameter)
         return pieces if division is None else division.pieces(pieces, parameter.shape)
 
-    def groups(self, value: Tensor, parameter: Tensor) -> Groups:
-        division = self._divisions.get(parameter)
+    def groups(self, parameter: Tensor) -> Groups:
+        slot, division = self._slots[parameter], self._divisions.get(parameter)
+        along_dp = (slot.group,) if slot.group is not None else ()
         along_tp = (division.mesh.get_group(),) if division is not None and division.is_sharded else ()
-        return groups_of(value) + along_tp
+        return along_dp + along_tp
 
 
 def like(parameter: DTensor, local: Tensor) -> DTensor:
