@@ -120,6 +120,8 @@ class StrategyManager(ABC):
 
     config: BaseModel
     mesh: Mesh
+    strategy: str = ""
+    """The whole stack, such as "pipeline over fsdp2"; set by `Stack.build`."""
 
     @property
     @abstractmethod
