@@ -335,36 +335,30 @@ def test_a_model_without_blocks() -> None:
 # -- tensor parallelism by DTensors
 
 
-def _row_parallel(stage: int) -> str:
+def _row_parallel(stage: int) -> None:
     owner = _Owner()
-    release = hold_cpu_torch(owner)
-    try:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
-        model = tiny_model(seed=0, dtype=torch.float32)
-        plan = {
-            "model.layers.*.mlp.gate_proj": ColwiseParallel(),
-            "model.layers.*.mlp.up_proj": ColwiseParallel(),
-            "model.layers.*.mlp.down_proj": RowwiseParallel(),
-        }
-        parallelize_module(model, mesh["tp"], plan)
-        wrapped = package().fully_shard_model(
-            model,
-            device_mesh=mesh,
-            dp_shard_dim="shard",
-            tp_dim="tp",
-            fsdp_unit_modules=_blocks(),
-            device=torch.device("cpu"),
-            zero_dp_strategy=stage,
-        )
-        wrapped.ddp_config.gradient_reduce_div_fusion = False
-        (batch,) = share(CASE, 0, mesh.get_local_rank("shard"), 2)
-        logits = wrapped(input_ids=batch["input_ids"], use_cache=False).logits
-        (token_loss_sum(logits, batch["labels"]) / TOKENS * 2).backward()
-        return "no error"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        release()
+    hold_cpu_torch(owner)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    model = tiny_model(seed=0, dtype=torch.float32)
+    plan = {
+        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+        "model.layers.*.mlp.up_proj": ColwiseParallel(),
+        "model.layers.*.mlp.down_proj": RowwiseParallel(),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    wrapped = package().fully_shard_model(
+        model,
+        device_mesh=mesh,
+        dp_shard_dim="shard",
+        tp_dim="tp",
+        fsdp_unit_modules=_blocks(),
+        device=torch.device("cpu"),
+        zero_dp_strategy=stage,
+    )
+    wrapped.ddp_config.gradient_reduce_div_fusion = False
+    (batch,) = share(CASE, 0, mesh.get_local_rank("shard"), 2)
+    logits = wrapped(input_ids=batch["input_ids"], use_cache=False).logits
+    (token_loss_sum(logits, batch["labels"]) / TOKENS * 2).backward()
 
 
 PLAN = {
@@ -374,11 +368,10 @@ PLAN = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_row_parallel_layers_fail_as_dtensors_and_are_right_as_ours(stage: int) -> None:
-    pool(4).close()
-    answers = pool(4).run(_row_parallel, stage)
-    assert all("Error" in each for each in answers)
+@pytest.mark.parametrize(("stage", "told"), [(0, "Mismatch between param shape"), (1, "chunk metadata is invalid")])
+def test_row_parallel_layers_fail_as_dtensors_and_are_right_as_ours(stage: int, told: str) -> None:
+    with pytest.raises(RankError, match=told):
+        pool(4).run(_row_parallel, stage)
     assert max(pool(4).run(_ours, {"zero_dp_strategy": stage, "tp_plan": PLAN}, {"tp_size": 2})) < 1e-5
 
 
@@ -421,7 +414,8 @@ def _ours_with_a_late_optimizer() -> float:
         return float((module(input_ids=ids).logits - alone(input_ids=ids).logits).abs().max())
 
 
-def test_an_optimizer_from_before_sharding_ends_the_stock_process_and_trains_with_ours() -> None:
-    with pytest.raises(RankError, match=r"died with signal SIGSEGV"):
+def test_an_optimizer_from_before_sharding_fails_in_the_stock_call_and_trains_with_ours() -> None:
+    # The stock call looks at memory that sharding has freed.
+    with pytest.raises(RankError, match=r"died with signal SIGSEGV|out of bounds for storage of size 0"):
         pool(2).run(_late_optimizer)
     assert max(pool(2).run(_ours_with_a_late_optimizer)) < 1e-11
