@@ -53,7 +53,10 @@ def run_rank(store: dist.Store, plan: Plan) -> None:
     """What each rank does; the first one reports."""
     torch.set_num_threads(plan.threads or 1)
     with open_world(plan.device, store=dist.PrefixStore("world", store)) as world:
-        steps = {name: meshwright_step(*chosen, plan.work, world) for name, chosen in CONTESTANTS.items()}
+        steps = {
+            name: meshwright_step(strategy, plan.work, world, config)
+            for name, (strategy, config) in CONTESTANTS.items()
+        }
         _check({name: step(0) for name, step in steps.items()}, 0)
         counted = {name: measure_collectives(functools.partial(step, 1)) for name, step in steps.items()}
         seconds = _race(steps, plan, start=2)

@@ -21,14 +21,14 @@ def stand_in(model: nn.Module, device: torch.device, *, without_memory: bool) ->
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or not parameter.is_meta:
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if not parameter.is_meta:
                 continue
             if id(parameter) not in made:
                 value = _one(parameter, device) if without_memory else torch.empty_like(parameter, device=device)
                 made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
                 made[id(parameter)].__dict__.update(parameter.__dict__)
-            module._parameters[name] = made[id(parameter)]
+            setattr(module, name, made[id(parameter)])
     materialize(model, device)
 
 
