@@ -18,8 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from meshwright import StrategySpec, hookimpl
 from meshwright.contract import StrategyConfig
 from meshwright.data_parallel import DataParallelManager
+from meshwright.norms import Groups
 from meshwright.registry import get_registry
-from meshwright.tensor_parallel import TensorParallel
+from meshwright.state import Parts
+from meshwright.tensor_parallel import Division, TensorParallel
 from meshwright.testing.models import TINY
 from meshwright.testing.parity import Case, Outcome, difference, train_case
 from meshwright.testing.pool import pool
@@ -28,6 +30,30 @@ from meshwright.testing.pool import pool
 class TensorOnlyConfig(StrategyConfig):
     sequence_parallel: bool = False
     tp_plan: Any = None
+    plain: bool = False
+
+
+class PlainParts(Parts):
+    """Plain parameters, by how tensor parallelism has divided them."""
+
+    def __init__(self, divisions: Mapping[Tensor, Division]) -> None:
+        self._divisions = divisions
+
+    def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
+        division = self._divisions.get(parameter)
+        return value if division is None or value.shape != parameter.shape else division.whole(value)
+
+    def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        division = self._divisions.get(parameter)
+        return whole if division is None or whole.shape != division.shape else division.part(whole)
+
+    def shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
+        division = self._divisions.get(parameter)
+        return value.shape if division is None or value.shape != parameter.shape else division.shape
+
+    def groups(self, parameter: Tensor) -> Groups:
+        division = self._divisions[parameter]
+        return (division.mesh.get_group(),) if division.is_sharded else ()
 
 
 class TensorOnlyManager(DataParallelManager):
@@ -40,8 +66,12 @@ class TensorOnlyManager(DataParallelManager):
             self.mesh["tp"],
             plan=self.config.tp_plan,
             sequence_parallel=self.config.sequence_parallel,
+            plain=self.config.plain,
         )
         self.tensor_parallel.apply()
+        if self.config.plain:
+            divisions = self.tensor_parallel.divisions
+            self.parts = PlainParts({p: divisions[name] for name, p in model.named_parameters()})
         return model
 
     def check_gradients(self) -> None:

@@ -14,11 +14,26 @@ from meshwright import ConfigError, MeshError, UnknownStrategyError
 from meshwright.check import as_table, run_cells, summary, told
 from meshwright.testing import Cell, Result, conformance
 
-STRATEGIES = ["single", "ddp", "fsdp2"]
+STRATEGIES = ["single", "ddp", "fsdp2", "megatron_fsdp"]
+# What the plugin's own tests do not try.
+DAILY = {
+    "dp_shard=4": (
+        "norm inf",
+        "no gradient in a step",
+        "uneven shares",
+        "only norms train",
+        "sgd with momentum",
+        "state to single and back, tied",
+        "bad input",
+    ),
+    "dp_shard=2 x tp=2": ("norm inf", "no gradient in a step", "uneven shares", "schedule", "bad input"),
+}
 
 
 def _marks(cell: Cell) -> list[pytest.MarkDecorator]:
     """Every cell of every layout takes a while: in daily runs, those of a layout with each axis, and no compilation."""
+    if cell.strategy == "megatron_fsdp":
+        return [] if cell.name in DAILY.get(cell.layout, ()) else [pytest.mark.slow]
     daily = cell.ranks < 4 or cell.strategy != "fsdp2" or cell.layout in ("dp_shard=4", "dp_shard=2 x tp=2")
     return [] if daily and not cell.name.startswith("enable_compile") else [pytest.mark.slow]
 
@@ -31,7 +46,7 @@ def test_strategy_passes(cell: Cell) -> None:
     cell.check()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", pytest.param("megatron_fsdp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model_type", DIFFERENT_IN_KIND)
 def test_architectures_that_differ_in_kind(strategy: str, model_type: str) -> None:
     (cell,) = conformance(strategy, ranks=2, models=[model_type])

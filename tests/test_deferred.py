@@ -105,6 +105,9 @@ def _parallelized(strategy: str, meta: bool, tied: bool, seed_by_rank: bool, con
         ("ddp", 2, {"engine": "bucketed", "use_distributed_optimizer": True}),
         ("fsdp2", 3, {}),
         ("fsdp2", 3, {"activation_checkpointing": "full", "reshard_after_forward": True}),
+        ("megatron_fsdp", 3, {}),
+        ("megatron_fsdp", 3, {"zero_dp_strategy": 0}),
+        ("megatron_fsdp", 3, {"zero_dp_strategy": 1, "main_params_dtype": "float64", "main_grads_dtype": "float64"}),
     ],
     ids=str,
 )

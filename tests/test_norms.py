@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright import ConfigError
-from meshwright.norms import check_clip, scale_to_norm, total_grad_norm
+from meshwright.norms import check_clip, each_norm, scale_to_norm, total_grad_norm
 from meshwright.testing import pool
 
 
@@ -47,6 +47,29 @@ def test_norm_and_scale_over_mixed_placements(norm_type: float) -> None:
         assert norm == pytest.approx(float(expected), rel=1e-14)
         for got, gradient in zip(scaled, whole, strict=True):
             torch.testing.assert_close(got, gradient * factor, rtol=1e-14, atol=0)
+
+
+def _divided(norm_type: float) -> tuple[float, list[float]]:
+    """Norms of plain parts, whose groups are told: of all gradients together, and of each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    outer, inner = mesh.get_group("outer"), mesh.get_group("inner")
+    first, second, third = _whole()[0], _whole()[4], _whole()[2]
+    parts = [
+        first.tensor_split(2)[mesh.get_local_rank("outer")],
+        second.tensor_split(2)[mesh.get_local_rank("outer")].tensor_split(2, 1)[mesh.get_local_rank("inner")],
+        third,
+    ]
+    groups = [(outer,), (outer, inner), ()]
+    return float(total_grad_norm(parts, norm_type, groups=groups)), each_norm(parts, groups).tolist()
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_norms_of_plain_parts_whose_groups_are_told(norm_type: float) -> None:
+    whole = [_whole()[index] for index in (0, 4, 2)]
+    expected = torch.linalg.vector_norm(torch.cat([g.flatten() for g in whole]), norm_type)
+    for norm, each in pool(4).run(_divided, norm_type):
+        assert norm == pytest.approx(float(expected), rel=1e-14)
+        assert each == pytest.approx([float(g.norm()) for g in whole], rel=1e-14)
 
 
 def test_gradients_below_the_limit_stay_as_they_are() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from meshwright import open_world
 from meshwright._compat import packed_shard
-from meshwright.pieces import Piece, stretch_pieces, tensor_pieces
+from meshwright.pieces import Piece, pieces_within, stretch_pieces, tensor_pieces
 from meshwright.testing import pool
 from meshwright.testing.parity import Case, build_manager
 from meshwright.weights import Weights
@@ -78,6 +78,29 @@ def test_pieces_of_shards_cover_them(shape: tuple[int, ...], placements: list[Pl
     assert sum(count for count, _, _ in found) == copies * math.prod(shape)
 
 
+def _stretched(shape: tuple[int, ...], placement: Placement, start: int, end: int) -> tuple[int, bool]:
+    world = open_world("cpu")
+    mesh = init_device_mesh("cpu", (world.size,))
+    whole = torch.arange(math.prod(shape)).view(shape)
+    part: DTensor = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+    local = part.to_local().contiguous()
+    stretch = local.flatten()[start:end]
+    pieces = pieces_within(stretch_pieces(stretch, start, local.shape), part)
+    return sum(piece.tensor.numel() for piece in pieces), all(
+        torch.equal(piece.tensor, part_of(whole, piece)) for piece in pieces
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "placement"),
+    [((7, 6), Shard(0)), ((5, 6), Shard(1)), ((8, 3), packed_shard(0, 2)), ((3, 8, 5), packed_shard(1, 2))],
+    ids=str,
+)
+def test_pieces_of_a_part_are_pieces_of_the_whole(shape: tuple[int, ...], placement: Placement) -> None:
+    for start, end in ((0, 4), (2, 11), (5, 9)):
+        assert pool(2).run(_stretched, shape, placement, start, end) == [(end - start, True)] * 2
+
+
 class _Numbered:
     """Values that say where they come from: the place of each element in the whole, and the name's length."""
 
@@ -98,7 +121,8 @@ def _filled(strategy: str, config: dict[str, object], sizes: dict[str, int], mod
     from meshwright.weights import fill
 
     manager = build_manager(strategy, config, sizes, Case(model_type=model_type))
-    shapes = {name: value.shape for name, value in manager.model.state_dict(keep_vars=True).items()}
+    tensors = manager.model.state_dict(keep_vars=True)
+    shapes = {name: manager.parts.shape(value, value) for name, value in tensors.items()}
     weights: Weights = _Numbered(shapes)
     fill(manager.model, weights, manager.parts.pieces)
     state = manager.state_dict(full=True)["model"]
@@ -119,6 +143,8 @@ def _filled(strategy: str, config: dict[str, object], sizes: dict[str, int], mod
         ("fsdp2", {}, 4, {"tp_size": 2}),
         ("megatron_fsdp", {"zero_dp_strategy": 3}, 3, {}),
         ("megatron_fsdp", {"zero_dp_strategy": 1}, 3, {}),
+        ("megatron_fsdp", {}, 4, {"tp_size": 2}),
+        ("megatron_fsdp", {"zero_dp_strategy": 0}, 2, {"tp_size": 2}),
     ],
     ids=str,
 )

@@ -97,6 +97,19 @@ def test_models(model_type: str, sequence_parallel: bool) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("model_type", ["gpt2", "llama4_text", "apertus", "three_kv_heads", "soft_capped"])
+def test_models_with_plain_parameters(model_type: str, sequence_parallel: bool) -> None:
+    """Three AdamW steps, two microbatches, evaluation, whole weights between steps."""
+    case = Case(model_type=model_type, tied=None, microbatches=2, eval_after=True, unshard_after=True)
+    assert_equal_to_single(case, sequence_parallel=sequence_parallel, plain=True)
+
+
+def test_state_of_plain_parameters_moves_to_single_and_back() -> None:
+    config = {"sequence_parallel": True, "plain": True}
+    Cell("tensor_only", "tp=2", 2, TP2, "state", Case(steps=4), config, kind="state", plugin="tensor_only").check()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_state_moves_to_single_and_back(tied: bool, sequence_parallel: bool) -> None:
     config = {"sequence_parallel": sequence_parallel}

@@ -148,14 +148,17 @@ class DataParallelManager(StrategyManager):
             _share_random_state(self.mesh)
         if weights is None:
             copy_from_first_rank(model, self.mesh)
-        elif not self.shards_on_meta:
-            materialize(model, self.mesh.device)
-            fill(model, weights)
+        else:
+            _share_random_state(self.mesh)
+            if not self.shards_on_meta:
+                materialize(model, self.mesh.device)
+                fill(model, weights)
         self.model = model
         self.module = self.shard(model)
         if weights is not None and self.shards_on_meta:
             materialize(model, self.mesh.device, parameters_on=self.parameters_on)
             fill(model, weights, self.parts.pieces)
+            self.after_loading()
         self._parallelized = True
         return self.module
 
@@ -215,15 +218,14 @@ class DataParallelManager(StrategyManager):
         """The total norm of all gradients but those of some parameters; float64 scalar, equal on all ranks."""
         # Who asks for sums that do not depend on the layout wants the same of the factor that clips them.
         wide = getattr(self.config, "reduce_dtype", None) is not None
-        return total_grad_norm(self._gradients(without), norm_type, wide=wide)
+        left_out = set(without)
+        pairs = [(p.grad, p) for p in self.trainable() if p.grad is not None and p not in left_out]
+        groups = [self.parts.groups(parameter) for _, parameter in pairs]
+        return total_grad_norm([grad for grad, _ in pairs], norm_type, wide=wide, groups=groups)
 
     def scale_gradients(self, norm: Tensor, max_norm: float) -> None:
         """Multiply all gradients by min(1, max_norm / norm)."""
-        scale_to_norm(self._gradients(), norm, max_norm)
-
-    def _gradients(self, without: Collection[nn.Parameter] = ()) -> list[Tensor]:
-        left_out = set(without)
-        return [p.grad for p in self.trainable() if p.grad is not None and p not in left_out]
+        scale_to_norm([p.grad for p in self.trainable() if p.grad is not None], norm, max_norm)
 
     def optimizer_step(self) -> None:
         optimizer = self.optimizer
@@ -318,7 +320,7 @@ class DataParallelManager(StrategyManager):
         if self.tensor_parallel is None or self._plan_is_checked:
             return
         self._plan_is_checked = True
-        names = self.tensor_parallel.differing_gradients()
+        names = self.tensor_parallel.differing_gradients(self.parts)
         told = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         self.mesh.world.raise_together(
             StrategyError(
@@ -435,11 +437,12 @@ def copy_from_first_rank(model: nn.Module, mesh: Mesh) -> None:
             staged = tensor.detach().to(mesh.device).contiguous()
             dist.broadcast(staged, group=group, group_src=0)
             tensor.data.copy_(staged)
-    if mesh.degrees.tp > 1:
-        _share_random_state(mesh)
+    _share_random_state(mesh)
 
 
 def _share_random_state(mesh: Mesh) -> None:
+    if mesh.degrees.tp == 1:
+        return
     seed = torch.randint(2**62, (1,)).to(mesh.device)
     dist.broadcast(seed, group=mesh.group("tp"), group_src=0)
     torch.manual_seed(int(seed))

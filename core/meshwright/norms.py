@@ -8,19 +8,27 @@ Source: the definition in torch.nn.utils.clip_grad_norm_; torch.distributed.tens
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ._compat import foreach_mul_, foreach_norm, is_sharded
 from .errors import ConfigError
 
-# What shards a gradient: the mesh and those of its mesh axes along which the tensor is split.
-_Sharding = tuple[DeviceMesh, tuple[int, ...]]
+Groups: TypeAlias = "tuple[dist.ProcessGroup, ...]"
+"""What shards a tensor: the sum over one group after the other of what the local parts give is that of the whole."""
+
+
+def groups_of(tensor: Tensor) -> Groups:
+    """What shards a tensor according to its placements; nothing shards a plain one."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    return tuple(mesh.get_group(axis) for axis, placement in enumerate(tensor.placements) if is_sharded(placement))
 
 
 def check_clip(max_norm: float | None, norm_type: float) -> None:
@@ -31,7 +39,13 @@ def check_clip(max_norm: float | None, norm_type: float) -> None:
         raise ConfigError(f"norm_type={norm_type} must be above 0; inf is the largest absolute value.")
 
 
-def total_grad_norm(gradients: Iterable[Tensor], norm_type: float = 2.0, *, wide: bool = False) -> Tensor:
+def total_grad_norm(
+    gradients: Sequence[Tensor],
+    norm_type: float = 2.0,
+    *,
+    wide: bool = False,
+    groups: Sequence[Groups] | None = None,
+) -> Tensor:
     """p-norm of all gradients taken as one vector.
 
     Args:
@@ -44,14 +58,30 @@ def total_grad_norm(gradients: Iterable[Tensor], norm_type: float = 2.0, *, wide
     Returns:
         float64 scalar on the gradients' device, equal on all ranks. 0 without gradients.
     """
-    groups: dict[_Sharding | None, list[Tensor]] = {}
-    for gradient in gradients:
-        groups.setdefault(_sharding(gradient), []).append(_local(gradient))
-    parts = [_group_power(tensors, sharding, norm_type, wide) for sharding, tensors in groups.items()]
+    together: dict[Groups, list[Tensor]] = {}
+    for gradient, sharding in zip(gradients, groups or map(groups_of, gradients), strict=True):
+        together.setdefault(sharding, []).append(_local(gradient))
+    parts = [_group_power(tensors, sharding, norm_type, wide) for sharding, tensors in together.items()]
     if not parts:
         return torch.zeros((), dtype=torch.float64)
     stacked = torch.stack(parts)
     return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
+
+
+def each_norm(tensors: Sequence[Tensor], groups: Sequence[Groups]) -> Tensor:
+    """The 2-norm of each whole tensor, float64, (tensors,), from the local parts.
+
+    Args:
+        groups: what shards each.
+    """
+    squares = torch.stack([_local(tensor).double().square().sum() for tensor in tensors])
+    for sharding in dict.fromkeys(groups):
+        mine = [index for index, each in enumerate(groups) if each == sharding]
+        part = squares[mine]
+        for group in sharding:
+            dist.all_reduce(part, group=group)
+        squares[mine] = part
+    return squares.sqrt()
 
 
 def scale_to_norm(gradients: Iterable[Tensor], total_norm: Tensor, max_norm: float) -> None:
@@ -82,14 +112,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _sharding(tensor: Tensor) -> _Sharding | None:
-    if not isinstance(tensor, DTensor):
-        return None
-    axes = tuple(axis for axis, placement in enumerate(tensor.placements) if is_sharded(placement))
-    return (tensor.device_mesh, axes) if axes else None
-
-
-def _group_power(tensors: list[Tensor], sharding: _Sharding | None, norm_type: float, wide: bool) -> Tensor:
+def _group_power(tensors: list[Tensor], sharding: Groups, norm_type: float, wide: bool) -> Tensor:
     """Sum of |g|^p, or max of |g| for inf, over all elements of one group; float64 scalar."""
     # A rank's part of an uneven shard can be empty, which has no maximum.
     norms = [norm for part in _by_dtype(t for t in tensors if t.numel()) for norm in _norms(part, norm_type, wide)]
@@ -99,8 +122,6 @@ def _group_power(tensors: list[Tensor], sharding: _Sharding | None, norm_type: f
     else:
         stacked = torch.stack([norm.double() for norm in norms])
         result = stacked.max() if infinite else (stacked**norm_type).sum()
-    if sharding is not None:
-        mesh, axes = sharding
-        for axis in axes:
-            dist.all_reduce(result, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mesh.get_group(axis))
+    for group in sharding:
+        dist.all_reduce(result, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
     return result

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +81,28 @@ def stretch_pieces(stretch: Tensor, start: int, shape: Sequence[int]) -> list[Pi
         Piece(offsets, stretch.detach()[begin - start : begin - start + math.prod(sizes)].view(sizes))
         for begin, offsets, sizes in _rectangles(start, start + stretch.numel(), tuple(shape))
     ]
+
+
+def pieces_within(pieces: Iterable[Piece], part: DTensor) -> list[Piece]:
+    """The rectangles of a whole that rectangles of this rank's part of it are.
+
+    Args:
+        pieces: whose offsets are those in the part.
+        part: which says how the whole is divided; its memory is not used.
+    """
+    runs = [_runs(part, dim) for dim in range(part.dim())]
+    return [found for piece in pieces for rectangle in itertools.product(*runs) for found in _met(piece, rectangle)]
+
+
+def _met(piece: Piece, rectangle: Sequence[_Run]) -> Iterator[Piece]:
+    offsets, slices = [], []
+    for start, size, run in zip(piece.offsets, piece.sizes, rectangle, strict=True):
+        first, last = max(start, run.local), min(start + size, run.local + run.length)
+        if first >= last:
+            return
+        offsets.append(run.start + first - run.local)
+        slices.append(slice(first - start, last - start))
+    yield Piece(tuple(offsets), piece.tensor[tuple(slices)])
 
 
 @dataclass(frozen=True)

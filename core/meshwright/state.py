@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from .errors import StrategyError
 from .mesh import World
+from .norms import Groups, groups_of
 from .pieces import Piece, Sharded, tensor_pieces
 
 
@@ -61,6 +62,13 @@ class Parts:
             value, parameter: as of `whole`; also parameters and buffers of the model, which are both then.
         """
         return tensor_pieces(value)
+
+    def groups(self, parameter: Tensor) -> Groups:
+        """The groups over which a parameter, and so its gradient, is divided.
+
+        Not asked of the gradient: torch's caches may put it on a mesh that is equal, but has groups of its own.
+        """
+        return groups_of(parameter)
 
 
 DTENSORS = Parts()
@@ -188,9 +196,10 @@ def load_model_state(
         shapes = _from_first(shapes, world)
     _check_names("model", set(shapes), set(mine))
     for name, value in mine.items():
-        if shapes[name][0] != value.shape:
+        expected = parts.shape(value, value) if full else value.shape
+        if shapes[name][0] != expected:
             raise StrategyError(
-                f"{name} has shape {tuple(shapes[name][0])} in the state, but {tuple(value.shape)} in the model. "
+                f"{name} has shape {tuple(shapes[name][0])} in the state, but {tuple(expected)} in the model. "
                 f"Build the model from the configuration that the state was saved with."
             )
     done: set[int] = set()

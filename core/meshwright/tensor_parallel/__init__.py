@@ -6,14 +6,17 @@ loops, `parallelize_tensors` does so.
 
 from __future__ import annotations
 
-from .parallel import TensorParallel, parallelize_tensors
+from .division import Division
+from .parallel import TensorParallel, check_tensor_options, parallelize_tensors
 from .plan import StyleName, get_hf_tp_shard_plan, translate_to_torch_parallel_style
 from .styles import STYLES
 
 __all__ = [
     "STYLES",
+    "Division",
     "StyleName",
     "TensorParallel",
+    "check_tensor_options",
     "get_hf_tp_shard_plan",
     "parallelize_tensors",
     "translate_to_torch_parallel_style",

@@ -1,5 +1,8 @@
 """Parameters that are DTensors on the `tp` axis, and plain local tensors while a module runs.
 
+For strategies that take no DTensors, parameters are plain local tensors throughout. While a module runs, those of which
+it sees something else than this rank's part, or whose gradients must be summed along the axis, are replaced.
+
 [Note: local parameters] A strategy that gathers parameters (fully_shard) puts DTensors on the `tp` axis into the
 modules just before their forward. `inside` replaces those, and no others, while a module runs, and lets autograd give
 the gradients back as DTensors. Each module replaces its own parameters, not those of a module in it that does so
@@ -14,13 +17,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Partial
 
 from .._compat import without_hooks
+from .collectives import Copy
+from .division import Division
 
 Slot: TypeAlias = "tuple[nn.Module, str]"
 
@@ -44,12 +47,15 @@ class LocalParameters:
     Args:
         model: whose parameters `distribute` will replace.
         mesh: the `tp` axis.
+        plain: leave plain tensors in the modules instead of DTensors.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, *, plain: bool = False) -> None:
         self._model = model
         self._mesh = mesh
+        self._plain = plain
         self._cuts: dict[Slot, Cut] = {}
+        self._divisions: dict[Slot, Division] = {}
         self._foreign: set[nn.Module] = set()
         self._taken: set[nn.Module] = set()
 
@@ -57,11 +63,11 @@ class LocalParameters:
         """A module that brings DTensors and hooks of its own, with what is in it."""
         self._foreign.update(module.modules())
 
-    def distribute(self, placements: Mapping[str, Placement], cuts: Mapping[str, Cut]) -> None:
-        """Make every parameter a DTensor; this rank's part alone stays in memory.
+    def distribute(self, divisions: Mapping[str, Division], cuts: Mapping[str, Cut]) -> None:
+        """Divide every parameter; this rank's part alone stays in memory.
 
         Args:
-            placements: for each name of each parameter; equal for names of one parameter.
+            divisions: for each name of each parameter; equal for names of one parameter.
             cuts: by name, where a module sees something else than its part.
         """
         made: dict[int, nn.Parameter] = {}
@@ -70,11 +76,17 @@ class LocalParameters:
                 continue
             owner, _, own = name.rpartition(".")
             module = self._model.get_submodule(owner)
+            self._divisions[module, own] = divisions[name]
             if name in cuts:
                 self._cuts[module, own] = cuts[name]
             if id(parameter) not in made:
-                made[id(parameter)] = _distributed(parameter, self._mesh, placements[name])
+                made[id(parameter)] = _divided(parameter, divisions[name], self._plain)
             module._parameters[own] = made[id(parameter)]
+
+    @property
+    def cut_modules(self) -> set[nn.Module]:
+        """The modules that see something else of a parameter of theirs than this rank's part."""
+        return {module for module, _ in self._cuts}
 
     def take(self, module: nn.Module) -> list[Slot]:
         """Where a module, and what is in it, has parameters, for `inside`; they are not those of modules around it."""
@@ -96,12 +108,12 @@ class LocalParameters:
         try:
             for module, name in slots:
                 parameter = module._parameters[name]
-                if not isinstance(parameter, DTensor) or not self._is_gathered(parameter):
-                    continue
                 cut = self._cuts.get((module, name), _WHOLE)
+                if not self._is_gathered(parameter) or (self._plain and cut is _WHOLE):
+                    continue
                 key = (id(parameter), cut)
                 if key not in local:
-                    local[key] = _localized(parameter, cut)
+                    local[key] = self._localized(parameter, cut)
                 replaced.append((module, name, parameter))
                 module._parameters[name] = local[key]
             yield
@@ -116,10 +128,11 @@ class LocalParameters:
         made: dict[int, nn.Parameter] = {}
         for module in self._model.modules():
             for name, parameter in module._parameters.items():
-                if not isinstance(parameter, DTensor) or not self._is_gathered(parameter):
+                if not self._is_gathered(parameter):
                     continue
                 if id(parameter) not in made:
-                    full = parameter.detach().full_tensor()
+                    value = parameter.detach()
+                    full = self._divisions[module, name].whole(value) if self._plain else value.full_tensor()
                     made[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
                 replaced.append((module, name, parameter))
         try:
@@ -133,29 +146,25 @@ class LocalParameters:
             for module, name, parameter in replaced:
                 module._parameters[name] = parameter
 
-    def _is_gathered(self, parameter: DTensor) -> bool:
-        """Whether a parameter lies on the `tp` axis alone, that is, whole but for it."""
+    def _is_gathered(self, parameter: Tensor | None) -> bool:
+        """Whether a parameter is whole but for the `tp` axis; plain ones are, where this is asked."""
+        if not isinstance(parameter, DTensor):
+            return self._plain and parameter is not None
         return parameter.device_mesh.ndim == 1 and parameter.device_mesh == self._mesh
+
+    def _localized(self, parameter: Tensor, cut: Cut) -> Tensor:
+        if isinstance(parameter, DTensor):
+            local: Tensor = parameter.to_local(grad_placements=[Partial()] if cut.partial else None)
+        else:
+            local = Copy.apply(parameter, self._mesh.get_group()) if cut.partial else parameter
+        return local if cut.rows is None else local[cut.rows.to(local.device)]
 
 
 _WHOLE = Cut()
 
 
-def _distributed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    whole = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
-    own = DTensor.from_local(
-        whole.to_local().clone(memory_format=torch.contiguous_format),
-        mesh,
-        [placement],
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
-    )
-    made = nn.Parameter(own, requires_grad=parameter.requires_grad)
+def _divided(parameter: nn.Parameter, division: Division, plain: bool) -> nn.Parameter:
+    part = division.part(parameter.detach())
+    made = nn.Parameter(part if plain else division.distributed(part), requires_grad=parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     return made
-
-
-def _localized(parameter: DTensor, cut: Cut) -> Tensor:
-    local: Tensor = parameter.to_local(grad_placements=[Partial()] if cut.partial else None)
-    return local if cut.rows is None else local[cut.rows.to(local.device)]

@@ -21,10 +21,14 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import all_reduce, is_elementwise, is_sharded
-from ..errors import ModelError, StrategyError
+from ..errors import ConfigError, ModelError, StrategyError
 from ..layout import ModelLayout, model_layout
 from ..loss import token_loss_sum
+from ..mesh import Mesh
+from ..norms import each_norm
+from ..state import DTENSORS, Parts
 from .collectives import Copies, chunk_sizes
+from .division import Division
 from .heads import SharedHeads, check_heads
 from .local import Cut, LocalParameters, Slot
 from .loss import sharded_token_loss_sum
@@ -43,9 +47,14 @@ class TensorParallel:
         mesh: the `tp` axis, one dim of a root mesh.
         plan: see `meshwright.tensor_parallel.plan.find_plan`.
         sequence_parallel: shard the positions between the parallel parts of blocks.
+        plain: make parameters plain tensors, this rank's parts, for strategies that take no DTensors. `divisions` tells
+            what they are parts of, and gradients are whole where parameters are replicated.
+
+    Attributes:
+        divisions: how each parameter is divided, by each of its names.
 
     Raises:
-        ConfigError: the plan names what does not exist.
+        ConfigError: the plan names what does not exist, or a style of torch where parameters are to be plain.
         ModelError: the model does not fit the plan or the number of ranks. Both before any collective and before the
             model is changed.
     """
@@ -58,6 +67,7 @@ class TensorParallel:
         *,
         plan: Mapping[str, StyleName] | str | None = None,
         sequence_parallel: bool = False,
+        plain: bool = False,
     ) -> None:
         self.mesh = mesh
         self.group = mesh.get_group()
@@ -67,14 +77,19 @@ class TensorParallel:
         self.text_config = text_config(model)
         self._model = model
         self._layout = layout
+        self._plain = plain
         self._plan = find_plan(model, layout, plan, sequence_parallel=sequence_parallel)
+        if plain:
+            _check_own_styles(self._plan)
         keep_small_layers_whole(self._plan, model, self.size)
         self._heads = check_heads(model, self._plan, self.size, self.rank)
-        self._placements = _placements(model, layout, self._plan, self._heads, self.size)
+        placements = _placements(model, layout, self._plan, self._heads, self.size)
+        shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
+        self.divisions = {name: Division(mesh, placements[name], shape) for name, shape in shapes.items()}
         parts = find_parts(model, layout, self._plan) if sequence_parallel else None
         self._cuts = _cuts(self._plan, self._heads, parts)
         self._copies = Copies(self.group)
-        self._parameters = LocalParameters(model, mesh)
+        self._parameters = LocalParameters(model, mesh, plain=plain)
         self._blocks: dict[nn.Module, list[Slot]] = {}
         self._stream = Stream(model, parts, self._copies, self.group) if parts is not None else None
         head = self._plan.modules.get(layout.head) if layout.head else None
@@ -90,10 +105,11 @@ class TensorParallel:
         """Shard the parameters in place and put the communication around the modules.
 
         Args:
-            separate: modules that a strategy will gather by themselves, beside blocks and the model.
+            separate: modules that a strategy will gather by themselves, beside blocks and the model; where parameters
+                are plain, all that it will gather as one.
         """
         self._apply_torch_styles()
-        self._parameters.distribute(self._placements, self._cuts)
+        self._parameters.distribute(self.divisions, self._cuts)
         modules = dict(self._model.named_modules())
         for name in self._plan.modules:
             style = self._plan.style(name)
@@ -107,11 +123,18 @@ class TensorParallel:
                 self._wrap(modules[name], functools.partial(self._stream.run_region, name))
             for name in self._stream.parts.blocks:
                 self._wrap(modules[name], functools.partial(self._stream.run_block, name))
-        # A module may serve several layers.
-        for module in dict.fromkeys(self._model.get_submodule(name) for name in separate):
-            self._localize(module, self._parameters.take(module))
-        for block in dict.fromkeys(self._model.get_submodule(name) for name in self._layout.blocks):
-            self._blocks[block] = self._parameters.take(block)
+        own = {self._model.get_submodule(name) for name in separate}
+        blocks = {self._model.get_submodule(name) for name in self._layout.blocks}
+        if self._plain:
+            # Where a module is gathered just before it runs, its parameters must be found in it until then.
+            gathered = {module for each in own for module in each.modules()}
+            own |= self._parameters.cut_modules - gathered
+        # What is in a module before the module.
+        for module in reversed(list(self._model.modules())):
+            if module in blocks:
+                self._blocks[module] = self._parameters.take(module)
+            elif module in own:
+                self._localize(module, self._parameters.take(module))
         self.localize_blocks()
         self._localize(self._model, self._parameters.take(self._model))
 
@@ -231,25 +254,29 @@ class TensorParallel:
             if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
                 parameter.grad = grad.redistribute(placements=parameter.placements)
 
-    def differing_gradients(self) -> list[str]:
+    def differing_gradients(self, parts: Parts = DTENSORS) -> list[str]:
         """Replicated parameters whose gradient is not the same on all ranks of the axis; equal on them.
 
         There are none unless the plan is wrong: it leaves out a parameter that meets sharded activations, whose
-        gradient must be summed. Collective along the axis.
+        gradient must be summed. Collective.
+
+        Args:
+            parts: how a strategy has divided parameters further.
         """
-        names, norms = [], []
-        for name, parameter in self._model.named_parameters():
-            grad = parameter.grad
-            if isinstance(grad, DTensor) and not is_sharded(grad.placements[-1]):
-                names.append(name)
-                norms.append(grad.to_local().double().norm())
-        if not names:
+        named = [(name, p) for name, p in self._model.named_parameters() if self._is_replicated(name, p.grad)]
+        if not named:
             return []
-        stacked = torch.stack(norms)
+        names = [name for name, _ in named]
+        stacked = each_norm([p.grad for _, p in named], [parts.groups(p) for _, p in named])
         high, low = all_reduce(torch.stack([stacked, -stacked]), "max", self.group)
         # The ranks compute the same numbers from the same numbers; half-precision kernels may still differ a little.
         differs = (high + low).abs() > 1e-2 * high
         return [name for name, differ in zip(names, differs.tolist(), strict=True) if differ]
+
+    def _is_replicated(self, name: str, grad: Tensor | None) -> bool:
+        if self._plain:
+            return grad is not None and not self.divisions[name].is_sharded
+        return isinstance(grad, DTensor) and not is_sharded(grad.placements[-1])
 
     @property
     def sequence_multiple(self) -> int:
@@ -301,6 +328,31 @@ def parallelize_tensors(
     parallel = TensorParallel(model, model_layout(model), mesh, plan=plan, sequence_parallel=sequence_parallel)
     parallel.apply(separate)
     return parallel
+
+
+def check_tensor_options(config: Any, mesh: Mesh) -> None:
+    """Refuse options of tensor parallelism, `sequence_parallel` and `tp_plan`, where `tp` has one rank.
+
+    Raises:
+        StrategyError: on all ranks alike.
+    """
+    if mesh.degrees.tp > 1:
+        return
+    for option, value in (("sequence_parallel", config.sequence_parallel), ("tp_plan", config.tp_plan)):
+        if value:
+            raise StrategyError(
+                f"{option}={value!r} acts on tensor parallelism, but tp has one rank. "
+                f"Give the mesh a tp_size of 2 or more, or leave {option} out."
+            )
+
+
+def _check_own_styles(plan: Plan) -> None:
+    for name, style in plan.modules.items():
+        if isinstance(style, ParallelStyle):
+            raise ConfigError(
+                f"{plan.source} gives {name} the style {type(style).__name__} of torch, which makes DTensors, but this "
+                f"strategy takes plain parameters. Give the style's name, such as colwise or rowwise."
+            )
 
 
 def _run_with_groups(

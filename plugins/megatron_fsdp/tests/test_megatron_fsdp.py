@@ -14,7 +14,7 @@ from meshwright import Mesh, MeshSizes, count_tokens, open_world
 from meshwright.loss import token_loss_sum
 from meshwright.optim import optimizer_factory
 from meshwright.runfile import OptimizerConfig
-from meshwright.testing import Case, assert_parity, conformance, pool
+from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.cells import Cell
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, full_weights, share, train_steps
@@ -61,34 +61,6 @@ def test_eight_ranks() -> None:
     case = Case(microbatches=2, sequences=16, tied=True)
     for sizes in ({}, HSDP, {"dp_replicate_size": 4}):
         assert_parity("megatron_fsdp", case, world_size=8, sizes=sizes)
-
-
-# Cells of the suite beside those above; `meshwright check megatron_fsdp` tries all of them.
-DAILY = (
-    "norm inf",
-    "no gradient in a step",
-    "uneven shares",
-    "only norms train",
-    "sgd with momentum",
-    "state to single and back, tied",
-    "bad input",
-)
-
-
-def _cells() -> list[Any]:
-    return [
-        pytest.param(cell, id=str(cell), marks=[] if _is_daily(cell) else [pytest.mark.slow])
-        for cell in conformance("megatron_fsdp")
-    ]
-
-
-def _is_daily(cell: Cell) -> bool:
-    return cell.layout == "dp_shard=4" and cell.name in DAILY
-
-
-@pytest.mark.parametrize("cell", _cells())
-def test_conformance(cell: Cell) -> None:
-    cell.check()
 
 
 @pytest.mark.parametrize("config", [{"zero_dp_strategy": 1}, {"outer_dp_sharding_strategy": 1}], ids=str)

@@ -76,9 +76,6 @@ def test_every_field_tells_what_it_does() -> None:
         ({"reduce_dtype": "float64", "grad_reduce_in_fp32": True}, "say the same thing"),
         ({"main_params_dtype": "int8"}, "must be one of float64, float32, bfloat16, float16"),
         ({"keep_fp8_transpose_cache": True}, "float8 parameters of TransformerEngine"),
-        ({"init_fsdp_with_meta_device": True}, "is not supported yet"),
-        ({"sequence_parallel": True}, "sequence_parallel=True acts on tensor parallelism"),
-        ({"tp_plan": {"lm_head": "colwise"}}, "does not support yet"),
         ({"megatron_fsdp_unit_modules": []}, "must name a class at least"),
         ({"activation_checkpointing": 1}, "must be true, false or one of the names"),
         ({"nvfsdp_unit_modules": ["x"]}, "Did you mean 'megatron_fsdp_unit_modules'"),
@@ -100,6 +97,12 @@ def test_stages_go_by_number_or_by_megatron_cores_name(name: str, stage: int) ->
 @pytest.mark.parametrize("given", ["bfloat16", "torch.bfloat16", torch.bfloat16])
 def test_dtypes_are_taken_by_name_or_as_they_are(given: Any) -> None:
     assert MegatronFSDPConfig(grad_comm_dtype=given).grad_comm_dtype == "bfloat16"
+
+
+def test_estimates_divide_by_tensor_parallelism() -> None:
+    degrees = MeshSizes(tp_size=2).resolve(4, frozenset({"dp_shard", "tp"}))
+    told = estimate(MegatronFSDPConfig(), degrees, ModelSize(200, 100, 10, 4))
+    assert (told.parameters, told.gradients, told.optimizer, told.gathered) == (200, 100, 200, 40)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from meshwright import count_tokens
+from meshwright import Mesh, MeshSizes, RankError, StrategyError, count_tokens, open_world
 from meshwright.loss import token_loss_sum
 from meshwright.testing import Case, pool
 from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import build_manager, share
+from meshwright.testing.parity import build_manager, full_weights, share
+from meshwright_megatron_fsdp import MegatronFSDPConfig, MegatronFSDPManager, megatron_fsdp_strategy_parallelize
 from meshwright_megatron_fsdp._compat import hold_cpu_torch, package, slots
 from meshwright_megatron_fsdp.shards import Shards
 
@@ -264,16 +266,156 @@ def _error_of(what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "told", "config"),
     [
-        ("float64", "KeyError: torch.float64"),
-        ("units", "ZeroDivisionError"),
-        ("tp_dim", "No submesh with mesh_dim_names=(None,)"),
-        ("average", "'NoneType' object has no attribute 'size'"),
-        ("outer without ZeRO", "in-place operations that require placement changes are not supported"),
-        ("grads", "KeyError: torch.float64"),
+        ("float64", "KeyError: torch.float64", {"main_params_dtype": "float64", "main_grads_dtype": "float64"}),
+        # Of ours, see also `test_a_model_without_blocks`.
+        ("units", "ZeroDivisionError", {}),
+        ("tp_dim", "No submesh with mesh_dim_names=(None,)", {}),
+        ("average", "'NoneType' object has no attribute 'size'", {"average_in_collective": True}),
+        ("grads", "KeyError: torch.float64", {"main_grads_dtype": "float64"}),
     ],
 )
-def test_stock_calls_that_fail(what: str, told: str) -> None:
-    """Ours work in float64, without blocks, with averages; see the other tests. ZeRO 0 over two axes is refused."""
-    assert all(told in each for each in pool(4 if "outer" in what else 2).run(_error_of, what))
+def test_stock_calls_that_fail_and_ours_that_are_right(what: str, told: str, config: dict[str, Any]) -> None:
+    assert all(told in each for each in pool(2).run(_error_of, what))
+    assert max(pool(2).run(_ours, config, {})) < 1e-5
+
+
+def _refusal(config: dict[str, Any], sizes: dict[str, int]) -> str:
+    try:
+        build_manager("megatron_fsdp", config, sizes, CASE)
+    except StrategyError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_copies_over_two_axes_fail_in_the_stock_step_and_are_refused_by_ours_before_it() -> None:
+    told = "in-place operations that require placement changes are not supported"
+    assert all(told in each for each in pool(4).run(_error_of, "outer without ZeRO"))
+    answers = pool(4).run(_refusal, {"zero_dp_strategy": 0}, {"dp_replicate_size": 2})
+    assert len(set(answers)) == 1
+    assert "Set zero_dp_strategy=1 or more" in answers[0]
+    assert max(pool(4).run(_ours, {"zero_dp_strategy": 1}, {"dp_replicate_size": 2})) < 1e-5
+
+
+class _Flat(nn.Module):
+    """A model without a stack of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(17, 6, dtype=torch.float64)
+        self.head = nn.Linear(6, 17, dtype=torch.float64)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return type("Output", (dict,), {"logits": property(lambda out: out["logits"])})(
+            logits=self.head(self.embed(input_ids))
+        )
+
+
+def _flat() -> float:
+    world = open_world("cpu")
+    manager = MegatronFSDPManager(MegatronFSDPConfig(), Mesh(MeshSizes().resolve(world.size), world))
+    model, alone = _Flat(), _Flat()
+    manager.parallelize(model)
+    manager.build_optimizer(lambda named: torch.optim.SGD([p for _, p in named], lr=1.0))
+    ids = torch.randint(17, (4, 5), generator=torch.Generator().manual_seed(0))
+    batches = [{"input_ids": ids[world.rank * 2 :][:2], "labels": ids[world.rank * 2 :][:2]}]
+    manager.forward_backward(batches, num_tokens=count_tokens(batches, manager.mesh))
+    manager.optimizer_step()
+    (token_loss_sum(alone(ids).logits, ids) / 16).backward()
+    whole = full_weights(manager)
+    return max(float((p - p.grad - whole[name]).abs().max()) for name, p in alone.named_parameters())
+
+
+def test_a_model_without_blocks() -> None:
+    assert max(pool(2).run(_flat)) < 1e-12
+
+
+# -- tensor parallelism by DTensors
+
+
+def _row_parallel(stage: int) -> None:
+    owner = _Owner()
+    hold_cpu_torch(owner)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    model = tiny_model(seed=0, dtype=torch.float32)
+    plan = {
+        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+        "model.layers.*.mlp.up_proj": ColwiseParallel(),
+        "model.layers.*.mlp.down_proj": RowwiseParallel(),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    wrapped = package().fully_shard_model(
+        model,
+        device_mesh=mesh,
+        dp_shard_dim="shard",
+        tp_dim="tp",
+        fsdp_unit_modules=_blocks(),
+        device=torch.device("cpu"),
+        zero_dp_strategy=stage,
+    )
+    wrapped.ddp_config.gradient_reduce_div_fusion = False
+    (batch,) = share(CASE, 0, mesh.get_local_rank("shard"), 2)
+    logits = wrapped(input_ids=batch["input_ids"], use_cache=False).logits
+    (token_loss_sum(logits, batch["labels"]) / TOKENS * 2).backward()
+
+
+PLAN = {
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+}
+
+
+@pytest.mark.parametrize(("stage", "told"), [(0, "Mismatch between param shape"), (1, "chunk metadata is invalid")])
+def test_row_parallel_layers_fail_as_dtensors_and_are_right_as_ours(stage: int, told: str) -> None:
+    with pytest.raises(RankError, match=told):
+        pool(4).run(_row_parallel, stage)
+    assert max(pool(4).run(_ours, {"zero_dp_strategy": stage, "tp_plan": PLAN}, {"tp_size": 2})) < 1e-5
+
+
+# -- an optimizer that was there before
+
+
+def _late_optimizer() -> None:
+    owner = _Owner()
+    hold_cpu_torch(owner)
+    model = tiny_model(seed=0, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "tp"))
+    wrapped = package().fully_shard_model(
+        model,
+        device_mesh=mesh,
+        dp_shard_dim="shard",
+        tp_dim="tp",
+        fsdp_unit_modules=_blocks(),
+        device=torch.device("cpu"),
+    )
+    wrapped.ddp_config.gradient_reduce_div_fusion = False
+    package().fully_shard_optimizer(optimizer)
+
+
+def _ours_with_a_late_optimizer() -> float:
+    rank = torch.distributed.get_rank()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    model, alone = tiny_model(seed=0), tiny_model(seed=0)
+    module, optimizer = megatron_fsdp_strategy_parallelize(model, mesh, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    reference = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    ids = torch.randint(131, (4, 6), generator=torch.Generator().manual_seed(0))
+    mine = ids[2 * rank :][:2]
+    for _ in range(2):
+        (token_loss_sum(module(input_ids=mine).logits, mine) / 20).backward()
+        optimizer.step()
+        reference.zero_grad()
+        (token_loss_sum(alone(input_ids=ids).logits, ids) / 20).backward()
+        reference.step()
+    with torch.no_grad():
+        return float((module(input_ids=ids).logits - alone(input_ids=ids).logits).abs().max())
+
+
+def test_an_optimizer_from_before_sharding_fails_in_the_stock_call_and_trains_with_ours() -> None:
+    # The stock call looks at memory that sharding has freed.
+    with pytest.raises(RankError, match=r"died with signal SIGSEGV|out of bounds for storage of size 0"):
+        pool(2).run(_late_optimizer)
+    assert max(pool(2).run(_ours_with_a_late_optimizer)) < 1e-11

@@ -53,6 +53,28 @@ def test_a_loop_by_hand_equals_one_process_and_keeps_the_groups(options: dict[st
     assert max(pool(2).run(_loop, options)) < 1e-11
 
 
+def _loop_on_two_axes() -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tensor_parallel"))
+    model, alone = tiny_model(seed=0), tiny_model(seed=0)
+    options: dict[str, Any] = {"dp_mesh_name": "dp", "sequence_parallel": True, "tp_shard_plan": None}
+    module, optimizer = nvfsdp_strategy_parallelize(model, mesh, _optimizer(model), **options)
+    reference = _optimizer(alone)
+    for step in range(3):
+        ids = torch.randint(131, (4, 6), generator=torch.Generator().manual_seed(step))
+        mine = ids[2 * mesh.get_local_rank("dp") :][:2]
+        (token_loss_sum(module(input_ids=mine).logits, mine) / 20).backward()
+        optimizer.step()
+        reference.zero_grad()
+        (token_loss_sum(alone(input_ids=ids).logits, ids) / 20).backward()
+        reference.step()
+    with torch.no_grad():
+        return float((module(input_ids=ids).logits - alone(input_ids=ids).logits).abs().max())
+
+
+def test_a_loop_by_hand_with_tensor_parallelism() -> None:
+    assert max(pool(4).run(_loop_on_two_axes)) < 1e-11
+
+
 def _refused(what: str) -> str:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     model = tiny_model()
@@ -73,7 +95,7 @@ def _refused(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("axis", "must have all 2 ranks"),
+        ("axis", "must have all 2 ranks in order"),
         ("stepped", "has been stepped before sharding"),
         ("stranger", "that are not the model's"),
         ("option", "zero: unknown key"),

@@ -268,6 +268,7 @@ def _refusal(config: dict[str, Any], sizes: dict[str, int], dtype: str) -> str:
         ({"main_grads_dtype": "bfloat16"}, {}, "float32", "is coarser than the model's parameters (torch.float32)"),
         ({"reduce_dtype": "float32"}, {}, "float64", "reduce_dtype=float32 is coarser"),
         ({"megatron_fsdp_unit_modules": ["Nothing"]}, {}, "float64", "has no module of that class. Its classes: "),
+        ({"init_fsdp_with_meta_device": True}, {}, "float64", "ModelError: init_fsdp_with_meta_device=true, but"),
     ],
     ids=str,
 )

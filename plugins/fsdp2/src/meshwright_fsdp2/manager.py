@@ -25,7 +25,7 @@ from meshwright.data_parallel import DataParallelManager
 from meshwright.errors import MeshError, StrategyError
 from meshwright.mesh import Mesh
 from meshwright.recompute import checkpoint_blocks
-from meshwright.tensor_parallel import TensorParallel
+from meshwright.tensor_parallel import TensorParallel, check_tensor_options
 
 from . import policies
 from ._compat import overlap_tensor_parallel, reduce_now
@@ -204,13 +204,7 @@ def check_options(config: FSDP2Config, mesh: Mesh) -> None:
             "enable_async_tensor_parallel=true overlaps kernels of a GPU, but the mesh is on the CPU. "
             "Set enable_async_tensor_parallel=false."
         )
-    if mesh.degrees.tp == 1:
-        for option, value in (("sequence_parallel", config.sequence_parallel), ("tp_plan", config.tp_plan)):
-            if value:
-                raise StrategyError(
-                    f"{option}={value!r} acts on tensor parallelism, but tp has one rank. "
-                    f"Give the mesh a tp_size of 2 or more, or leave {option} out."
-                )
+    check_tensor_options(config, mesh)
     reshard, shards = config.reshard_after_forward, mesh.degrees.dp_shard
     if isinstance(reshard, int) and not isinstance(reshard, bool) and (reshard > shards or shards % reshard):
         divisors = ", ".join(str(each) for each in range(2, shards + 1) if shards % each == 0) or "none"

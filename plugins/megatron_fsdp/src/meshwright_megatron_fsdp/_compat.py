@@ -17,6 +17,7 @@ import logging
 import types
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -223,7 +224,7 @@ def wrap(
 
     Args:
         model: on its device; parameters are plain tensors.
-        mesh: the root mesh, with the axes dp_replicate, dp_shard and cp.
+        mesh: the root mesh, with the axes dp_replicate, dp_shard and cp; along others, models are other ones.
         dp_group: the ranks of dp_replicate x dp_shard.
         units: what is gathered and reduced as one.
         options: fields of megatron-fsdp's DistributedDataParallelConfig.
@@ -297,17 +298,22 @@ def gathered(fsdp: Any) -> Iterator[None]:
     """All parameters whole, in the raw state; forwards inside the context gather and free nothing. Collective.
 
     `start_param_sync`, which is public, leaves out the gathering over dp_replicate that outer sharding needs, and what
-    it has gathered goes with the first forward. Double buffers hold two units, so others take their place.
+    it has gathered goes with the first forward. Double buffers hold two units, so others take their place. Its hooks
+    look up every parameter that they meet; inside, other ones may stand in the modules.
     """
     use_raw(fsdp)
-    pipeline = fsdp.all_gather_pipeline
+    pipeline, buffer = fsdp.all_gather_pipeline, fsdp.param_and_grad_buffer
     with _unlimited_buffers(fsdp):
         fsdp.all_gather_and_wait_parameters_ready(list(fsdp.raw_param.values()), prefetch=False)
+        numbers = buffer.param_to_param_group
         pipeline.release_bucket = lambda *args, **options: None
+        fsdp.all_gather_and_wait_parameters_ready = lambda *args, **options: None
+        buffer.param_to_param_group = defaultdict(int)
         try:
             yield
         finally:
-            del pipeline.release_bucket
+            buffer.param_to_param_group = numbers
+            del pipeline.release_bucket, fsdp.all_gather_and_wait_parameters_ready
             wait_for_gathers(fsdp)
             pipeline.reset()
             use_sharded(fsdp)

@@ -34,10 +34,13 @@ class MegatronFSDPConfig(StrategyConfig):
     """Options of `megatron_fsdp`; the sizes of the mesh are not among them."""
 
     sequence_parallel: bool = Field(
-        False, description="Acts on tensor parallelism, which is not supported yet: true is refused."
+        False,
+        description="With tensor parallelism: split norms and the residual stream along the sequence, too.",
     )
     tp_plan: dict[str, Any] | str | None = Field(
-        None, description="Acts on tensor parallelism, which is not supported yet: a plan is refused."
+        None,
+        description="Tensor-parallel plan, by module name; or the import path of one, or of a function that makes it. "
+        "null: the model's own, or one that is derived from its structure.",
     )
     megatron_fsdp_unit_modules: list[str] | None = Field(
         None,
@@ -48,7 +51,9 @@ class MegatronFSDPConfig(StrategyConfig):
         3, description="What is sharded: 0: nothing, 1: optimizer state, 2: gradients too, 3: parameters too."
     )
     init_fsdp_with_meta_device: bool = Field(
-        False, description="Take a model on the meta device. Not supported yet: true is refused."
+        False,
+        description="Refuse a model that is not on the meta device, so that no rank ever holds it whole; false: take "
+        "both.",
     )
     grad_reduce_in_fp32: bool = Field(
         False, description="Accumulate and sum gradients in float32 at least; false: in the parameters' dtype."
@@ -218,20 +223,9 @@ class MegatronFSDPConfig(StrategyConfig):
             raise ValueError(
                 f"grad_reduce_in_fp32=true and reduce_dtype={self.reduce_dtype} say the same thing. Give one"
             )
-        for option in ("sequence_parallel", "tp_plan"):
-            if getattr(self, option):
-                raise ValueError(
-                    f"{option}={getattr(self, option)!r} acts on tensor parallelism, which megatron_fsdp does not "
-                    f"support yet. Leave {option} out, or use strategy fsdp2"
-                )
         if self.keep_fp8_transpose_cache:
             raise ValueError(
                 "keep_fp8_transpose_cache=true acts on float8 parameters of TransformerEngine, which are not "
                 "supported. Set keep_fp8_transpose_cache=false"
-            )
-        if self.init_fsdp_with_meta_device:
-            raise ValueError(
-                "init_fsdp_with_meta_device=true is not supported yet. Set init_fsdp_with_meta_device=false, and build "
-                "the model with its weights"
             )
         return self

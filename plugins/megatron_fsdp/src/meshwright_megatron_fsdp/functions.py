@@ -33,6 +33,7 @@ def megatron_fsdp_strategy_parallelize(
     optimizer: Optimizer | None = None,
     *,
     dp_mesh_name: str = "data_parallel",
+    tp_mesh_name: str = "tensor_parallel",
     **options: Any,
 ) -> tuple[nn.Module, Optimizer | None]:
     """Shard a model, and let its optimizer train the shards.
@@ -42,7 +43,8 @@ def megatron_fsdp_strategy_parallelize(
 
     Args:
         model: with equal weights on all ranks, or those of the first are taken.
-        device_mesh: its axis `dp_mesh_name` has all ranks; other axes have one.
+        device_mesh: of all ranks in order. Its axis `dp_mesh_name` is sharded over; the innermost one may be
+            `tp_mesh_name`, for tensor parallelism; others have one rank.
         optimizer: made from the model's parameters, and not stepped yet. It keeps its groups and settings.
         options: fields of MegatronFSDPConfig.
 
@@ -51,12 +53,12 @@ def megatron_fsdp_strategy_parallelize(
 
     Raises:
         ConfigError, StrategyError, ModelError: an option cannot act; as for MegatronFSDPManager.
-        MeshError: another axis has more than one rank, or there is no such axis.
+        MeshError: another axis has more than one rank, or there is no axis `dp_mesh_name`.
     """
     config = validated(MegatronFSDPConfig, options, where="options of 'megatron_fsdp'")
     world = open_world(device_mesh.device_type)
-    _check_mesh(device_mesh, dp_mesh_name)
-    manager = MegatronFSDPManager(config, Mesh(MeshSizes().resolve(world.size), world))
+    tp_size = _check_mesh(device_mesh, dp_mesh_name, tp_mesh_name)
+    manager = MegatronFSDPManager(config, Mesh(MeshSizes(tp_size=tp_size).resolve(world.size), world))
     names = {parameter: name for name, parameter in model.named_parameters()}
     if optimizer is not None:
         _check_optimizer(optimizer, names)
@@ -78,14 +80,20 @@ def nvfsdp_strategy_parallelize(
     return megatron_fsdp_strategy_parallelize(model, device_mesh, optimizer, **renamed)
 
 
-def _check_mesh(mesh: DeviceMesh, dp_mesh_name: str) -> None:
+def _check_mesh(mesh: DeviceMesh, dp_mesh_name: str, tp_mesh_name: str) -> int:
+    """The ranks of tensor parallelism."""
     names = mesh.mesh_dim_names or ()
     sizes = dict(zip(names, mesh.shape, strict=True))
-    if sizes.get(dp_mesh_name) != dist.get_world_size():
+    dp_size, tp_size = sizes.get(dp_mesh_name, 0), sizes.get(tp_mesh_name, 1)
+    shape = [dp_size, tp_size] if dp_mesh_name != tp_mesh_name else []
+    ordered = mesh.mesh.flatten().tolist() == list(range(dist.get_world_size()))
+    if [size for size in mesh.shape if size > 1] != [size for size in shape if size > 1] or not ordered or not dp_size:
         raise MeshError(
-            f"the axis {dp_mesh_name!r} must have all {dist.get_world_size()} ranks, but the axes are {sizes}. "
-            f"Give its name as dp_mesh_name, or use MegatronFSDPManager, which takes a meshwright.Mesh."
+            f"the axes {dp_mesh_name!r} and, within it, {tp_mesh_name!r} must have all {dist.get_world_size()} ranks "
+            f"in order, but the axes are {sizes}. Give their names as dp_mesh_name and tp_mesh_name, or use "
+            f"MegatronFSDPManager, which takes a meshwright.Mesh."
         )
+    return tp_size
 
 
 def _check_optimizer(optimizer: Optimizer, names: dict[nn.Parameter, str]) -> None:

@@ -2,14 +2,17 @@
 
 The package shards parameters, gradients and optimizer state in buffers of its own, unit by unit. This module says what
 a unit is, when gradients are reduced, and what a step is; gradients are summed, never averaged.
+
+Tensor parallelism is core's, with plain parameters: the ranks of each data-parallel group train this rank's parts as a
+model of their own, and the package knows nothing of `tp`.
 Source: megatron-fsdp 0.6.1, github.com/NVIDIA/Megatron-LM; Rajbhandari et al. 2020, arXiv:1910.02054.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,9 +20,11 @@ from torch.optim import Optimizer
 
 from meshwright.contract import OptimizerFactory
 from meshwright.data_parallel import DataParallelManager
-from meshwright.errors import MeshError, StrategyError
+from meshwright.errors import MeshError, ModelError, StrategyError
 from meshwright.mesh import Mesh
 from meshwright.recompute import checkpoint_blocks
+from meshwright.tensor_parallel import Division, TensorParallel, check_tensor_options
+from meshwright.weights import is_meta
 
 from ._compat import (
     gathered,
@@ -35,6 +40,7 @@ from .config import STAGES, MegatronFSDPConfig
 from .precision import find_dtypes
 from .reduction import Reduction
 from .shards import Shards
+from .standins import stand_in
 from .units import find_units
 
 _UNIT_ELEMENTS = 1_000_000_000
@@ -58,6 +64,7 @@ class MegatronFSDPManager(DataParallelManager):
     """
 
     config: MegatronFSDPConfig
+    shards_on_meta: ClassVar[bool] = True
 
     def __init__(self, config: MegatronFSDPConfig, device_mesh: Mesh, moe_mesh: DeviceMesh | None = None) -> None:
         if not isinstance(device_mesh, Mesh):
@@ -75,9 +82,20 @@ class MegatronFSDPManager(DataParallelManager):
 
     def shard(self, model: nn.Module) -> nn.Module:
         config, mesh = self.config, self.mesh
+        if config.init_fsdp_with_meta_device and not is_meta(model):
+            raise ModelError(
+                "init_fsdp_with_meta_device=true, but the model has memory for its weights. Build it under "
+                "torch.device('meta'), or set init_fsdp_with_meta_device=false, which takes both."
+            )
         dtypes = find_dtypes(config, model)
         units = find_units(model, self.layout, config.megatron_fsdp_unit_modules)
+        if mesh.degrees.tp > 1:
+            # What one rank finds wrong here (a file with a plan, say) is told on all.
+            self.tensor_parallel = mesh.world.together(lambda: self._divide(model, units))
         checkpoint_blocks(model, self.layout, config.activation_checkpointing)
+        if is_meta(model):
+            # Where parameters are not sharded, they keep this memory.
+            stand_in(model, mesh.device, without_memory=config.zero == 3)
         if mesh.device.type == "cpu":
             hold_cpu_torch(self)
         self._fsdp = wrap(
@@ -91,7 +109,7 @@ class MegatronFSDPManager(DataParallelManager):
             bucketing=not config.disable_bucketing,
             options=self._package_options(),
         )
-        self.parts = Shards(slots(self._fsdp))
+        self.parts = Shards(slots(self._fsdp), self._divisions())
         self._reduction = Reduction(
             self._fsdp,
             units,
@@ -103,6 +121,26 @@ class MegatronFSDPManager(DataParallelManager):
         )
         self._reduction.set_last(True)
         return self._fsdp
+
+    def _divide(self, model: nn.Module, units: Sequence[nn.Module]) -> TensorParallel:
+        config = self.config
+        parallel = TensorParallel(
+            model,
+            self.layout,
+            self.mesh["tp"],
+            plan=config.tp_plan,
+            sequence_parallel=config.sequence_parallel,
+            plain=True,
+        )
+        parallel.apply([name for name, module in model.named_modules() if module in units])
+        return parallel
+
+    def _divisions(self) -> dict[nn.Parameter, Division]:
+        parallel = self.tensor_parallel
+        if parallel is None:
+            return {}
+        named = self._fsdp.param_and_grad_buffer.optimizer_named_parameters
+        return {parameter: parallel.divisions[name] for name, parameter in named}
 
     def _package_options(self) -> dict[str, Any]:
         config = self.config
@@ -144,7 +182,8 @@ class MegatronFSDPManager(DataParallelManager):
     @contextmanager
     def unshard(self) -> Iterator[Sequence[nn.Module]]:
         self._require_model()
-        with gathered(self._fsdp):
+        whole = self.tensor_parallel.whole() if self.tensor_parallel is not None else nullcontext()
+        with gathered(self._fsdp), whole:
             yield [self.model]
 
     def load_state_dict(self, state: Any, *, full: bool = False) -> None:
@@ -184,6 +223,7 @@ def check_options(config: MegatronFSDPConfig, mesh: Mesh) -> None:
     Raises:
         StrategyError: on all ranks alike.
     """
+    check_tensor_options(config, mesh)
     if mesh.degrees.dp_replicate > 1 and config.zero == 0:
         raise StrategyError(
             f"ZeRO 0 copies everything, and Megatron-FSDP cannot do so over two axes (dp_replicate="

@@ -1,7 +1,7 @@
 """Whole tensors out of Megatron-FSDP's shards, and back.
 
 A unit's parameters lie one behind the other in one buffer, which is cut into equal parts, so that a rank may hold all
-rows of a parameter, some, or none.
+rows of a parameter, some, or none. Under tensor parallelism, what lies in the buffer is this rank's part of them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.norms import Groups
 from meshwright.pieces import Piece, stretch_pieces, tensor_pieces
 from meshwright.state import Parts, whole_tensor
+from meshwright.tensor_parallel import Division
 
 from ._compat import Slot
 
 
 class Shards(Parts):
-    """See `Parts`."""
+    """See `Parts`.
 
-    def __init__(self, slots: Mapping[nn.Parameter, Slot]) -> None:
+    Args:
+        slots: by the sharded parameter.
+        divisions: by the sharded parameter, where tensor parallelism has divided it.
+    """
+
+    def __init__(
+        self, slots: Mapping[nn.Parameter, Slot], divisions: Mapping[nn.Parameter, Division] | None = None
+    ) -> None:
         self._slots: Mapping[Tensor, Slot] = dict(slots)
+        self._divisions: Mapping[Tensor, Division] = dict(divisions or {})
 
     def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
         slot = self._slots.get(parameter)
@@ -31,19 +41,28 @@ class Shards(Parts):
             return whole_tensor(value)
         local = value.to_local()
         if slot.group is None:
-            return local.view(parameter.shape)
-        flat = local.new_zeros(parameter.shape.numel())
-        flat[slot.start : slot.end] = local.flatten()
-        dist.all_reduce(flat, group=slot.group)
-        return flat.view(parameter.shape)
+            part = local.view(parameter.shape)
+        else:
+            flat = local.new_zeros(parameter.shape.numel())
+            flat[slot.start : slot.end] = local.flatten()
+            dist.all_reduce(flat, group=slot.group)
+            part = flat.view(parameter.shape)
+        division = self._divisions.get(parameter)
+        return part if division is None else division.whole(part)
 
     def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
         slot = self._slots.get(parameter)
-        if slot is None or not isinstance(parameter, DTensor) or parameter.shape != whole.shape:
+        if slot is None or not isinstance(parameter, DTensor) or self.shape(parameter, parameter) != whole.shape:
             return whole
+        division = self._divisions.get(parameter)
+        part = whole if division is None else division.part(whole)
         # A copy, so that optimizer state does not keep all of the whole tensor.
-        local = whole.flatten()[slot.start : slot.end].clone().view(parameter.detach().to_local().shape)
+        local = part.flatten()[slot.start : slot.end].clone().view(parameter.detach().to_local().shape)
         return like(parameter, local)
+
+    def shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
+        division = self._divisions.get(parameter)
+        return division.shape if division is not None and value.shape == parameter.shape else value.shape
 
     def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         if not isinstance(parameter, DTensor):
@@ -56,8 +75,17 @@ class Shards(Parts):
             return tensor_pieces(value)
         local = value.detach().to_local()
         if slot.group is None:
-            return tensor_pieces(local.view(parameter.shape))
-        return stretch_pieces(local.flatten(), slot.start, parameter.shape)
+            pieces = tensor_pieces(local.view(parameter.shape))
+        else:
+            pieces = stretch_pieces(local.flatten(), slot.start, parameter.shape)
+        division = self._divisions.get(parameter)
+        return pieces if division is None else division.pieces(pieces, parameter.shape)
+
+    def groups(self, parameter: Tensor) -> Groups:
+        slot, division = self._slots[parameter], self._divisions.get(parameter)
+        along_dp = (slot.group,) if slot.group is not None else ()
+        along_tp = (division.mesh.get_group(),) if division is not None and division.is_sharded else ()
+        return along_dp + along_tp
 
 
 def like(parameter: DTensor, local: Tensor) -> DTensor:
