@@ -30,19 +30,21 @@ from meshwright.data_parallel import (
     forward_options,
 )
 from meshwright.errors import BatchError, ConfigError, ModelError, StrategyError
-from meshwright.layout import model_layout
+from meshwright.layout import ModelLayout, model_layout
 from meshwright.mesh import Mesh
 from meshwright.norms import check_clip
 from meshwright.weights import Weights, is_meta
 
+from .boundary import Boundary, Crossing, size_of
 from .config import PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
 from .deferred import WeightGradients
 from .names import Names
 from .optimizer import StageOptimizers
-from .runtime import Run
+from .runtime import Kinds, Run, Tensors
 from .schedules import Action, Kind, Schedule, with_communication
 from .split import split_model
-from .stage import Boundary, Cut, shape_of, study, take_stage
+from .stage import Cut, enter_stage, take_stage
+from .study import Study
 
 
 class PipelineStage:
@@ -51,44 +53,47 @@ class PipelineStage:
     Args:
         manager: of the inner strategy, with the stage's part of the model.
         boundary: of that model.
-        cut: of the whole model.
         is_first: whether it takes tokens, not hidden states.
         is_last: whether it computes the loss.
+        dtype: of what crosses boundaries, where it is of floating point; None: its own.
     """
 
     def __init__(
-        self, manager: DataParallelManager, boundary: Boundary, cut: Cut, *, is_first: bool, is_last: bool
+        self,
+        manager: DataParallelManager,
+        boundary: Boundary,
+        *,
+        is_first: bool,
+        is_last: bool,
+        dtype: torch.dtype | None,
     ) -> None:
         self.manager = manager
         self.is_first, self.is_last = is_first, is_last
         self.num_tokens = torch.ones(())
-        self._boundary, self._cut = boundary, cut
+        self._boundary, self._dtype = boundary, dtype
         self._store = WeightGradients()
 
-    def parallelize(self, blocks: Sequence[str], weights: Weights | None) -> None:
+    def parallelize(self, cut: Cut, blocks: range, weights: Weights | None) -> None:
         """Shard the stage's part of the model, of which it has these blocks."""
         model = self.manager.model
         for block in blocks:
-            self._store.watch(model.get_submodule(block))
+            self._store.watch(model.get_submodule(cut.blocks[block]))
         self.manager.parallelize(model, weights)
         if not self.is_first:
-            # Before the hooks of sharding, which see what is received as the block's own input.
-            first = model.get_submodule(blocks[0])
-            first.register_forward_pre_hook(self._boundary.hook, prepend=True, with_kwargs=True)
+            enter_stage(model, cut, blocks, self._boundary)
 
-    def forward(self, batch: Batch, received: Tensor | None) -> Tensor:
-        ids = batch["input_ids"]
-        self._boundary.received, self._boundary.size = received, (ids.shape[0], ids.shape[1])
+    def forward(self, batch: Batch, received: Tensors) -> Tensors:
+        self._boundary.start(batch, received)
         try:
             if self.is_last:
-                return self.manager.share_of_loss(batch, self.num_tokens)
+                return (self.manager.share_of_loss(batch, self.num_tokens),)
             inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-            hidden: Tensor = self.manager.outputs(inputs)
-            return hidden
+            leaving: Tensors = self.manager.outputs(inputs)
+            return leaving
         finally:
-            self._boundary.received = None
+            self._boundary.end()
 
-    def choose_loss(self, batch: Batch, dtype: torch.dtype) -> None:
+    def choose_loss(self, batch: Batch) -> None:
         """See `DataParallelManager.choose_loss`; on random hidden states, which are as good as any."""
         if self.is_first:
             self.manager.choose_loss(batch)
@@ -96,16 +101,24 @@ class PipelineStage:
 
         def receive(module: nn.Module, args: Any, kwargs: Any) -> None:
             ids = kwargs["input_ids"]
-            self._boundary.size = (ids.shape[0], ids.shape[1])
-            shape = shape_of(self._cut.hidden[0], *self._boundary.size)
-            self._boundary.received = torch.randn(shape, dtype=dtype, device=ids.device)
+            kinds = self.entering(kwargs)
+            # Indices among them must be valid.
+            self._boundary.start(
+                kwargs,
+                [
+                    torch.zeros(shape, dtype=dtype, device=ids.device)
+                    if not dtype.is_floating_point
+                    else torch.randn(shape, dtype=dtype, device=ids.device)
+                    for shape, dtype in kinds
+                ],
+            )
 
         hook = self.manager.module.register_forward_pre_hook(receive, with_kwargs=True)
         try:
             self.manager.choose_loss(batch)
         finally:
             hook.remove()
-            self._boundary.received = None
+            self._boundary.end()
 
     def backward(self, work: Callable[[], object], *, is_last: bool) -> None:
         with self.manager.sync_gradients(is_last=is_last):
@@ -129,9 +142,17 @@ class PipelineStage:
             self.manager.reduce_gradients()
         self.manager.after_backward(is_last=is_last)
 
-    def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
-        ids = batch["input_ids"]
-        return shape_of(self._cut.hidden[0], ids.shape[0], ids.shape[1])
+    def entering(self, batch: Batch) -> Kinds:
+        return self._kinds(self._boundary.entering, batch)
+
+    def leaving(self, batch: Batch) -> Kinds:
+        return self._kinds(self._boundary.leaving, batch)
+
+    def _kinds(self, crossings: Sequence[Crossing], batch: Batch) -> Kinds:
+        return [
+            (each.shape(*size_of(batch)), self._dtype if self._dtype and each.dtype.is_floating_point else each.dtype)
+            for each in crossings
+        ]
 
 
 class PipelineManager(StrategyManager):
@@ -175,12 +196,10 @@ class PipelineManager(StrategyManager):
         check_trainable(model)
         copy_from_first_rank(model, self.mesh)
         layout = model_layout(model)
-        self._cut: Cut = self.mesh.world.together(lambda: study(model, layout, forward_options(model)))
+        self._cut, self.split = self.mesh.world.together(lambda: self._divided(model, layout))
         self._wide = next(model.parameters()).dtype == torch.float64
         self._vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
-        count = number_of_stages(self.config, layers=len(self._cut.blocks), ranks=self.mesh.degrees.pp)
-        blocks, runs_in = self._cut.blocks, self._cut.runs_in
-        self.split = tuple(split_model(model, layout, self.config, count, blocks=blocks, runs_in=runs_in))
+        count = len(self.split)
         self._placement = self._schedule(count, self._least_microbatches).placement
         self._names = Names(model, self._cut, self.split)
         mine = [index for index, rank in enumerate(self._placement) if rank == self.mesh.axis_rank("pp")]
@@ -190,9 +209,17 @@ class PipelineManager(StrategyManager):
             self._add_stage(index, manager, part)
         own_parameters([stage.manager.model for stage in self._stages.values()])
         for index, stage in self._stages.items():
-            names = [self._cut.blocks[block] for block in self.split[index]]
-            self.mesh.world.together(lambda stage=stage, names=names: stage.parallelize(names, weights))  # type: ignore[misc]
+            part = self.split[index]
+            self.mesh.world.together(lambda stage=stage, part=part: stage.parallelize(self._cut, part, weights))  # type: ignore[misc]
         return next(iter(self._stages.values())).manager.module
+
+    def _divided(self, model: nn.Module, layout: ModelLayout) -> tuple[Cut, tuple[range, ...]]:
+        """How the model is cut, and the blocks of each stage."""
+        study = Study(model, layout, forward_options(model))
+        blocks, runs_in = study.cut.blocks, study.cut.runs_in
+        count = number_of_stages(self.config, layers=len(blocks), ranks=self.mesh.degrees.pp)
+        split = split_model(model, layout, self.config, count, blocks=blocks, runs_in=runs_in)
+        return study.cut_at([part.start for part in split[1:]]), tuple(split)
 
     def _inner_manager(self) -> DataParallelManager:
         """For one stage.
@@ -222,11 +249,12 @@ class PipelineManager(StrategyManager):
         return manager
 
     def _add_stage(self, index: int, manager: DataParallelManager, part: nn.Module) -> None:
-        boundary = Boundary()
+        boundary = self._cut.boundary(self.split[index])
         take_stage(part, self._cut, self.split[index], boundary)
         manager.model = part
         is_first, is_last = index == 0, index == len(self.split) - 1
-        self._stages[index] = PipelineStage(manager, boundary, self._cut, is_first=is_first, is_last=is_last)
+        dtype = getattr(torch, self.config.dtype) if self.config.dtype is not None else None
+        self._stages[index] = PipelineStage(manager, boundary, is_first=is_first, is_last=is_last, dtype=dtype)
 
     # -- the optimizer
 
@@ -339,20 +367,11 @@ class PipelineManager(StrategyManager):
         length = self._run_length(len(batches))
         losses: list[Tensor] = []
         for start in range(0, len(batches), length):
-            run = Run(self._stages, self._placement, self.mesh.group("pp"), self._dtype, device, train=train)
+            run = Run(self._stages, self._placement, self.mesh.group("pp"), device, train=train)
             is_last = start + length >= len(batches)
             run(self._plan(length, train=train), batches[start : start + length], is_last=is_last)
             losses += [run.losses[index] for index in sorted(run.losses)]
         return losses
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """Of what crosses boundaries."""
-        chosen = self.config.dtype
-        if chosen is None:
-            return self._cut.hidden[1]
-        dtype: torch.dtype = getattr(torch, chosen)
-        return dtype
 
     def _plan(self, microbatches: int, *, train: bool) -> tuple[Action, ...]:
         """This rank's actions."""
@@ -381,7 +400,7 @@ class PipelineManager(StrategyManager):
     def _choose_loss(self, piece: Batch) -> None:
         for stage in self._stages.values():
             if stage.is_last:
-                stage.choose_loss(piece, self._dtype)
+                stage.choose_loss(piece)
 
     def _sum_over_ranks(self, losses: Sequence[Tensor]) -> Tensor:
         # In float64, so that the sum does not depend on how microbatches are spread over ranks.
