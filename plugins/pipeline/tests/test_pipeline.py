@@ -10,22 +10,28 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
 
 from meshwright import (
     BatchError,
     ConfigError,
+    Mesh,
     MeshSizes,
     MeshwrightError,
     ModelError,
     count_tokens,
     get_strategy,
+    open_world,
+    optimizer_factory,
     resolve,
 )
 from meshwright.data_parallel import forward_options
 from meshwright.layout import model_layout
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.collectives import Traffic, measure_collectives
-from meshwright.testing.models import case_model, tiny_model
+from meshwright.testing.memory import measure_memory
+from meshwright.testing.models import ROUTED_VOCAB, TINY, case_model, tiny_model
 from meshwright.testing.parity import (
     build_manager,
     difference,
@@ -37,7 +43,8 @@ from meshwright.testing.parity import (
     training_step,
 )
 from meshwright_pipeline.schedules import SCHEDULES, Kind, Schedule, build_schedule
-from meshwright_pipeline.stage import Boundary, study, take_stage
+from meshwright_pipeline.stage import enter_stage, take_stage
+from meshwright_pipeline.study import Study
 
 PP2 = {"pp_size": 2}
 DEEP = Case(layers=5, tied=True)
@@ -233,6 +240,103 @@ def test_a_rank_holds_the_parameters_of_its_stage() -> None:
     assert max(first, last) < 0.7 * whole
 
 
+# -- models on the meta device
+
+
+def _built(device: str, config: Any, seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    return model
+
+
+def _config(**changes: Any) -> Any:
+    return case_model("llama", tied=True, seed=0, dtype=torch.float64, layers=5).config.__class__(
+        **{**TINY["llama"], "num_hidden_layers": 5, "tie_word_embeddings": True, **changes}
+    )
+
+
+def _manager_of(strategy: str, options: Mapping[str, Any]) -> Any:
+    own = {name: value for name, value in options.items() if name.startswith("pp_")}
+    inner = {name: value for name, value in options.items() if name not in own}
+    with open_world() as world:
+        sizes = MeshSizes(pp_size=2)
+        stack, degrees = resolve(strategy, sizes, world.size, config=inner, wrapper_config={"pipeline": own})
+        return stack.build(Mesh(degrees, world))
+
+
+def _trained_from(
+    device: str, strategy: str, options: Mapping[str, Any], changes: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Full weights before and after two steps, of a model that was built on a device."""
+    manager = _manager_of(strategy, options)
+    # Only the first rank's seed counts.
+    manager.parallelize(_built(device, _config(**changes), 3 + manager.mesh.rank * (device == "meta")))
+    before = {name: tensor.clone() for name, tensor in full_weights(manager).items()}
+    manager.build_optimizer(optimizer_factory(Case().optimizer))
+    train_steps(manager, Case(), range(2))
+    return before, full_weights(manager)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "options", "changes"),
+    [
+        (2, "single", {"pp_schedule": "zbv"}, {}),
+        (2, "single", {}, {"tie_word_embeddings": False}),
+        (4, "fsdp2", {}, {}),
+        (4, "ddp", {"engine": "bucketed"}, {}),
+    ],
+    ids=str,
+)
+def test_a_model_without_memory_trains_as_one_with_memory(
+    ranks: int, strategy: str, options: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    arguments = (strategy, options, changes)
+    expected, found = (pool(ranks).run(_trained_from, device, *arguments) for device in ("cpu", "meta"))
+    for mine, theirs in zip(found, expected, strict=True):
+        for weights, others in zip(mine, theirs, strict=True):
+            assert weights.keys() == others.keys()
+            assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert not torch.equal(found[0][0]["lm_head.weight"], found[0][1]["lm_head.weight"])
+
+
+class _Values:
+    """Weights that are computed when they are read, by name; notes which were."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self.read_names: set[str] = set()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def read(self, name: str, offsets: Any, sizes: Any) -> torch.Tensor:
+        self.read_names.add(name)
+        return torch.full(tuple(sizes), len(name) / 100, dtype=torch.float64)
+
+
+def _taken(schedule: str) -> tuple[int, int, int, bool]:
+    """Bytes of this rank's stages, of the largest parameter, and at the peak; and whether it read its own only."""
+    config = _config(hidden_size=192, intermediate_size=512, num_hidden_layers=8, tie_word_embeddings=False)
+    model = _built("meta", config)
+    largest = max(p.numel() for p in model.parameters()) * WIDTH
+    weights, manager = _Values(model), _manager_of("single", {"pp_schedule": schedule})
+    memory = measure_memory(lambda: manager.parallelize(model, weights), [])
+    held = {name: p for part in manager.model_parts for name, p in part.named_parameters()}
+    assert all(torch.equal(p, torch.full_like(p, len(name) / 100)) for name, p in held.items())
+    mine = sum(p.untyped_storage().nbytes() for p in held.values())
+    return mine, largest, memory.peak.total, weights.read_names == held.keys()
+
+
+def test_a_rank_never_holds_more_than_its_stages() -> None:
+    for schedule in ("1f1b", "zbv"):
+        for mine, largest, peak, is_own in pool(2).run(_taken, schedule):
+            # While it is read, a parameter is there twice; and a batch of some tokens runs through the model.
+            assert mine <= peak <= mine + 3 * largest
+            assert 8 * largest < mine
+            assert is_own
+
+
 def _alive(name: str) -> list[int]:
     """The most microbatches between forward and backward, on each rank."""
     from meshwright_pipeline import runtime
@@ -323,50 +427,136 @@ def test_lengths_may_change_from_step_to_step() -> None:
 # -- one model, cut
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "gemma3_text", "bloom", "opt", "mamba2", "qwen3_moe", "phi3"])
-def test_stages_run_one_after_the_other_give_the_logits_of_the_whole(model_type: str) -> None:
-    model: nn.Module = case_model(model_type, tied=None, seed=0, dtype=torch.float64).eval()
+def _chained(model: nn.Module, parts: list[nn.Module], ids: torch.Tensor) -> torch.Tensor:
+    """Logits of a chain of stages, one for each block, made of `parts`, copies of the model."""
     layout, options = model_layout(model), forward_options(model)
-    ids = torch.arange(3 * 10).view(3, 10) % 100 + 1
+    study = Study(model, layout, options)
+    count = len(study.cut.blocks)
+    cut = study.cut_at(range(1, count))
+    assert len(parts) == count
+    passed: Any = ()
+    for index, part in enumerate(parts):
+        stage = range(index, index + 1)
+        boundary = cut.boundary(stage)
+        take_stage(part, cut, stage, boundary)
+        if index:
+            enter_stage(part, cut, stage, boundary)
+        boundary.start({"input_ids": ids}, passed)
+        passed = part(input_ids=ids, **options)
+    logits: torch.Tensor = passed.logits
+    return logits
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    # The second line passes on more than hidden states.
+    [
+        *("gpt2", "gemma3_text", "bloom", "opt", "mamba2", "qwen3_moe", "phi3"),
+        *("zamba2", "zaya", "inkling2_text", "gemma3n_text", "gemma4", "hy_v4", "xlm", "mllama"),
+    ],
+)
+def test_stages_run_one_after_the_other_give_the_logits_of_the_whole(model_type: str) -> None:
+    def model() -> nn.Module:
+        return case_model(model_type, tied=None, seed=0, dtype=torch.float64).eval()
+
+    whole = model()
+    # A size that no trial run has.
+    ids = torch.arange(4 * 10).view(4, 10) % 100 + 1
     with torch.no_grad():
-        expected = model(input_ids=ids, **options).logits
-        cut = study(model, layout, options)
-        hidden = None
-        for index in range(len(cut.blocks)):
-            part = case_model(model_type, tied=None, seed=0, dtype=torch.float64).eval()
-            boundary = Boundary()
-            take_stage(part, cut, range(index, index + 1), boundary)
-            part.get_submodule(cut.blocks[index]).register_forward_pre_hook(boundary.hook, with_kwargs=True)
-            boundary.received, boundary.size = hidden, (3, 10)
-            hidden = part(input_ids=ids, **options)
-    assert hidden is not None
-    assert torch.equal(hidden.logits, expected)
+        expected = whole(input_ids=ids, **forward_options(whole)).logits
+        blocks = len(Study(whole, model_layout(whole), forward_options(whole)).cut.blocks)
+        assert torch.equal(_chained(whole, [model() for _ in range(blocks)], ids), expected)
 
 
-class _Beside(nn.Module):
-    """Blocks that read what the first block has left beside the hidden states."""
+class Carrying(nn.Module):
+    """A causal LM whose blocks pass on more than their output.
 
+    Args:
+        way: "model": the model adds the embedding behind each block; "given": each block is given the sum of all
+            before; "written": each block reads from and writes to a mapping; "kept": the model keeps what each block
+            has returned, and adds it later.
+    """
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.embed = nn.Embedding(ROUTED_VOCAB, 8, dtype=torch.float64)
+        self.blocks = nn.ModuleList(_Carrier() for _ in range(4))
+        self.head = nn.Linear(8, ROUTED_VOCAB, dtype=torch.float64)
+
+    def forward(self, input_ids: torch.Tensor) -> CausalLMOutput:
+        first = self.embed(input_ids)
+        hidden, total, shared = first, first, {}
+        kept = []
+        for block in self.blocks:
+            if self.way == "model":
+                hidden = block(hidden) + first
+            elif self.way == "given":
+                hidden, total = block(hidden, total), total + hidden
+            elif self.way == "written":
+                hidden = block(hidden, shared=shared)
+            else:
+                hidden = block(hidden)
+                kept.append(hidden)
+        return CausalLMOutput(logits=self.head(hidden + sum(kept)))
+
+
+class _Carrier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(3))
-        self.head = nn.Linear(8, 11)
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+        self.gate = nn.Linear(8, 8, dtype=torch.float64)
 
-    def forward(self, input_ids: torch.Tensor) -> Any:
-        from transformers.modeling_outputs import CausalLMOutput
+    def forward(
+        self, hidden: torch.Tensor, total: torch.Tensor | None = None, shared: dict[str, Any] | None = None
+    ) -> torch.Tensor:
+        out = hidden + self.linear(hidden).tanh()
+        if total is not None:
+            out = out + self.gate(total).tanh()
+        if shared is not None:
+            out = out + sum(self.gate(each).tanh() for each in shared.get("all", ()))
+            shared["all"] = (*shared.get("all", ())[-1:], out)
+        return out
 
-        first = self.embed(input_ids)
-        hidden = first
-        for block in self.blocks:
-            hidden = block(hidden) + first
-        return CausalLMOutput(logits=self.head(hidden))
+
+def _gradients_of_carrying(way: str, schedule: str, rank_count: int) -> dict[str, torch.Tensor]:
+    """Of a step over stages of one block, of which the middle ones pass on what they do not use."""
+    torch.manual_seed(3)
+    model = Carrying(way)
+    name = "pipeline" if rank_count > 1 else "single"
+    with open_world() as world:
+        sizes = MeshSizes(pp_size=rank_count) if rank_count > 1 else MeshSizes()
+        stack, degrees = resolve(name, sizes, world.size, config={"pp_schedule": schedule} if rank_count > 1 else {})
+        manager = stack.build(Mesh(degrees, world))
+        manager.parallelize(model)
+        ids = torch.arange(6 * 7).view(6, 7) * 5 % ROUTED_VOCAB
+        batch = [{"input_ids": ids, "labels": ids}]
+        manager.forward_backward(batch, num_tokens=count_tokens(batch, manager.mesh))
+        return {
+            parameter: tensor.grad.clone()
+            for part in manager.model_parts
+            for parameter, tensor in part.named_parameters()
+            if tensor.grad is not None
+        }
 
 
-def test_a_model_that_carries_state_beside_the_hidden_states_is_refused() -> None:
-    model = _Beside()
+@pytest.mark.parametrize("schedule", ["gpipe", "zbv"])
+@pytest.mark.parametrize("way", ["model", "given", "written"])
+def test_what_is_carried_beside_the_hidden_states_crosses_with_its_gradient(way: str, schedule: str) -> None:
+    expected = pool(1).run(_gradients_of_carrying, way, schedule, 1)[0]
+    found = {
+        name: grad for part in pool(2).run(_gradients_of_carrying, way, schedule, 2) for name, grad in part.items()
+    }
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=0, atol=1e-12)
+
+
+def test_a_model_that_keeps_what_cannot_be_sent_is_refused() -> None:
+    model = Carrying("kept")
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    with pytest.raises(ModelError, match=r"cut before blocks.1, its logits change.*Set pp_size=1"):
-        study(model, model_layout(model), {})
+    with pytest.raises(ModelError, match=r"cut before blocks.1.*its logits change.*Set pp_size=1"):
+        Study(model, model_layout(model), {}).cut_at([1, 2])
     # Nothing is lost.
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 

@@ -29,15 +29,16 @@ from meshwright.data_parallel import (
     copy_from_first_rank,
     forward_options,
 )
-from meshwright.errors import BatchError, ConfigError, ModelError, StrategyError
+from meshwright.errors import BatchError, ConfigError, StrategyError
 from meshwright.layout import ModelLayout, model_layout
 from meshwright.mesh import Mesh
 from meshwright.norms import check_clip
-from meshwright.weights import Weights, is_meta
+from meshwright.weights import Weights, deferred_weights, is_meta
 
 from .boundary import Boundary, Crossing, size_of
 from .config import PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
 from .deferred import WeightGradients
+from .lent import lent_values
 from .names import Names
 from .optimizer import StageOptimizers
 from .runtime import Kinds, Run, Tensors
@@ -188,15 +189,14 @@ class PipelineManager(StrategyManager):
     def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
         if self._stages:
             raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
-        if is_meta(model):
-            raise ModelError(
-                "the model is on the meta device, and a pipeline cannot give its stages weights yet. Build it without "
-                "`torch.device('meta')`."
-            )
         check_trainable(model)
-        copy_from_first_rank(model, self.mesh)
+        if weights is None and is_meta(model):
+            weights = deferred_weights(model, self.mesh)
+        if weights is None:
+            copy_from_first_rank(model, self.mesh)
         layout = model_layout(model)
-        self._cut, self.split = self.mesh.world.together(lambda: self._divided(model, layout))
+        with lent_values(model, weights, self.mesh.device):
+            self._cut, self.split = self.mesh.world.together(lambda: self._divided(model, layout))
         self._wide = next(model.parameters()).dtype == torch.float64
         self._vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
         count = len(self.split)

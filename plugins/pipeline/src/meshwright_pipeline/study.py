@@ -242,9 +242,11 @@ def _same(one: Tensor | None, other: Tensor) -> bool:
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Path, Tensor]:
     """Copies of all tensors that a block is given; the hidden states under HIDDEN."""
-    hidden = hidden_path(args, kwargs)
-    found = found_at((args, kwargs), hidden)
-    return {HIDDEN if tensor is found else path: tensor.detach().clone() for path, tensor in tensors_in((args, kwargs))}
+    hidden = found_at((args, kwargs), hidden_path(args, kwargs))
+    found = {path: tensor.detach().clone() for path, tensor in tensors_in((args, kwargs))}
+    copies = {path for path, tensor in tensors_in((args, kwargs)) if tensor is hidden and len(path) == 2}
+    assert hidden is not None
+    return {HIDDEN: hidden.detach().clone(), **{path: each for path, each in found.items() if path not in copies}}
 
 
 def _batch(model: nn.Module, batch: int, length: int) -> Batch:
