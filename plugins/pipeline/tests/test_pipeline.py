@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -42,6 +43,7 @@ from meshwright.testing.parity import (
     train_steps,
     training_step,
 )
+from meshwright_pipeline.loss import loss_of
 from meshwright_pipeline.schedules import SCHEDULES, Kind, Schedule, build_schedule
 from meshwright_pipeline.stage import enter_stage, take_stage
 from meshwright_pipeline.study import Study
@@ -158,6 +160,65 @@ def _blocks_held(case: Case, options: Mapping[str, Any]) -> list[str]:
     return sorted({name.split(".")[2] for name in names if ".layers." in name})
 
 
+def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+
+
+def _smoothed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    options = {"ignore_index": -100, "reduction": "sum", "label_smoothing": 0.5}
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), **options)
+
+
+def _mean(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return _summed(logits, targets) / (targets != -100).sum().clamp(min=1)
+
+
+def _unmasked(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return logits.logsumexp(-1).sum()
+
+
+class SummedLoss:
+    """The token loss as a class."""
+
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return _summed(logits, targets)
+
+
+def test_a_loss_that_is_the_token_loss_trains_as_it_does() -> None:
+    _over("fsdp2", Case(layers=5, tied=True, microbatches=2, eval_after=True), 4, {"loss_fn": _summed}, dp_size=2)
+
+
+def _smoothed_gradients(ranks: int) -> dict[str, torch.Tensor]:
+    """Of a step with ragged masks, by a whole model and its own backward, or by a pipeline."""
+    model, case = tiny_model(layers=3), Case()
+    batch = share(case, 0, 0, 1)[0]
+    if ranks == 1:
+        count = (batch["labels"][:, 1:] != -100).sum()
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        (_smoothed(logits[:, :-1], batch["labels"][:, 1:]) / count).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    manager = _manager_of("single", {"pp_schedule": "gpipe", "loss_fn": _smoothed})
+    manager.parallelize(model)
+    manager.forward_backward([batch], num_tokens=count_tokens([batch], manager.mesh))
+    parts = manager.model_parts
+    return {name: p.grad for part in parts for name, p in part.named_parameters() if p.grad is not None}
+
+
+def test_a_loss_of_another_kind_is_summed_over_tokens_and_divided_by_their_global_number() -> None:
+    expected = _smoothed_gradients(1)
+    found = {name: grad for part in pool(2).run(_smoothed_gradients, 2) for name, grad in part.items()}
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=0, atol=1e-12)
+
+
+def test_a_loss_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_ALLOWED_IMPORTS", __name__)
+    assert loss_of(f"{__name__}._summed") is _summed
+    assert isinstance(loss_of(f"{__name__}.SummedLoss"), SummedLoss)
+    assert loss_of(None) is None
+
+
 # -- state
 
 
@@ -257,7 +318,7 @@ def _config(**changes: Any) -> Any:
 
 
 def _manager_of(strategy: str, options: Mapping[str, Any]) -> Any:
-    own = {name: value for name, value in options.items() if name.startswith("pp_")}
+    own = {name: value for name, value in options.items() if name.startswith(("pp_", "loss_"))}
     inner = {name: value for name, value in options.items() if name not in own}
     with open_world() as world:
         sizes = MeshSizes(pp_size=2)
@@ -583,7 +644,9 @@ def _refusal(strategy: str, config: Any, wrapper: Any, case: Case, sizes: Any) -
         ("single", {}, {"patch_inner_model": False}, Case(), ["ConfigError", "Set patch_inner_model=true"]),
         ("single", {}, {"patch_causal_lm_model": False}, Case(), ["ConfigError", "Set patch_causal_lm_model=true"]),
         ("single", {}, {"scale_grads_in_schedule": True}, Case(), ["ConfigError", "Set it to false"]),
-        ("single", {}, {"loss_fn": "torch.nn.CrossEntropyLoss"}, Case(), ["ConfigError", "loss_fn is not supported"]),
+        ("single", {}, {"loss_fn": "torch.nn.CrossEntropyLoss"}, Case(), ["ConfigError", "loss_fn fails on logits"]),
+        ("single", {}, {"loss_fn": _mean}, Case(), ["ConfigError", "for two sequences", "must return the sum"]),
+        ("single", {}, {"loss_fn": _unmasked}, Case(), ["ConfigError", "where all targets are masked"]),
         (
             "single",
             {},

@@ -35,7 +35,7 @@ def lent_values(model: nn.Module, weights: Weights | None, device: torch.device)
         if not tensor.is_meta:
             lent[tensor] = tensor.to(device)
         elif name in weights:
-            lent[tensor] = weights.read(name, [0] * tensor.dim(), tensor.shape).to(device)
+            lent[tensor] = weights.read(name, [0] * tensor.dim(), tensor.shape).to(device, copy=True)
         else:
             lent[tensor] = torch.zeros_like(tensor, device=device)
     original = {value: tensor for tensor, value in lent.items()}
@@ -56,8 +56,17 @@ def _replace(model: nn.Module, others: dict[Tensor, Tensor]) -> None:
                     held[name] = others.get(tensor, tensor)
 
 
+SMALL = 1 << 16
+"""Parameters of at most so many elements are whole."""
+KERNEL = 16
+"""So are those whose last dim is at most this: convolutions read their weights as if they were contiguous, beyond the
+end of a row."""
+
+
 def _row(tensor: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:
     """Values of the shape and dtype of a parameter, of such a size that activations keep theirs."""
-    row = torch.randn(sum(tensor.shape) + 1, generator=generator)
+    is_small = tensor.numel() <= SMALL or tensor.shape[-1] <= KERNEL
+    row = torch.randn(tensor.shape if is_small else (sum(tensor.shape),), generator=generator)
     row = row / tensor.shape[-1] ** 0.5 if tensor.dim() > 1 else 1 + 0.1 * row
-    return row.to(device, tensor.dtype).as_strided(tensor.shape, (1,) * tensor.dim())
+    row = row.to(device, tensor.dtype)
+    return row if is_small else row.as_strided(tensor.shape, (1,) * tensor.dim())

@@ -31,6 +31,7 @@ from meshwright.data_parallel import (
 )
 from meshwright.errors import BatchError, ConfigError, StrategyError
 from meshwright.layout import ModelLayout, model_layout
+from meshwright.loss import targets
 from meshwright.mesh import Mesh
 from meshwright.norms import check_clip
 from meshwright.weights import Weights, deferred_weights, is_meta
@@ -39,6 +40,7 @@ from .boundary import Boundary, Crossing, size_of
 from .config import PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
 from .deferred import WeightGradients
 from .lent import lent_values
+from .loss import LossFn, check_loss, loss_of
 from .names import Names
 from .optimizer import StageOptimizers
 from .runtime import Kinds, Run, Tensors
@@ -57,6 +59,7 @@ class PipelineStage:
         is_first: whether it takes tokens, not hidden states.
         is_last: whether it computes the loss.
         dtype: of what crosses boundaries, where it is of floating point; None: its own.
+        loss: on the last stage, in the place of the token loss; see [Note: loss_fn].
     """
 
     def __init__(
@@ -67,11 +70,12 @@ class PipelineStage:
         is_first: bool,
         is_last: bool,
         dtype: torch.dtype | None,
+        loss: LossFn | None,
     ) -> None:
         self.manager = manager
         self.is_first, self.is_last = is_first, is_last
         self.num_tokens = torch.ones(())
-        self._boundary, self._dtype = boundary, dtype
+        self._boundary, self._dtype, self._loss = boundary, dtype, loss
         self._store = WeightGradients()
 
     def parallelize(self, cut: Cut, blocks: range, weights: Weights | None) -> None:
@@ -86,10 +90,13 @@ class PipelineStage:
     def forward(self, batch: Batch, received: Tensors) -> Tensors:
         self._boundary.start(batch, received)
         try:
-            if self.is_last:
+            if self.is_last and self._loss is None:
                 return (self.manager.share_of_loss(batch, self.num_tokens),)
             inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-            leaving: Tensors = self.manager.outputs(inputs)
+            outputs = self.manager.outputs(inputs)
+            if self._loss is not None and self.is_last:
+                return (self._loss(outputs.logits, targets(batch["labels"])) / self.num_tokens,)
+            leaving: Tensors = outputs
             return leaving
         finally:
             self._boundary.end()
@@ -174,6 +181,12 @@ class PipelineManager(StrategyManager):
     def __init__(self, config: PipelineConfig, mesh: Mesh, inner: Callable[[Mesh], StrategyManager]) -> None:
         check_options(config)
         self.config, self.mesh = config, mesh
+        self._loss = loss_of(config.loss_fn)
+        if self._loss is not None and mesh.degrees.tp > 1:
+            raise ConfigError(
+                f"loss_fn with tp_size={mesh.degrees.tp}: the logits are divided over the ranks of tp, and only the "
+                f"token loss knows how. Set tp_size=1, or leave loss_fn out."
+            )
         self._inner = inner
         self._stages: dict[int, PipelineStage] = {}
         self._optimizer: Optimizer | None = None
@@ -190,6 +203,10 @@ class PipelineManager(StrategyManager):
         if self._stages:
             raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
         check_trainable(model)
+        vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+        if self._loss is not None:
+            dtype = next(model.parameters()).dtype
+            check_loss(self._loss, vocab_size=vocab_size or 7, dtype=dtype, device=self.mesh.device)
         if weights is None and is_meta(model):
             weights = deferred_weights(model, self.mesh)
         if weights is None:
@@ -198,7 +215,7 @@ class PipelineManager(StrategyManager):
         with lent_values(model, weights, self.mesh.device):
             self._cut, self.split = self.mesh.world.together(lambda: self._divided(model, layout))
         self._wide = next(model.parameters()).dtype == torch.float64
-        self._vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+        self._vocab_size = vocab_size
         count = len(self.split)
         self._placement = self._schedule(count, self._least_microbatches).placement
         self._names = Names(model, self._cut, self.split)
@@ -254,7 +271,9 @@ class PipelineManager(StrategyManager):
         manager.model = part
         is_first, is_last = index == 0, index == len(self.split) - 1
         dtype = getattr(torch, self.config.dtype) if self.config.dtype is not None else None
-        self._stages[index] = PipelineStage(manager, boundary, is_first=is_first, is_last=is_last, dtype=dtype)
+        self._stages[index] = PipelineStage(
+            manager, boundary, is_first=is_first, is_last=is_last, dtype=dtype, loss=self._loss
+        )
 
     # -- the optimizer
 
@@ -543,8 +562,6 @@ def check_options(config: PipelineConfig) -> None:
             "scale_grads_in_schedule=true divides gradients by the number of microbatches, but the loss is divided by "
             "the step's tokens already. Set it to false."
         )
-    if config.loss_fn is not None:
-        raise ConfigError("loss_fn is not supported yet. Leave it out: the loss is that of every other strategy.")
 
 
 def cut_batch(batch: Batch, size: int) -> list[Batch]:
