@@ -33,12 +33,13 @@ def loss_of(value: Any) -> LossFn | None:
         return given
     found = import_class_from_path(value, kind=("function", "class"))
     try:
-        loss: LossFn = found() if inspect.isclass(found) else found
+        loss: Any = found() if inspect.isclass(found) else found
     except TypeError as error:
         raise ConfigError(
             f"loss_fn={value!r} cannot be made without arguments: {error}. Name a function, or give a callable."
         ) from None
-    return loss
+    made: LossFn = loss
+    return made
 
 
 def check_loss(loss: LossFn, *, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
