@@ -32,7 +32,7 @@ from meshwright.layout import model_layout
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.collectives import Traffic, measure_collectives
 from meshwright.testing.memory import measure_memory
-from meshwright.testing.models import ROUTED_VOCAB, TINY, case_model, tiny_model
+from meshwright.testing.models import ROUTED_VOCAB, TINY, RoutedModel, case_model, tiny_model
 from meshwright.testing.parity import (
     build_manager,
     difference,
@@ -219,6 +219,103 @@ def test_a_loss_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loss_of(None) is None
 
 
+# -- stages that are given
+
+GIVEN = {"patch_inner_model": False, "patch_causal_lm_model": False}
+
+
+class _Stage(nn.Module):
+    """One of two stages of `RoutedModel`, with its names."""
+
+    def __init__(self, whole: RoutedModel, *, is_first: bool) -> None:
+        super().__init__()
+        if is_first:
+            self.embed = whole.embed
+            self.blocks = nn.ModuleDict({"0": whole.blocks[0]})
+        else:
+            self.blocks = nn.ModuleDict({str(index): whole.blocks[index] for index in (1, 2)})
+            self.head = whole.head
+
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, attention_mask: Any = None) -> Any:
+        hidden = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        for block in self.blocks.values():
+            hidden = block(hidden, None)
+        return CausalLMOutput(logits=self.head(hidden)) if hasattr(self, "head") else hidden
+
+
+def _given_stages(strategy: str, ranks: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of three steps."""
+    torch.manual_seed(5)
+    whole = RoutedModel(torch.float64)
+    if ranks == 1:
+        stages = [_Stage(whole, is_first=True), _Stage(whole, is_first=False)]
+        optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    else:
+        manager = _manager_of(strategy, GIVEN)
+        rank = manager.mesh.axis_rank("pp")
+        manager.parallelize(_Stage(whole, is_first=rank == 0))
+        manager.build_optimizer(lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2))
+    losses = []
+    for step in range(3):
+        ids = (torch.arange(4 * 7).view(4, 7) * 5 + step) % ROUTED_VOCAB
+        if ranks == 1:
+            logits = stages[1](inputs_embeds=stages[0](input_ids=ids)).logits
+            loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            loss.backward()
+            nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            mine = ids.tensor_split(manager.mesh.data_size)[manager.mesh.data_rank]
+            batch = [{"input_ids": mine, "labels": mine}]
+            loss = manager.forward_backward(batch, num_tokens=count_tokens(batch, manager.mesh))
+            manager.clip_grad_norm(0.5)
+            manager.optimizer_step()
+        losses.append(float(loss))
+    if ranks == 1:
+        return losses, {name: p.detach() for name, p in whole.named_parameters()}
+    state = manager.state_dict(full=True)
+    manager.load_state_dict(state, full=True)
+    again = manager.state_dict(full=True)
+    assert all(torch.equal(tensor, again["model"][name]) for name, tensor in state["model"].items())
+    return losses, state["model"]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 2), ("fsdp2", 4), ("ddp", 4)])
+def test_stages_that_are_given_train_as_they_are(strategy: str, ranks: int) -> None:
+    losses, weights = pool(1).run(_given_stages, strategy, 1)[0]
+    found = pool(ranks).run(_given_stages, strategy, ranks)
+    for mine, _ in found:
+        assert mine == pytest.approx(losses, abs=1e-12)
+    assert found[0][1].keys() == weights.keys()
+    for name, expected in weights.items():
+        torch.testing.assert_close(found[0][1][name], expected, rtol=0, atol=1e-9)
+
+
+class _Wrong(_Stage):
+    """A stage whose forward answers with something else."""
+
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None) -> Any:
+        hidden = super().forward(input_ids, inputs_embeds)
+        return (hidden, None) if inputs_embeds is None else hidden.logits
+
+
+def _wrong_stage(wrong: int) -> str:
+    whole = RoutedModel(torch.float64)
+    manager = _manager_of("single", GIVEN)
+    rank = manager.mesh.axis_rank("pp")
+    with pytest.raises(ModelError) as caught:
+        manager.parallelize((_Wrong if rank == wrong else _Stage)(whole, is_first=rank == 0))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("wrong", "text"), [(0, "it must return hidden states"), (1, "an object with logits")])
+def test_given_stages_are_tried_before_they_train(wrong: int, text: str) -> None:
+    for found in pool(2).run(_wrong_stage, wrong):
+        assert f"stage {wrong}" in found
+        assert text in found
+
+
 # -- state
 
 
@@ -318,7 +415,7 @@ def _config(**changes: Any) -> Any:
 
 
 def _manager_of(strategy: str, options: Mapping[str, Any]) -> Any:
-    own = {name: value for name, value in options.items() if name.startswith(("pp_", "loss_"))}
+    own = {name: value for name, value in options.items() if name.startswith(("pp_", "loss_", "patch_"))}
     inner = {name: value for name, value in options.items() if name not in own}
     with open_world() as world:
         sizes = MeshSizes(pp_size=2)
@@ -641,8 +738,12 @@ def _refusal(strategy: str, config: Any, wrapper: Any, case: Case, sizes: Any) -
         ("single", {}, {"pp_batch_size": 5}, Case(), ["BatchError", "12 sequences", "pp_batch_size=5"]),
         ("single", {}, {"pp_seq_len": 8}, Case(), ["BatchError", "16 tokens", "pp_seq_len=8"]),
         ("single", {}, {"pp_schedule": "zbv"}, Case(), ["ConfigError", "4 stages", "3 blocks"]),
-        ("single", {}, {"patch_inner_model": False}, Case(), ["ConfigError", "Set patch_inner_model=true"]),
-        ("single", {}, {"patch_causal_lm_model": False}, Case(), ["ConfigError", "Set patch_causal_lm_model=true"]),
+        ("single", {}, {"patch_inner_model": False}, Case(), ["ConfigError", "Make them equal"]),
+        ("single", {}, {"patch_causal_lm_model": False}, Case(), ["ConfigError", "Make them equal"]),
+        ("single", {}, {**GIVEN, "layers_per_stage": 2}, Case(), ["ConfigError", "layers_per_stage divides a model"]),
+        ("single", {}, {**GIVEN, "pp_schedule": "zbv"}, Case(), ["ConfigError", "Use 1f1b or gpipe"]),
+        # Both ranks give the whole model.
+        ("single", {}, GIVEN, Case(), ["ModelError", "stage 1", "both have a parameter"]),
         ("single", {}, {"scale_grads_in_schedule": True}, Case(), ["ConfigError", "Set it to false"]),
         ("single", {}, {"loss_fn": "torch.nn.CrossEntropyLoss"}, Case(), ["ConfigError", "loss_fn fails on logits"]),
         ("single", {}, {"loss_fn": _mean}, Case(), ["ConfigError", "for two sequences", "must return the sum"]),

@@ -29,138 +29,25 @@ from meshwright.data_parallel import (
     copy_from_first_rank,
     forward_options,
 )
-from meshwright.errors import BatchError, ConfigError, StrategyError
+from meshwright.errors import BatchError, ConfigError, ModelError, StrategyError
 from meshwright.layout import ModelLayout, model_layout
-from meshwright.loss import targets
 from meshwright.mesh import Mesh
 from meshwright.norms import check_clip
+from meshwright.sizes import Degrees
 from meshwright.weights import Weights, deferred_weights, is_meta
 
-from .boundary import Boundary, Crossing, size_of
 from .config import PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
-from .deferred import WeightGradients
+from .given import try_stages
 from .lent import lent_values
-from .loss import LossFn, check_loss, loss_of
-from .names import Names
+from .loss import check_loss, loss_of
+from .names import Names, first_names
 from .optimizer import StageOptimizers
-from .runtime import Kinds, Run, Tensors
+from .runtime import Run
 from .schedules import Action, Kind, Schedule, with_communication
 from .split import split_model
-from .stage import Cut, enter_stage, take_stage
+from .stage import Cut, take_stage
 from .study import Study
-
-
-class PipelineStage:
-    """One stage on this rank; see `runtime.Stage`.
-
-    Args:
-        manager: of the inner strategy, with the stage's part of the model.
-        boundary: of that model.
-        is_first: whether it takes tokens, not hidden states.
-        is_last: whether it computes the loss.
-        dtype: of what crosses boundaries, where it is of floating point; None: its own.
-        loss: on the last stage, in the place of the token loss; see [Note: loss_fn].
-    """
-
-    def __init__(
-        self,
-        manager: DataParallelManager,
-        boundary: Boundary,
-        *,
-        is_first: bool,
-        is_last: bool,
-        dtype: torch.dtype | None,
-        loss: LossFn | None,
-    ) -> None:
-        self.manager = manager
-        self.is_first, self.is_last = is_first, is_last
-        self.num_tokens = torch.ones(())
-        self._boundary, self._dtype, self._loss = boundary, dtype, loss
-        self._store = WeightGradients()
-
-    def parallelize(self, cut: Cut, blocks: range, weights: Weights | None) -> None:
-        """Shard the stage's part of the model, of which it has these blocks."""
-        model = self.manager.model
-        for block in blocks:
-            self._store.watch(model.get_submodule(cut.blocks[block]))
-        self.manager.parallelize(model, weights)
-        if not self.is_first:
-            enter_stage(model, cut, blocks, self._boundary)
-
-    def forward(self, batch: Batch, received: Tensors) -> Tensors:
-        self._boundary.start(batch, received)
-        try:
-            if self.is_last and self._loss is None:
-                return (self.manager.share_of_loss(batch, self.num_tokens),)
-            inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-            outputs = self.manager.outputs(inputs)
-            if self._loss is not None and self.is_last:
-                return (self._loss(outputs.logits, targets(batch["labels"])) / self.num_tokens,)
-            leaving: Tensors = outputs
-            return leaving
-        finally:
-            self._boundary.end()
-
-    def choose_loss(self, batch: Batch) -> None:
-        """See `DataParallelManager.choose_loss`; on random hidden states, which are as good as any."""
-        if self.is_first:
-            self.manager.choose_loss(batch)
-            return
-
-        def receive(module: nn.Module, args: Any, kwargs: Any) -> None:
-            ids = kwargs["input_ids"]
-            kinds = self.entering(kwargs)
-            # Indices among them must be valid.
-            self._boundary.start(
-                kwargs,
-                [
-                    torch.zeros(shape, dtype=dtype, device=ids.device)
-                    if not dtype.is_floating_point
-                    else torch.randn(shape, dtype=dtype, device=ids.device)
-                    for shape, dtype in kinds
-                ],
-            )
-
-        hook = self.manager.module.register_forward_pre_hook(receive, with_kwargs=True)
-        try:
-            self.manager.choose_loss(batch)
-        finally:
-            hook.remove()
-            self._boundary.end()
-
-    def backward(self, work: Callable[[], object], *, is_last: bool) -> None:
-        with self.manager.sync_gradients(is_last=is_last):
-            work()
-        self.manager.after_backward(is_last=is_last)
-
-    def backward_input(self, work: Callable[[], object]) -> Callable[[], None]:
-        with self.manager.sync_gradients(is_last=False), self._store.collecting() as rest:
-            work()
-
-        def finish() -> None:
-            for each in rest:
-                each()
-
-        return finish
-
-    def backward_weight(self, rest: Callable[[], object], *, is_last: bool) -> None:
-        with self.manager.sync_gradients(is_last=False):
-            rest()
-        if is_last:
-            self.manager.reduce_gradients()
-        self.manager.after_backward(is_last=is_last)
-
-    def entering(self, batch: Batch) -> Kinds:
-        return self._kinds(self._boundary.entering, batch)
-
-    def leaving(self, batch: Batch) -> Kinds:
-        return self._kinds(self._boundary.leaving, batch)
-
-    def _kinds(self, crossings: Sequence[Crossing], batch: Batch) -> Kinds:
-        return [
-            (each.shape(*size_of(batch)), self._dtype if self._dtype and each.dtype.is_floating_point else each.dtype)
-            for each in crossings
-        ]
+from .training import GivenStage, PipelineStage
 
 
 class PipelineManager(StrategyManager):
@@ -179,7 +66,7 @@ class PipelineManager(StrategyManager):
     config: PipelineConfig
 
     def __init__(self, config: PipelineConfig, mesh: Mesh, inner: Callable[[Mesh], StrategyManager]) -> None:
-        check_options(config)
+        check_options(config, mesh.degrees)
         self.config, self.mesh = config, mesh
         self._loss = loss_of(config.loss_fn)
         if self._loss is not None and mesh.degrees.tp > 1:
@@ -202,33 +89,74 @@ class PipelineManager(StrategyManager):
     def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
         if self._stages:
             raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
-        check_trainable(model)
+        may_be_frozen = not self.config.patch_inner_model
+        self.mesh.world.together(lambda: check_trainable(model, may_be_frozen=may_be_frozen))
         vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
         if self._loss is not None:
             dtype = next(model.parameters()).dtype
             check_loss(self._loss, vocab_size=vocab_size or 7, dtype=dtype, device=self.mesh.device)
+        self._wide = next(model.parameters()).dtype == torch.float64
+        self._vocab_size = vocab_size
+        take = self._take_apart if self.config.patch_inner_model else self._take_as_given
+        take(model, weights)
+        return next(iter(self._stages.values())).manager.module
+
+    def _take_apart(self, model: nn.Module, weights: Weights | None) -> None:
+        """Make this rank's stages from a whole model."""
         if weights is None and is_meta(model):
             weights = deferred_weights(model, self.mesh)
         if weights is None:
             copy_from_first_rank(model, self.mesh)
         layout = model_layout(model)
         with lent_values(model, weights, self.mesh.device):
-            self._cut, self.split = self.mesh.world.together(lambda: self._divided(model, layout))
-        self._wide = next(model.parameters()).dtype == torch.float64
-        self._vocab_size = vocab_size
-        count = len(self.split)
-        self._placement = self._schedule(count, self._least_microbatches).placement
-        self._names = Names(model, self._cut, self.split)
+            cut, self.split = self.mesh.world.together(lambda: self._divided(model, layout))
+        self._placement = self._schedule(len(self.split), self._least_microbatches).placement
+        self._names = Names.of_model(model, cut, self.split)
         mine = [index for index, rank in enumerate(self._placement) if rank == self.mesh.axis_rank("pp")]
         # All that may be refused, before the model is taken apart.
         managers = [self._inner_manager() for _ in mine]
         for index, manager, part in zip(mine, managers, separate_parts(model, len(mine)), strict=True):
-            self._add_stage(index, manager, part)
+            boundary = cut.boundary(self.split[index])
+            take_stage(part, cut, self.split[index], boundary)
+            manager.model = part
+            self._stages[index] = PipelineStage(manager, boundary, **self._stage_options(index))
         own_parameters([stage.manager.model for stage in self._stages.values()])
         for index, stage in self._stages.items():
-            part = self.split[index]
-            self.mesh.world.together(lambda stage=stage, part=part: stage.parallelize(self._cut, part, weights))  # type: ignore[misc]
-        return next(iter(self._stages.values())).manager.module
+            blocks = self.split[index]
+            self.mesh.world.together(lambda stage=stage, blocks=blocks: stage.parallelize(cut, blocks, weights))  # type: ignore[misc]
+
+    def _take_as_given(self, model: nn.Module, weights: Weights | None) -> None:
+        """Take a module for this rank's stage; see [Note: given stages] in `given`."""
+        ranks, index = self.mesh.degrees.pp, self.mesh.axis_rank("pp")
+        self.mesh.world.raise_together(
+            ModelError(
+                "a stage that is given with patch_inner_model=false must have its weights, but is on the meta device."
+            )
+            if is_meta(model)
+            else None
+        )
+        if number_of_stages(self.config, layers=4 * ranks, ranks=ranks) != ranks:
+            raise ConfigError(
+                f"patch_inner_model=false gives each rank one stage, and pp_schedule={self.config.pp_schedule!r} takes "
+                f"more. Use 1f1b or gpipe."
+            )
+        self.split = tuple(range(each, each + 1) for each in range(ranks))
+        self._placement = self._schedule(ranks, self._least_microbatches).placement
+        stages: list[Any] = [None] * ranks
+        mine = (first_names(model), list(model.state_dict()))
+        dist.all_gather_object(stages, mine, group=self.mesh.group("pp"))
+        self._names = Names.of_stages(stages)
+        boundary = try_stages(model, self.mesh, forward_options(model))
+        manager = self._inner_manager()
+        manager.model = model
+        stage = GivenStage(manager, boundary, **self._stage_options(index))
+        self.mesh.world.together(lambda: stage.parallelize_as_given(weights))
+        self._stages[index] = stage
+
+    def _stage_options(self, index: int) -> dict[str, Any]:
+        dtype = getattr(torch, self.config.dtype) if self.config.dtype is not None else None
+        is_first, is_last = index == 0, index == len(self.split) - 1
+        return {"is_first": is_first, "is_last": is_last, "dtype": dtype, "loss": self._loss}
 
     def _divided(self, model: nn.Module, layout: ModelLayout) -> tuple[Cut, tuple[range, ...]]:
         """How the model is cut, and the blocks of each stage."""
@@ -264,16 +192,6 @@ class PipelineManager(StrategyManager):
             )
         manager.in_pipeline = True
         return manager
-
-    def _add_stage(self, index: int, manager: DataParallelManager, part: nn.Module) -> None:
-        boundary = self._cut.boundary(self.split[index])
-        take_stage(part, self._cut, self.split[index], boundary)
-        manager.model = part
-        is_first, is_last = index == 0, index == len(self.split) - 1
-        dtype = getattr(torch, self.config.dtype) if self.config.dtype is not None else None
-        self._stages[index] = PipelineStage(
-            manager, boundary, is_first=is_first, is_last=is_last, dtype=dtype, loss=self._loss
-        )
 
     # -- the optimizer
 
@@ -546,16 +464,28 @@ class PipelineManager(StrategyManager):
             raise StrategyError("the manager has no model yet: call manager.parallelize(model) first.")
 
 
-def check_options(config: PipelineConfig) -> None:
+def check_options(config: PipelineConfig, degrees: Degrees) -> None:
     """Refuse options that cannot act yet.
 
     Raises:
         ConfigError: names the option.
     """
-    for name in ("patch_inner_model", "patch_causal_lm_model"):
-        if not getattr(config, name):
+    if config.patch_inner_model != config.patch_causal_lm_model:
+        raise ConfigError(
+            f"patch_inner_model={config.patch_inner_model} and patch_causal_lm_model={config.patch_causal_lm_model}: "
+            f"either the whole model is taken apart, or each rank gives its stage. Make them equal."
+        )
+    if not config.patch_inner_model:
+        for name in ("layers_per_stage", "module_fqns_per_model_part"):
+            if getattr(config, name) is not None:
+                raise ConfigError(
+                    f"{name} divides a model, but with patch_inner_model=false each rank gives its stage. "
+                    f"Leave one of them out."
+                )
+        if degrees.tp > 1:
             raise ConfigError(
-                f"{name}=false needs a model that is a stage already, which is not supported yet. Set {name}=true."
+                f"patch_inner_model=false with tp_size={degrees.tp}: which layers of a stage are sharded is not known. "
+                f"Set tp_size=1."
             )
     if config.scale_grads_in_schedule:
         raise ConfigError(

@@ -10,7 +10,7 @@ does not help is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -49,8 +49,8 @@ class Study:
 
     def __init__(self, model: nn.Module, layout: ModelLayout, options: Mapping[str, Any]) -> None:
         self._model = model
-        with _evaluating(model), _told(model):
-            self._trials = [_Trial(model, layout, _batch(model, *size), options) for size in TRIALS]
+        with evaluating(model), _told(model):
+            self._trials = [_Trial(model, layout, trial_batch(model, *size), options) for size in TRIALS]
             self.cut = self._outline(layout)
 
     def _outline(self, layout: ModelLayout) -> Cut:
@@ -92,7 +92,7 @@ class Study:
         Raises:
             ModelError: it cannot be cut there, with the reason.
         """
-        with _evaluating(self._model), _told(self._model):
+        with evaluating(self._model), _told(self._model):
             alone = {start: (self._crossing(start, HIDDEN),) for start in starts}
             cut = replace(self.cut, crossings=alone)
             error = self._refusal(cut)
@@ -197,39 +197,26 @@ class Study:
         return None
 
 
-def _told(model: nn.Module) -> Any:
-    return _Told(type(model).__name__)
+@contextmanager
+def _told(model: nn.Module) -> Iterator[None]:
+    """Name the model in what is refused."""
+    try:
+        yield
+    except ModelError as error:
+        name = type(model).__name__
+        raise ModelError(f"{name} cannot be divided into stages: {error} Set pp_size=1.") from error
 
 
-class _Told:
-    """Names the model in what is refused."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, ModelError):
-            raise ModelError(f"{self._name} cannot be divided into stages: {error} Set pp_size=1.") from error
-
-
-class _evaluating:
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, without gradients, for a while."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __enter__(self) -> None:
-        self._training = self._model.training
-        self._model.eval()
-        self._no_grad = torch.no_grad()
-        self._no_grad.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._no_grad.__exit__(*error)
-        self._model.train(self._training)
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
 
 
 def _reason(error: Exception) -> str:
@@ -249,7 +236,8 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Path, Tens
     return {HIDDEN: hidden.detach().clone(), **{path: each for path, each in found.items() if path not in copies}}
 
 
-def _batch(model: nn.Module, batch: int, length: int) -> Batch:
+def trial_batch(model: nn.Module, batch: int, length: int) -> Batch:
+    """Some tokens."""
     vocab = getattr(getattr(model, "config", None), "vocab_size", None) or 2
     ids = torch.arange(batch * length).view(batch, length) % max(1, vocab - 1)
     return {"input_ids": ids.to(next(model.parameters()).device)}
