@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .batch import count_tokens as count_tokens
+    from .checkpoint import Checkpointer as Checkpointer
+    from .checkpoint import load_checkpoint as load_checkpoint
+    from .checkpoint import save_checkpoint as save_checkpoint
     from .contract import Batch as Batch
     from .contract import Estimate as Estimate
     from .contract import ModelSize as ModelSize
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from .contract import StrategySpec as StrategySpec
     from .data_parallel import DataParallelManager as DataParallelManager
     from .errors import BatchError as BatchError
+    from .errors import CheckpointError as CheckpointError
     from .errors import ConfigError as ConfigError
     from .errors import DataError as DataError
     from .errors import MeshError as MeshError
@@ -53,6 +57,9 @@ if TYPE_CHECKING:
 
 _MODULE_OF = {
     "count_tokens": "batch",
+    "Checkpointer": "checkpoint",
+    "load_checkpoint": "checkpoint",
+    "save_checkpoint": "checkpoint",
     "Batch": "contract",
     "Estimate": "contract",
     "ModelSize": "contract",
@@ -62,6 +69,7 @@ _MODULE_OF = {
     "StrategySpec": "contract",
     "DataParallelManager": "data_parallel",
     "BatchError": "errors",
+    "CheckpointError": "errors",
     "ConfigError": "errors",
     "DataError": "errors",
     "MeshError": "errors",

@@ -194,3 +194,36 @@ def written_arguments(operator: Any) -> list[int | str]:
         for index, argument in enumerate(operator._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+
+
+def to_saved_format(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a model's modules, in the names and shapes of published checkpoints; views of them where it can be.
+
+    Models of transformers may hold in one parameter what their checkpoints hold in several (experts). The function is
+    what `save_pretrained` calls, but has no public name. Tried with transformers 5.23; 5.17 by reading.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, tensors))
+
+
+def saved_together(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
+    """The names of a model's tensors, together where `to_saved_format` makes something of several of them.
+
+    Private like it; what it does with names is repeated here. Tried with transformers 5.23.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
+    converters = [each.reverse_transform() for each in reversed(conversions) if isinstance(each, WeightConverter)]
+    groups: dict[Any, list[str]] = {}
+    for name in names:
+        key: Any = name
+        for number, converter in enumerate(converters):
+            renamed, pattern = converter.rename_source_key(name)
+            if pattern is not None:
+                key = (number, renamed)
+                break
+        groups.setdefault(key, []).append(name)
+    return list(groups.values())

@@ -98,6 +98,47 @@ def check(
     raise typer.Exit(1 if any(result.status == "failed" for result in results) else 0)
 
 
+checkpoints = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
+app.add_typer(checkpoints, name="checkpoint")
+
+
+@checkpoints.command()
+def show(
+    directory: Annotated[Path, typer.Argument(help="A checkpoint, or a directory of checkpoints.")],
+) -> None:
+    """Tell what is in a checkpoint, and whether it is whole; exits with 1 where one is not."""
+    with _told(traceback=False):
+        from rich.console import Console
+
+        from .checkpoint.show import shown
+
+        table, all_whole = shown(directory)
+        console = Console()
+        if not console.is_terminal:
+            console.width = 160  # a file cuts nothing off
+        console.print(table)
+    raise typer.Exit(0 if all_whole else 1)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="The checkpoint.")],
+    output: Annotated[Path, typer.Argument(help="The Hugging Face directory to write: new, or empty.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 ... for the weights; as they were saved otherwise.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of a file, such as 5GB; memory is bounded by it.")] = "5GB",
+) -> None:
+    """Write the model of a checkpoint as a Hugging Face directory, with one process and no network."""
+    with _told(traceback=False):
+        from .checkpoint.export import export_checkpoint
+        from .imports import dtype as dtype_of
+
+        chosen = None if dtype is None else dtype_of(dtype)
+        export_checkpoint(checkpoint, output, dtype=chosen, max_shard_size=max_shard_size)
+    sys.stdout.write(f"written {output}\n")
+
+
 @app.command()
 def schema() -> None:
     """Print the JSON schema of the run file, with the options of the installed strategies, for editors."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from .mesh import Mesh
     from .sizes import Degrees
+    from .state import OptimizerState, ShardedState, TensorKind
     from .weights import Weights
 
 Batch: TypeAlias = "Mapping[str, Tensor]"
@@ -119,6 +120,8 @@ class StrategyManager(ABC):
 
     config: BaseModel
     mesh: Mesh
+    strategy: str = ""
+    """The whole stack, such as "pipeline over fsdp2"; set by `Stack.build`."""
 
     @property
     @abstractmethod
@@ -206,4 +209,24 @@ class StrategyManager(ABC):
 
         Args:
             state: with `full`, rank 0's is used and the others' may be empty.
+        """
+
+    @abstractmethod
+    def sharded_state(self) -> ShardedState:
+        """This rank's pieces of model and optimizer, as views of its memory: what a checkpoint is written from.
+
+        A rank may have any pieces, as long as all ranks together have the whole; pieces that several ranks have are
+        the same rectangles on each.
+        """
+
+    @abstractmethod
+    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> AbstractContextManager[ShardedState]:
+        """Take state from a checkpoint: the context gives the pieces to write into, and leaving it puts them to use.
+
+        Args:
+            optimizer: what the checkpoint has of the optimizer, all of it on every rank; None leaves the optimizer as
+                it is.
+
+        Raises:
+            StrategyError: the state is not of this model and optimizer; before anything is changed.
         """

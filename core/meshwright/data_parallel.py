@@ -25,7 +25,20 @@ from .layout import ModelLayout, model_layout
 from .loss import token_loss_sum
 from .mesh import Mesh
 from .norms import check_clip, scale_to_norm, total_grad_norm
-from .state import DTENSORS, Parts, load_model_state, load_optimizer_state, model_state, optimizer_state
+from .state import (
+    DTENSORS,
+    OptimizerState,
+    Parts,
+    ShardedState,
+    TensorKind,
+    load_model_state,
+    load_optimizer_state,
+    loading_optimizer,
+    model_state,
+    optimizer_state,
+    sharded_model,
+    sharded_optimizer,
+)
 from .weights import Weights, deferred_weights, fill, is_meta, materialize
 
 if TYPE_CHECKING:
@@ -240,6 +253,25 @@ class DataParallelManager(StrategyManager):
     def load_optimizer_state(self, state: Mapping[str, Any], *, full: bool) -> None:
         """The optimizer's part of `load_state_dict`."""
         load_optimizer_state(self.optimizer, self.parameter_names, state, self.mesh.world, full=full, parts=self.parts)
+
+    def sharded_state(self) -> ShardedState:
+        self._require_model()
+        optimizer = self._optimizer and sharded_optimizer(self._optimizer, self.parameter_names, self.parts)
+        return ShardedState(sharded_model(self.model, self.parts), optimizer)
+
+    @contextmanager
+    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
+        self._require_model()
+        model = sharded_model(self.model, self.parts)
+        if optimizer is None:
+            yield ShardedState(model)
+        else:
+            with loading_optimizer(self.optimizer, self.parameter_names, optimizer, self.parts) as target:
+                yield ShardedState(model, target)
+        self.after_loading()
+
+    def after_loading(self) -> None:
+        """Called when parameters and optimizer state have been written in place."""
 
     # -- helpers
 

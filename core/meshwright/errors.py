@@ -9,6 +9,7 @@
       DataError               corpus, tokenizer or split cannot be used
       BatchError              the microbatches of a step are malformed or differ in number between ranks
       TrainingError           training cannot go on (a loss or gradient that is not finite)
+      CheckpointError         a checkpoint is not whole, not of this model, or cannot be written
       RankError               a worker process failed, or the rendezvous store cannot be reached
 
 Every message says what is wrong, the value, what is allowed, and how to fix it. `exit_code` is what the
@@ -57,6 +58,12 @@ class BatchError(MeshwrightError):
 
 class TrainingError(MeshwrightError):
     """Training cannot go on."""
+
+    exit_code = 1
+
+
+class CheckpointError(MeshwrightError):
+    """A checkpoint is not whole, not of this model, or cannot be written."""
 
     exit_code = 1
 

@@ -36,6 +36,21 @@ class Piece:
         return tuple(self.tensor.shape)
 
 
+@dataclass(frozen=True, eq=False)
+class Sharded:
+    """A tensor of which this rank has some rectangles, or none.
+
+    Attributes:
+        shape: of the whole.
+        dtype: of the pieces.
+        pieces: of which several may cover the same elements, if a rank keeps copies.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+
 def tensor_pieces(tensor: Tensor) -> list[Piece]:
     """The rectangles of a tensor that this rank has: all of a plain one, any number of a DTensor's.
 

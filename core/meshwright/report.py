@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -21,9 +23,11 @@ class Reporter:
         metrics: path of the JSONL file.
         log_every: steps between lines where the console is no terminal.
         console: where to draw.
+        earlier: steps of the run before it was interrupted, which the file holds first.
     """
 
-    def __init__(self, metrics: Path, *, log_every: int, console: Console) -> None:
+    def __init__(self, metrics: Path, *, log_every: int, console: Console, earlier: Sequence[StepResult] = ()) -> None:
+        self._earlier = earlier
         self._metrics = metrics
         self._log_every = log_every
         self._console = console
@@ -40,7 +44,11 @@ class Reporter:
         self._task = self._progress.add_task("", total=None)
 
     def __enter__(self) -> Reporter:
-        self._file = self._metrics.open("w", encoding="utf-8")
+        # What is there stays until it is replaced as a whole.
+        kept = self._metrics.with_suffix(".tmp")
+        kept.write_text("".join(_line(result) for result in self._earlier), encoding="utf-8")
+        kept.replace(self._metrics)
+        self._file = self._metrics.open("a", encoding="utf-8")
         self._progress.start()
         return self
 
@@ -54,13 +62,35 @@ class Reporter:
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(as_record(result)) + "\n")
+            self._file.write(_line(result))
             self._file.flush()
         text = describe(result)
         if self._console.is_terminal:
             self._progress.update(self._task, completed=result.step, total=result.steps, description=text)
         elif result.step % self._log_every == 0 or result.step in (1, result.steps):
             self._console.print(f"step {result.step}/{result.steps}  {text}", highlight=False, soft_wrap=True)
+
+
+def read_metrics(path: Path, *, until: int, steps: int) -> list[StepResult]:
+    """The first `until` steps that a file of metrics holds, of a run that is to have so many steps."""
+    if not path.is_file():
+        return []
+    names = {each.name for each in fields(StepResult)}
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            # The last line of a run that was killed.
+            break
+        if record["step"] <= until:
+            known = {key: value for key, value in record.items() if key in names}
+            found.append(StepResult(**known, steps=steps, rank=0))
+    return found
+
+
+def _line(result: StepResult) -> str:
+    return json.dumps(as_record(result)) + "\n"
 
 
 def as_record(result: StepResult) -> dict[str, float | int]:

@@ -2,6 +2,10 @@
 
 [Note: plan first] `plan_run` finds all that can be wrong with a run before any process starts or any collective is
 issued. The launching process calls it, and each rank calls it again for its own node, where the files are cached.
+
+[Note: going on] A run writes its summary last. Without one it is unfinished, and the same command goes on from its
+newest whole checkpoint. All that the numbers of a step depend on is the same then: state comes from the checkpoint,
+data and random numbers follow from the step.
 """
 
 from __future__ import annotations
@@ -10,7 +14,9 @@ import json
 import math
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +25,17 @@ import transformers
 import yaml
 from rich.console import Console
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
+from .checkpoint import (
+    Checkpointer,
+    export_checkpoint,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+    steps_in,
+)
+from .checkpoint.directory import read_manifest
 from .contract import StrategyManager
 from .data import (
     DataOrder,
@@ -31,16 +47,16 @@ from .data import (
     prepare,
     step_microbatches,
 )
-from .errors import ConfigError
-from .export import generate_sample, plain_model, save_directory
+from .errors import CheckpointError, ConfigError
 from .layout import model_layout, model_size
-from .mesh import Mesh, find_device, open_world
+from .mesh import Mesh, World, find_device, open_world
 from .model import build_model, model_config
 from .optim import build_scheduler, optimizer_factory
 from .rank import guarded, started_by_launcher
 from .registry import get_registry
-from .report import Reporter, draw_loss_curve
+from .report import Reporter, draw_loss_curve, read_metrics
 from .runfile import RunConfig, as_plain
+from .sample import generate_sample
 from .sizes import Degrees
 from .stack import Stack, resolve
 from .train import Loop, StepResult, fit
@@ -49,6 +65,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 METRICS, CURVE, MODEL, SUMMARY, RUN = "metrics.jsonl", "loss.png", "model", "summary.json", "run.yaml"
+CHECKPOINTS = "checkpoints"
 AVERAGED_STEPS = 20
 """Training loss is told as the mean over this many last steps."""
 
@@ -141,21 +158,31 @@ def run_rank(store: Store | None, config: RunConfig) -> None:
         mesh = Mesh(plan.degrees, world)
         manager = plan.stack.build(mesh)
         model = world.together(lambda: build_model(config.model, plan.model_config, seed=config.seed))
+        source = _source(config, world)
         if world.rank == 0:
-            _prepare_output(config)
+            _prepare_output(config, goes_on=source is not None)
             console.print(_headline(config, plan, model, mesh), highlight=False, soft_wrap=True)
         manager.parallelize(model)
-        results = _train(manager, config, plan, console)
-        state = manager.state_dict(full=True)["model"]
+        results = _train(manager, config, plan, source, console)
+        _export(manager, config, plan)
     # The other ranks are done: what is left needs no collective.
     if world.rank == 0:
-        _finish(config, plan, results, state, console)
+        _finish(config, plan, results, console)
 
 
-def _train(manager: StrategyManager, config: RunConfig, plan: Plan, console: Console) -> list[StepResult]:
+def _train(
+    manager: StrategyManager, config: RunConfig, plan: Plan, source: Path | None, console: Console
+) -> list[StepResult]:
     mesh, data = manager.mesh, plan.data
     optimizer = manager.build_optimizer(optimizer_factory(config.optimizer))
     scheduler = build_scheduler(config.schedule, optimizer, config.steps)
+    identity = _identity(config, plan)
+    start = 0
+    if source is not None:
+        mesh.world.together(lambda: _check_identity(source, identity, config))
+        start = load_checkpoint(manager, source, scheduler=scheduler).step
+        if mesh.rank == 0:
+            console.print(f"going on from {source}, after step {start}", highlight=False, soft_wrap=True)
     order = DataOrder(len(data.train), config.batch_size, config.seed)
     place = {
         "data_rank": mesh.data_rank,
@@ -169,14 +196,103 @@ def _train(manager: StrategyManager, config: RunConfig, plan: Plan, console: Con
         grad_norm_type=config.grad_norm_type,
         held_out=eval_microbatches(data.held_out, count=config.eval.sequences, **place),
         eval_every=config.eval.every,
+        start=start,
+        seed=config.seed,
     )
-    # Dropout differs between data ranks and is equal where ranks share a batch.
-    torch.manual_seed(config.seed + 1 + mesh.data_rank)
-    if mesh.rank != 0:
-        return fit(manager, scheduler, loop)
-    with Reporter(Path(config.output_dir) / METRICS, log_every=config.log_every, console=console) as reporter:
-        with get_registry().observing(reporter):
+    metrics = Path(config.output_dir) / METRICS
+    earlier = read_metrics(metrics, until=start, steps=config.steps) if mesh.rank == 0 else []
+    with _saving(manager, scheduler, config, data.tokenizer_dir, identity, loop) as loop:
+        if mesh.rank != 0:
             return fit(manager, scheduler, loop)
+        reporter = Reporter(metrics, log_every=config.log_every, console=console, earlier=earlier)
+        with reporter, get_registry().observing(reporter):
+            return earlier + fit(manager, scheduler, loop)
+
+
+@contextmanager
+def _saving(
+    manager: StrategyManager,
+    scheduler: LRScheduler,
+    config: RunConfig,
+    tokenizer_dir: Path,
+    identity: dict[str, Any],
+    loop: Loop,
+) -> Iterator[Loop]:
+    """The loop, saving checkpoints if the run asks for them; on disk when the context is left."""
+    settings = config.checkpoint
+    if settings.every is None:
+        yield loop
+        return
+    extra = {"identity": identity, "run": as_plain(config)}
+    with Checkpointer(
+        manager,
+        Path(config.output_dir) / CHECKPOINTS,
+        keep_last=settings.keep_last,
+        keep_every=settings.keep_every,
+        asynchronous=settings.asynchronous,
+        on_error=settings.on_error,
+        tokenizer=load_tokenizer(tokenizer_dir),
+    ) as checkpointer:
+
+        def save(step: int) -> None:
+            checkpointer.save(step, scheduler=scheduler, extra=extra)
+
+        yield replace(loop, save=save, save_every=settings.every)
+
+
+def _source(config: RunConfig, world: World) -> Path | None:
+    """The checkpoint to go on from; see [Note: going on]. Collective."""
+    if config.resume == "never":
+        return None
+    if config.resume != "auto":
+        return Path(config.resume)
+    directory = Path(config.output_dir)
+    is_unfinished = world.reduce_ints([int(world.rank == 0 and not (directory / SUMMARY).exists())])[0]
+    return newest_checkpoint(directory / CHECKPOINTS, world) if is_unfinished else None
+
+
+def _identity(config: RunConfig, plan: Plan) -> dict[str, Any]:
+    """What must be the same for a run to go on as if it had not been interrupted; values of JSON."""
+    model = plan.model_config.to_dict()
+    for key in ("transformers_version", "architectures", "_name_or_path"):
+        model.pop(key, None)
+    identity = {
+        "model": {**model, "dtype": config.model.get("dtype", "float32")},
+        "data": {"fingerprint": plan.data.fingerprint, "seq_len": config.data.seq_len},
+        "seed": config.seed,
+        "batch_size": config.batch_size,
+        "optimizer": config.optimizer.model_dump(),
+        "schedule": config.schedule.model_dump(),
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(identity, default=str))
+    return plain
+
+
+def _check_identity(source: Path, identity: dict[str, Any], config: RunConfig) -> None:
+    """Refuse to go on with something else than what was interrupted.
+
+    Raises:
+        CheckpointError: names what differs.
+    """
+    manifest = read_manifest(source)
+    saved = manifest.extra.get("identity")
+    if saved is None:
+        raise CheckpointError(f"the checkpoint {source} is not of a run of `meshwright train`. Load it in a script.")
+    for section, value in identity.items():
+        before = saved.get(section)
+        if before != value:
+            keys = [section]
+            if isinstance(value, dict) and isinstance(before, dict):
+                keys = [f"{section}.{key}" for key in {**before, **value} if before.get(key) != value.get(key)]
+            raise CheckpointError(
+                f"the run differs from the one that {source} is of: {', '.join(keys[:5])}. Give what it was started "
+                f"with, or start anew with resume=never."
+            )
+    if manifest.step > config.steps or (manifest.step == config.steps and config.resume != "auto"):
+        raise CheckpointError(
+            f"{source} is of step {manifest.step}, but the run is to have {config.steps} steps. Raise steps, or start "
+            f"anew with resume=never."
+        )
 
 
 def _own_tokenizer(config: RunConfig) -> Path | None:
@@ -192,6 +308,16 @@ def _check_output(config: RunConfig) -> None:
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not os.access(existing, os.W_OK):
         raise ConfigError(f"output_dir={config.output_dir!r} cannot be written: {existing} is read-only for you.")
+    # Also where it was interrupted before its first checkpoint.
+    is_unfinished = (directory / RUN).exists() and not (directory / SUMMARY).exists()
+    has_checkpoints = config.checkpoint.every is not None or bool(steps_in(directory / CHECKPOINTS))
+    if is_unfinished and has_checkpoints and config.resume == "auto":
+        return
+    if config.resume not in ("auto", "never"):
+        source = Path(config.resume)
+        read_manifest(source)
+        if directory.resolve() in source.resolve().parents:
+            return
     if not config.overwrite and directory.is_dir() and any(directory.iterdir()):
         raise ConfigError(
             f"output_dir={config.output_dir!r} holds the results of an earlier run. Name another directory, or set "
@@ -212,13 +338,16 @@ def _check_optimization(config: RunConfig) -> None:
     build_scheduler(config.schedule, optimizer, config.steps)
 
 
-def _prepare_output(config: RunConfig) -> None:
+def _prepare_output(config: RunConfig, *, goes_on: bool) -> None:
     directory = Path(config.output_dir)
     directory.mkdir(parents=True, exist_ok=True)
+    kept = [METRICS] if goes_on else []
     for name in (METRICS, CURVE, SUMMARY, RUN):
-        (directory / name).unlink(missing_ok=True)
-    if (directory / MODEL).is_dir():
-        shutil.rmtree(directory / MODEL)
+        if name not in kept:
+            (directory / name).unlink(missing_ok=True)
+    for name in (MODEL, *([] if goes_on else [CHECKPOINTS])):
+        if (directory / name).is_dir():
+            shutil.rmtree(directory / name)
     (directory / RUN).write_text(yaml.safe_dump(dict(as_plain(config)), sort_keys=False), encoding="utf-8")
 
 
@@ -245,20 +374,28 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB"
 
 
-def _finish(config: RunConfig, plan: Plan, results: list[StepResult], state: dict[str, Any], console: Console) -> None:
-    """Write model, loss curve and summary; show a sample and what to do next."""
-    directory = Path(config.output_dir)
-    transformers.utils.logging.disable_progress_bar()
+def _export(manager: StrategyManager, config: RunConfig, plan: Plan) -> None:
+    """Write the model as a Hugging Face directory, every rank a part of it. Collective."""
+    world, directory = manager.mesh.world, Path(config.output_dir)
+    checkpoint = directory / f"{MODEL}.checkpoint"
     tokenizer = load_tokenizer(plan.data.tokenizer_dir)
-    model = plain_model(plan.model_config, state)
-    save_directory(model, tokenizer, directory / MODEL)
+    save_checkpoint(manager, checkpoint, step=config.steps, tokenizer=tokenizer, with_optimizer=False)
+    export_checkpoint(checkpoint, directory / MODEL, world=world)
+    if world.rank == 0:
+        shutil.rmtree(checkpoint)
+
+
+def _finish(config: RunConfig, plan: Plan, results: list[StepResult], console: Console) -> None:
+    """Write loss curve and summary; show a sample and what to do next."""
+    directory = Path(config.output_dir)
+    tokenizer = load_tokenizer(plan.data.tokenizer_dir)
     draw_loss_curve(results, directory / CURVE)
     last = [result.loss for result in results[-AVERAGED_STEPS:]]
     train_loss, ln_vocab = sum(last) / len(last), math.log(len(tokenizer))
     summary = {
         "strategy": str(plan.stack),
         "mesh": str(plan.degrees),
-        "steps": len(results),
+        "steps": results[-1].step,
         "train_loss": train_loss,
         "train_loss_steps": len(last),
         "held_out_loss": results[-1].held_out_loss,
@@ -277,7 +414,9 @@ def _finish(config: RunConfig, plan: Plan, results: list[StepResult], state: dic
         soft_wrap=True,
     )
     if config.sample.prompt is not None:
-        text = generate_sample(model, tokenizer, config.sample, seed=config.seed)
+        transformers.utils.logging.disable_progress_bar()
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory / MODEL, local_files_only=True)
+        text = generate_sample(model.eval(), tokenizer, config.sample, seed=config.seed)
         console.print("\n[bold]sample[/bold]")
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(

@@ -60,6 +60,18 @@ class SampleConfig(FrozenModel):
     temperature: float = Field(0.7, ge=0, allow_inf_nan=False, description="0: the likeliest token each time.")
 
 
+class CheckpointConfig(FrozenModel):
+    """Checkpoints, in output_dir/checkpoints."""
+
+    every: int | None = Field(None, ge=1, description="Steps between checkpoints, also after the last; null: none.")
+    keep_last: int | None = Field(2, ge=1, description="How many of the newest are kept; null: all.")
+    keep_every: int | None = Field(None, ge=1, description="Those of steps that are multiples of it are kept, too.")
+    asynchronous: bool = Field(True, description="Go on training while one is written.")
+    on_error: Literal["stop", "continue"] = Field(
+        "stop", description="What to do when one cannot be written; those that were there are kept either way."
+    )
+
+
 class RunConfig(MeshSizes):
     """A training run. Sizes are at the top level; see `meshwright.sizes.MeshSizes`."""
 
@@ -79,7 +91,7 @@ class RunConfig(MeshSizes):
     timeout_s: FinitePositive = Field(600.0, description="How long a collective waits for peers, in seconds.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of weights, data order, dropout and sampling.")
     output_dir: str = Field("runs/run", description="Where metrics, the loss curve and the model go.")
-    overwrite: bool = Field(False, description="Replace what an earlier run left in output_dir.")
+    overwrite: bool = Field(False, description="Replace what a finished run left in output_dir.")
 
     model: dict[str, Any] = Field(
         description="A configuration (model_type and its fields) or `path`, a local directory, with fields to change; "
@@ -98,6 +110,12 @@ class RunConfig(MeshSizes):
     grad_norm_type: PositiveFloat = Field(2.0, description="p of the gradient norm; .inf: the largest absolute value.")
     eval: EvalConfig = EvalConfig()
     sample: SampleConfig = SampleConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    resume: str = Field(
+        "auto",
+        description="auto: go on from the newest whole checkpoint of an unfinished run in output_dir; never: start "
+        "anew; else the directory of a checkpoint to go on from.",
+    )
     log_every: int = Field(10, ge=1, description="Steps between lines where no progress bar can be drawn.")
 
     @field_validator("model")

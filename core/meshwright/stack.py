@@ -57,7 +57,9 @@ class Stack:
 
         for layer in reversed(self.wrappers):
             make = _wrapped(layer, make)
-        return make(mesh)
+        manager = make(mesh)
+        manager.strategy = str(self)
+        return manager
 
     def estimate(self, degrees: Degrees, model_size: ModelSize) -> Estimate | None:
         """The inner strategy's estimate; None where it has none, or where a wrapper divides the model."""

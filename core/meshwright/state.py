@@ -1,15 +1,18 @@
 """State of models and optimizers by parameter name, whole or as it lies.
 
-Whole state is what moves between strategies: plain tensors on the CPU of rank 0, `{"state": {name: values},
+Whole state is what moves between strategies in memory: plain tensors on the CPU of rank 0, `{"state": {name: values},
 "param_groups": [{..., "params": names}]}` for an optimizer. One tensor at a time is gathered or spread, so no rank
-but the first ever holds more than one whole.
+but the first ever holds more than one whole. Sharded state is what checkpoints are made of: nothing is gathered, and
+each rank says which pieces it has.
 Source: torch.optim.Optimizer.state_dict, whose format this is, with names for numbers; torch.distributed.tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +22,7 @@ from torch.optim import Optimizer
 
 from .errors import StrategyError
 from .mesh import World
-from .pieces import Piece, tensor_pieces
+from .pieces import Piece, Sharded, tensor_pieces
 
 
 class Parts:
@@ -43,6 +46,14 @@ class Parts:
             return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         return whole
 
+    def shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
+        """The shape of the whole."""
+        return value.shape
+
+    def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory for this rank's part of a tensor of the parameter's whole shape, divided like it."""
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+
     def pieces(self, value: Tensor, parameter: Tensor) -> list[Piece]:
         """The rectangles of the whole that this rank has of `value`, as views of its memory. No communication.
 
@@ -53,6 +64,101 @@ class Parts:
 
 
 DTENSORS = Parts()
+
+T = TypeVar("T")
+
+
+@dataclass
+class OptimizerState(Generic[T]):
+    """State of an optimizer by parameter name.
+
+    Attributes:
+        tensors: by name and key, such as "exp_avg"; on this rank a `Sharded`, in a checkpoint (shape, dtype).
+        values: by name and key, what is no tensor, and tensors without dims, such as "step".
+        groups: settings, and under "params" the names of those that they are for.
+    """
+
+    tensors: dict[str, dict[str, T]] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+
+TensorKind = tuple[torch.Size, torch.dtype]
+
+
+@dataclass
+class ShardedState:
+    """What this rank has of a model and its optimizer, as views of its memory.
+
+    Attributes:
+        model: parameters, each under the first of its names, and persistent buffers.
+        optimizer: None where there is none.
+    """
+
+    model: dict[str, Sharded]
+    optimizer: OptimizerState[Sharded] | None = None
+
+
+def sharded_model(model: nn.Module, parts: Parts) -> dict[str, Sharded]:
+    """The model's part of a `ShardedState`."""
+    first = {id(value): name for name, value in reversed(model.state_dict(keep_vars=True).items())}
+    return {
+        first[id(value)]: _sharded(value, value, parts)
+        for value in model.state_dict(keep_vars=True).values()
+        if isinstance(value, Tensor)
+    }
+
+
+def sharded_optimizer(optimizer: Optimizer, names: Mapping[nn.Parameter, str], parts: Parts) -> OptimizerState[Sharded]:
+    """The optimizer's part of a `ShardedState`; never steps the optimizer."""
+    found: OptimizerState[Sharded] = OptimizerState()
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        found.groups.append({**settings, "params": [names[parameter] for parameter in group["params"]]})
+        for parameter in group["params"]:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.dim():
+                    found.tensors.setdefault(names[parameter], {})[key] = _sharded(value, parameter, parts)
+                else:
+                    found.values.setdefault(names[parameter], {})[key] = value
+    return found
+
+
+@contextmanager
+def loading_optimizer(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], saved: OptimizerState[TensorKind], parts: Parts
+) -> Iterator[OptimizerState[Sharded]]:
+    """Give memory for saved state, to be filled within the context, and let the optimizer have it afterwards.
+
+    Raises:
+        StrategyError: the state is not of these parameters, or of another grouping; before anything is changed.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = {names[parameter]: number for number, parameter in enumerate(parameters)}
+    unexpected = (saved.tensors.keys() | saved.values.keys()) - numbers.keys()
+    if unexpected:
+        _check_names("optimizer", set(unexpected), set())
+    groups = [_matching(group, names, saved.groups, numbers) for group in optimizer.param_groups]
+    state: dict[int, dict[str, Any]] = {}
+    target: OptimizerState[Sharded] = OptimizerState()
+    for number, parameter in enumerate(parameters):
+        name = names[parameter]
+        if name in saved.tensors or name in saved.values:
+            # Copies: a step counts in place, and another parameter may have been given the same value.
+            values = saved.values.get(name, {})
+            state[number] = {key: v.clone() if isinstance(v, Tensor) else v for key, v in values.items()}
+        whole = parts.shape(parameter, parameter)
+        for key, (shape, dtype) in saved.tensors.get(name, {}).items():
+            divided = shape == whole
+            value = parts.empty(parameter, dtype) if divided else torch.empty(shape, dtype=dtype)
+            state[number][key] = value
+            target.tensors.setdefault(name, {})[key] = _sharded(value, parameter, parts if divided else DTENSORS)
+    yield target
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _sharded(value: Tensor, parameter: Tensor, parts: Parts) -> Sharded:
+    return Sharded(parts.shape(value, parameter), value.dtype, tuple(parts.pieces(value, parameter)))
 
 
 def model_state(model: nn.Module, world: World, *, full: bool, parts: Parts = DTENSORS) -> dict[str, Any]:

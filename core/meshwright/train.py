@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -55,6 +56,10 @@ class Loop:
         held_out: this rank's microbatches of the held-out split; empty: no evaluation.
         eval_every: steps between evaluations; None: only after the last.
         start: steps already done, for a run that goes on.
+        seed: random numbers of a step (dropout) follow from it, the step and the data rank alone, so that a run that
+            goes on draws what it would have drawn; None: the generators go on as they are.
+        save: `save(step)` after so many steps have been done, on all ranks; may be collective.
+        save_every: steps between calls of it; it is called after the last step, too.
     """
 
     steps: int
@@ -64,6 +69,21 @@ class Loop:
     held_out: Sequence[Batch] = ()
     eval_every: int | None = None
     start: int = 0
+    seed: int | None = None
+    save: Callable[[int], None] | None = None
+    save_every: int | None = None
+
+    def evaluates_after(self, done: int) -> bool:
+        """Whether the held-out loss is computed after so many steps."""
+        return bool(self.held_out) and _is_due(done, self.eval_every, self.steps)
+
+    def saves_after(self, done: int) -> bool:
+        """Whether `save` is called after so many steps."""
+        return self.save is not None and _is_due(done, self.save_every, self.steps)
+
+
+def _is_due(done: int, every: int | None, steps: int) -> bool:
+    return done == steps or (every is not None and done % every == 0)
 
 
 def fit(
@@ -80,18 +100,21 @@ def fit(
     results = []
     for step in range(loop.start, loop.steps):
         result = train_step(manager, scheduler, loop, step)
-        due = step + 1 == loop.steps or (loop.eval_every is not None and (step + 1) % loop.eval_every == 0)
-        if held_out_tokens is not None and due:
+        if held_out_tokens is not None and loop.evaluates_after(step + 1):
             held_out_loss = float(manager.eval_loss(loop.held_out, num_tokens=held_out_tokens))
             result = StepResult(**{**vars(result), "held_out_loss": held_out_loss})
         registry.hook.on_step_end(result=result)
         results.append(result)
+        if loop.save is not None and loop.saves_after(step + 1):
+            loop.save(step + 1)
     return results
 
 
 def train_step(manager: StrategyManager, scheduler: LRScheduler, loop: Loop, step: int) -> StepResult:
     """Run one optimizer step, counted from 0; see `fit`."""
     start = time.perf_counter()
+    if loop.seed is not None:
+        torch.manual_seed(step_seed(loop.seed, step, manager.mesh.data_rank))
     microbatches = loop.batches(step)
     num_tokens = count_tokens(microbatches, manager.mesh)
     loss = manager.forward_backward(microbatches, num_tokens=num_tokens)
@@ -116,3 +139,9 @@ def train_step(manager: StrategyManager, scheduler: LRScheduler, loop: Loop, ste
         seconds=time.perf_counter() - start,
         rank=manager.mesh.rank,
     )
+
+
+def step_seed(seed: int, step: int, data_rank: int) -> int:
+    """The seed of a step's random numbers: its own for each data rank, equal where ranks share a batch."""
+    state = np.random.SeedSequence(seed, spawn_key=(step, data_rank)).generate_state(1, np.uint64)
+    return int(state[0] >> np.uint64(1))

@@ -14,6 +14,7 @@ from meshwright.contract import Batch, OptimizerFactory
 from meshwright.data_parallel import DataParallelManager
 from meshwright.mesh import Mesh
 from meshwright.recompute import checkpoint_blocks
+from meshwright.state import OptimizerState, ShardedState, TensorKind
 
 from .bucketed import BucketedDataParallel
 from .config import DDPConfig
@@ -135,6 +136,28 @@ class DDPManager(DataParallelManager):
         super().load_optimizer_state(state, full=full)
         if self._shards is not None:
             self._shards.load_masters(state.get("masters", {}), full=full)
+
+    def sharded_state(self) -> ShardedState:
+        self._gather()
+        state = super().sharded_state()
+        self._take_masters(state)
+        return state
+
+    @contextmanager
+    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
+        self._gather()
+        with super().loading(optimizer) as target:
+            self._take_masters(target)
+            yield target
+
+    def after_loading(self) -> None:
+        if self._bucketed is not None and self.has_optimizer:
+            self._bucketed.shards_were_stepped()
+
+    def _take_masters(self, state: ShardedState) -> None:
+        """Where a parameter has float32 values beside it, they are the state."""
+        if self._shards is not None and self.has_optimizer:
+            state.model.update(self._shards.sharded_masters())
 
     def _gather(self) -> None:
         """Parameters whose gather is still to come are whole afterwards. Collective."""

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from meshwright.errors import StrategyError
 from meshwright.norms import total_grad_norm
-from meshwright.pieces import Piece, stretch_pieces
+from meshwright.pieces import Piece, Sharded, stretch_pieces
 from meshwright.state import Parts
 
 from .buffers import Buffer
@@ -129,6 +129,21 @@ class Shards(Parts):
         if shard is None or value.shape != shard.tensor.shape:
             return super().pieces(value, parameter)
         return stretch_pieces(value, shard.start, shard.parameter.shape)
+
+    def shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
+        shard = self._of.get(parameter)
+        is_divided = shard is not None and value.shape == shard.tensor.shape
+        return shard.parameter.shape if shard is not None and is_divided else value.shape
+
+    def sharded_masters(self) -> dict[str, Sharded]:
+        """What this rank has of the float32 values of parameters of half types, by name."""
+        return {
+            shard.name: Sharded(
+                shard.parameter.shape, shard.tensor.dtype, tuple(self.pieces(shard.tensor, shard.tensor))
+            )
+            for shard in self._shards
+            if shard.is_master
+        }
 
     def masters(self, *, full: bool) -> dict[str, Tensor]:
         """The float32 values of parameters of half types, by name; whole, on the CPU, and collective if `full`."""

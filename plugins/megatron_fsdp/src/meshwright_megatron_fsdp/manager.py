@@ -151,6 +151,9 @@ class MegatronFSDPManager(DataParallelManager):
         super().load_state_dict(state, full=full)
         self._install()
 
+    def after_loading(self) -> None:
+        self._install()
+
     # -- helpers
 
     def _before_step(self, *_: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -43,6 +44,11 @@ class Shards(Parts):
         # A copy, so that optimizer state does not keep all of the whole tensor.
         local = whole.flatten()[slot.start : slot.end].clone().view(parameter.detach().to_local().shape)
         return like(parameter, local)
+
+    def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        if not isinstance(parameter, DTensor):
+            return super().empty(parameter, dtype)
+        return like(parameter, torch.empty_like(parameter.detach().to_local(), dtype=dtype))
 
     def pieces(self, value: Tensor, parameter: Tensor) -> list[Piece]:
         slot = self._slots.get(parameter)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from meshwright.layout import ModelLayout, model_layout
 from meshwright.mesh import Mesh
 from meshwright.norms import check_clip
 from meshwright.sizes import Degrees
+from meshwright.state import OptimizerState, ShardedState, TensorKind
 from meshwright.weights import Weights, deferred_weights, is_meta
 
 from .config import PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
@@ -44,6 +45,7 @@ from .names import Names, first_names
 from .optimizer import StageOptimizers
 from .runtime import Run
 from .schedules import Action, Kind, Schedule, with_communication
+from .sharded import loading_stages, stages_state
 from .split import split_model
 from .stage import Cut, take_stage
 from .study import Study
@@ -458,6 +460,18 @@ class PipelineManager(StrategyManager):
             trained = [name for name, _ in stage.manager.model.named_parameters()]
             part = self._names.part(box[0], names, trained) if box[0] is not None else empty
             self.mesh.world.together(lambda stage=stage, part=part: stage.manager.load_state_dict(part, full=True))  # type: ignore[misc]
+
+    def sharded_state(self) -> ShardedState:
+        self._require_model()
+        return stages_state(self._managers, self._names)
+
+    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> AbstractContextManager[ShardedState]:
+        self._require_model()
+        return loading_stages(self._managers, self._names, optimizer)
+
+    @property
+    def _managers(self) -> dict[int, DataParallelManager]:
+        return {index: stage.manager for index, stage in self._stages.items()}
 
     def _require_model(self) -> None:
         if not self._stages:

@@ -5,7 +5,7 @@ The name of a parameter that has several is, as in torch, the first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -24,10 +24,22 @@ class Names:
     """
 
     def __init__(
-        self, canonical: Mapping[str, str], shared: Mapping[str, tuple[int, ...]], order: Sequence[str]
+        self,
+        canonical: Mapping[str, str],
+        shared: Mapping[str, tuple[int, ...]],
+        order: Sequence[str],
+        stage_of: Callable[[str], int],
     ) -> None:
         self.canonical, self.shared = canonical, shared
         self._order = order
+        self._first: dict[str, int] = {}
+        for name in order:
+            first = canonical.get(name, name)
+            self._first[first] = min(stage_of(name), self._first.get(first, stage_of(name)))
+
+    def first_stage(self, name: str) -> int:
+        """The first stage that holds a parameter or persistent buffer."""
+        return self._first[self.canonical.get(name, name)]
 
     @classmethod
     def of_model(cls, model: nn.Module, cut: Cut, split: Sequence[range]) -> Names:
@@ -38,7 +50,7 @@ class Names:
             if parameter.requires_grad:
                 holders.setdefault(canonical[name], set()).update(_holders(name, cut, split))
         shared = {name: tuple(sorted(stages)) for name, stages in holders.items() if len(stages) > 1}
-        return cls(canonical, shared, list(model.state_dict()))
+        return cls(canonical, shared, list(model.state_dict()), lambda name: min(_holders(name, cut, split), default=0))
 
     @classmethod
     def of_stages(cls, stages: Sequence[tuple[Mapping[str, str], Sequence[str]]]) -> Names:
@@ -59,7 +71,10 @@ class Names:
                     f"stage the parameters of its own part of the model, under the names of the whole."
                 )
             canonical.update(names)
-        return cls(canonical, {}, list(dict.fromkeys(name for _, order in stages for name in order)))
+        stage_of = {name: index for index, (_, order) in reversed(list(enumerate(stages))) for name in order}
+        return cls(
+            canonical, {}, list(dict.fromkeys(name for _, order in stages for name in order)), stage_of.__getitem__
+        )
 
     def merged(self, states: Sequence[Mapping[str, Any]], *, with_optimizer: bool) -> dict[str, Any]:
         """The state of the whole model from those of all stages, in order; nothing from nothing."""

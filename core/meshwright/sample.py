@@ -1,36 +1,12 @@
-"""Write a trained model as a Hugging Face directory, and let it speak."""
+"""Let a trained model speak."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .runfile import SampleConfig
-
-
-def plain_model(config: Any, state: Mapping[str, Tensor]) -> Any:
-    """A plain Hugging Face model on the CPU with the given weights.
-
-    Args:
-        config: its Hugging Face configuration.
-        state: full tensors under the names of the unwrapped model.
-    """
-    from transformers import AutoModelForCausalLM
-
-    dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.load_state_dict(state)
-    return model.eval()
-
-
-def save_directory(model: Any, tokenizer: Any, directory: Path) -> None:
-    """Write weights, configuration and tokenizer, as `AutoModelForCausalLM.from_pretrained` reads them."""
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
 
 
 def generate_sample(model: Any, tokenizer: Any, config: SampleConfig, *, seed: int) -> str:

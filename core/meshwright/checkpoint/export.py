@@ -1,0 +1,235 @@
+"""Write the model of a checkpoint as a Hugging Face directory, in bounded memory, by one process or by many.
+
+The files are what `save_pretrained` would write: safetensors with an index, in the format of published models, which
+transformers converts to the names and shapes of its modules when it loads. Each rank writes files of its own. A rank
+holds one file's tensors at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
+
+from .._compat import saved_together, to_saved_format
+from ..errors import CheckpointError, ConfigError
+from ..mesh import World
+from ..pieces import Sharded, tensor_pieces
+from .checkpointer import MODEL, checked
+from .directory import HUGGING_FACE, read_manifest, verify
+from .planner import PieceLoadPlanner
+
+LEAST_FILE_BYTES = 64_000_000
+"""Ranks share the work in files of at least this size."""
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+@dataclass
+class _File:
+    """One file to be written.
+
+    Attributes:
+        groups: names of tensors, together where transformers converts them together.
+        sizes: bytes of what is written, by its name.
+    """
+
+    groups: list[list[str]] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes.values())
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    output: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: str | int = "5GB",
+    world: World | None = None,
+) -> None:
+    """Write the model of a checkpoint, its configuration and its tokenizer as a Hugging Face directory.
+
+    Args:
+        checkpoint: its directory.
+        output: a directory that is missing or empty.
+        dtype: of the weights; None: as they were saved.
+        max_shard_size: of a file, in bytes or as "5GB"; memory is bounded by it.
+        world: ranks that share the work, and a file system; None: this process alone.
+
+    Raises:
+        CheckpointError: the checkpoint is not whole, has no configuration, or is not of the model that it names.
+        ConfigError: the output is in the way, or a size is none.
+    """
+    checkpoint, output = Path(checkpoint), Path(output)
+    rank, size = (world.rank, world.size) if world is not None else (0, 1)
+
+    def plan() -> _Export:
+        if world is None:
+            manifest = read_manifest(checkpoint)
+            verify(checkpoint, manifest, list(manifest.files))
+        else:
+            checked(checkpoint, world)
+        if rank == 0:
+            _check_empty(output)
+        return _Export(checkpoint, dtype, as_bytes(max_shard_size), ranks=size)
+
+    export = plan() if world is None else world.together(plan)
+    if rank == 0:
+        output.mkdir(parents=True, exist_ok=True)
+    if world is not None:
+        world.reduce_ints([0])
+    for name, file in list(export.files.items())[rank::size]:
+        export.write(file, output / name)
+    if rank == 0:
+        export.describe(output)
+    if world is not None:
+        world.reduce_ints([0])
+
+
+class _Export:
+    """What there is to be written."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype | None, limit: int, *, ranks: int) -> None:
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._model = _model_on_meta(checkpoint)
+        self._stored = {
+            name.removeprefix(MODEL): (each.size, each.properties.dtype)
+            for name, each in FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items()
+            if name.startswith(MODEL) and isinstance(each, TensorStorageMetadata)
+        }
+        self._source = self._sources()
+        self.files = self._planned(limit, ranks)
+
+    def _sources(self) -> dict[str, str]:
+        """For each name that is written, the name under which the checkpoint has it."""
+        state = self._model.state_dict(keep_vars=True)
+        first = {id(value): name for name, value in reversed(state.items())}
+        tied = getattr(self._model, "all_tied_weights_keys", None) or {}
+        ignored = [re.compile(each) for each in getattr(self._model, "_keys_to_ignore_on_save", None) or []]
+        sources = {
+            name: first[id(value)]
+            for name, value in state.items()
+            if name not in tied and not any(pattern.search(name) for pattern in ignored)
+        }
+        shapes = {name: self._stored[source][0] for name, source in sources.items() if source in self._stored}
+        for name, value in state.items():
+            if name in sources and shapes.get(name) != value.shape:
+                raise CheckpointError(
+                    f"the checkpoint {self._checkpoint} is not of the model that its configuration gives: {name} is "
+                    f"{tuple(value.shape)} there, and {tuple(shapes[name]) if name in shapes else 'missing'} here."
+                )
+        return sources
+
+    def _planned(self, limit: int, ranks: int) -> dict[str, _File]:
+        sized = [(group, self._sizes(group)) for group in saved_together(self._model, list(self._source))]
+        total = sum(sum(sizes.values()) for _, sizes in sized)
+        limit = min(limit, max(-(-total // ranks), LEAST_FILE_BYTES))
+        files = [_File()]
+        for group, sizes in sized:
+            if files[-1].sizes and files[-1].nbytes + sum(sizes.values()) > limit:
+                files.append(_File())
+            files[-1].groups.append(group)
+            files[-1].sizes.update(sizes)
+        if len(files) == 1:
+            return {"model.safetensors": files[0]}
+        return {f"model-{i + 1:05d}-of-{len(files):05d}.safetensors": file for i, file in enumerate(files)}
+
+    def _sizes(self, group: list[str]) -> dict[str, int]:
+        """Bytes of what a group becomes."""
+        made = to_saved_format(self._model, {name: self._empty(name, "meta") for name in group})
+        return {name: tensor.nbytes for name, tensor in made.items()}
+
+    def _empty(self, name: str, device: str) -> Tensor:
+        shape, dtype = self._stored[self._source[name]]
+        if self._dtype is not None and dtype.is_floating_point:
+            dtype = self._dtype
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def write(self, file: _File, path: Path) -> None:
+        """Read a file's tensors from the checkpoint and write them."""
+        tensors: dict[str, Tensor] = {}
+        for group in file.groups:
+            read = {name: self._empty(name, "cpu") for name in group}
+            state = {
+                f"{MODEL}{self._source[name]}": Sharded(tensor.shape, tensor.dtype, tuple(tensor_pieces(tensor)))
+                for name, tensor in read.items()
+            }
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                reader = FileSystemReader(self._checkpoint)
+                dcp.load(state, storage_reader=reader, planner=PieceLoadPlanner(), no_dist=True)
+            made = to_saved_format(self._model, read)
+            tensors.update({name: tensor.contiguous() for name, tensor in made.items()})
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    def describe(self, output: Path) -> None:
+        """Write the index, the configuration, and the tokenizer."""
+        total = sum(file.nbytes for file in self.files.values())
+        if len(self.files) > 1:
+            index = {
+                "metadata": {"total_size": total},
+                "weight_map": {name: path for path, file in self.files.items() for name in file.sizes},
+            }
+            (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        for path in (self._checkpoint / HUGGING_FACE).iterdir():
+            if path.name != "config.json":
+                shutil.copy(path, output / path.name)
+        model: Any = self._model
+        model.config.architectures = [type(model).__name__]
+        floating = {self._empty(name, "meta").dtype for name in self._source}
+        dtype = next((each for each in sorted(floating, key=str) if each.is_floating_point), torch.float32)
+        model.config.dtype = str(dtype).removeprefix("torch.")
+        model.config.save_pretrained(output)
+        if model.can_generate():
+            model.generation_config.save_pretrained(output)
+
+
+def as_bytes(size: str | int) -> int:
+    """The number of bytes that "5GB" or 5000000000 means.
+
+    Raises:
+        ConfigError: it means none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)?", str(size).strip().upper())
+    count = int(float(match[1]) * _UNITS.get(match[2], 1)) if match else 0
+    if count < 1:
+        raise ConfigError(f"max_shard_size={size!r} is no size. Give bytes, or a number with KB, MB, GB or TB.")
+    return count
+
+
+def _model_on_meta(checkpoint: Path) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory = checkpoint / HUGGING_FACE
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(
+            f"the checkpoint {checkpoint} has no configuration of a Hugging Face model, so it cannot be exported."
+        )
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        # Each configuration and each model class fails in its own way.
+        raise CheckpointError(
+            f"transformers cannot build the model of the checkpoint {checkpoint}: {type(error).__name__}: {error}"
+        ) from error
+    return model
+
+
+def _check_empty(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{output} is there already and not empty. Name another directory.")

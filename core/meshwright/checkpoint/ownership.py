@@ -1,0 +1,84 @@
+"""Decide which rank writes what, where several ranks have the same.
+
+[Note: ownership] Each rank tells the rectangles that it has. One that several ranks have is cut along its longest dim
+into as many parts as there are ranks, so that all write alike; small ones go whole to the rank that has least to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+SMALL_BYTES = 1 << 16
+"""Rectangles below this are not cut: each costs a header in the file."""
+
+
+@dataclass(frozen=True, order=True)
+class Rectangle:
+    """A rectangle of a named tensor.
+
+    Attributes:
+        name: of the tensor.
+        offsets, sizes: along each dim of the whole.
+        itemsize: bytes of an element.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        count = self.itemsize
+        for size in self.sizes:
+            count *= size
+        return count
+
+
+def divide(held: Sequence[Sequence[Rectangle]]) -> list[list[Rectangle]]:
+    """What each rank writes; see [Note: ownership].
+
+    Args:
+        held: what each rank has. Rectangles of one tensor are the same on two ranks, or disjoint.
+
+    Returns:
+        For each rank, parts of what it has; together, each element once.
+    """
+    holders: dict[Rectangle, list[int]] = {}
+    for rank, rectangles in enumerate(held):
+        # A rank may have a rectangle twice.
+        for rectangle in dict.fromkeys(rectangles):
+            holders.setdefault(rectangle, []).append(rank)
+    owned: list[list[Rectangle]] = [[] for _ in held]
+    written = [0] * len(held)
+    small = []
+    for rectangle, ranks in holders.items():
+        if len(ranks) > 1 and rectangle.nbytes < SMALL_BYTES:
+            small.append(rectangle)
+            continue
+        for rank, part in zip(ranks, _parts(rectangle, len(ranks)), strict=False):
+            owned[rank].append(part)
+            written[rank] += part.nbytes
+    for rectangle in sorted(small, key=lambda each: -each.nbytes):
+        rank = min(holders[rectangle], key=lambda each: written[each])
+        owned[rank].append(rectangle)
+        written[rank] += rectangle.nbytes
+    return owned
+
+
+def _parts(rectangle: Rectangle, count: int) -> Iterator[Rectangle]:
+    """Up to `count` parts of about the same size."""
+    if count == 1 or not rectangle.sizes:
+        yield rectangle
+        return
+    dim = max(range(len(rectangle.sizes)), key=lambda each: rectangle.sizes[each])
+    # The first dim divides memory into what lies in one piece.
+    dim = 0 if rectangle.sizes[0] >= count else dim
+    size = rectangle.sizes[dim]
+    for index in range(count):
+        start, end = size * index // count, size * (index + 1) // count
+        if start < end:
+            offsets, sizes = list(rectangle.offsets), list(rectangle.sizes)
+            offsets[dim], sizes[dim] = offsets[dim] + start, end - start
+            yield replace(rectangle, offsets=tuple(offsets), sizes=tuple(sizes))
