@@ -130,9 +130,6 @@ class Cell:
         # Some architectures compute parts in float32 whatever their dtype, whose last bits depend on the shape of the
         # microbatch; so the reference gets the same microbatches.
         microbatches = self.ranks if self.kind == "architecture" else 1
-        if self.kind == "architecture" and "pp_size" in self.sizes:
-            # A pipeline cuts them into single sequences.
-            microbatches = self.case.sequences
         return self._compared(outcomes, reference(self.case, self.device, microbatches))
 
     def _state(self) -> Result | str:
