@@ -112,7 +112,7 @@ class PipelineManager(StrategyManager):
         layout = model_layout(model)
         with lent_values(model, weights, self.mesh.device):
             cut, self.split = self.mesh.world.together(lambda: self._divided(model, layout))
-        self._placement = self._schedule(len(self.split), self._least_microbatches).placement
+        self._place()
         self._names = Names.of_model(model, cut, self.split)
         mine = [index for index, rank in enumerate(self._placement) if rank == self.mesh.axis_rank("pp")]
         # All that may be refused, before the model is taken apart.
@@ -143,7 +143,7 @@ class PipelineManager(StrategyManager):
                 f"more. Use 1f1b or gpipe."
             )
         self.split = tuple(range(each, each + 1) for each in range(ranks))
-        self._placement = self._schedule(ranks, self._least_microbatches).placement
+        self._place()
         stages: list[Any] = [None] * ranks
         mine = (first_names(model), list(model.state_dict()))
         dist.all_gather_object(stages, mine, group=self.mesh.group("pp"))
@@ -155,10 +155,17 @@ class PipelineManager(StrategyManager):
         self.mesh.world.together(lambda: stage.parallelize_as_given(weights))
         self._stages[index] = stage
 
+    def _place(self) -> None:
+        """Find out what of the schedule does not depend on the number of microbatches."""
+        schedule = self._schedule(len(self.split), self._least_microbatches)
+        self._placement = schedule.placement
+        self._splits = any(action.kind is Kind.BACKWARD_INPUT for order in schedule.orders for action in order)
+
     def _stage_options(self, index: int) -> dict[str, Any]:
         dtype = getattr(torch, self.config.dtype) if self.config.dtype is not None else None
         is_first, is_last = index == 0, index == len(self.split) - 1
-        return {"is_first": is_first, "is_last": is_last, "dtype": dtype, "loss": self._loss}
+        ends = {"is_first": is_first, "is_last": is_last}
+        return {**ends, "dtype": dtype, "loss": self._loss, "splits": self._splits}
 
     def _divided(self, model: nn.Module, layout: ModelLayout) -> tuple[Cut, tuple[range, ...]]:
         """How the model is cut, and the blocks of each stage."""

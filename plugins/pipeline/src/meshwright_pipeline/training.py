@@ -31,6 +31,7 @@ class PipelineStage:
         is_last: whether it computes the loss.
         dtype: of what crosses boundaries, where it is of floating point; None: its own.
         loss: on the last stage, in the place of the token loss; see [Note: loss_fn].
+        splits: whether the schedule splits backwards in two.
     """
 
     def __init__(
@@ -42,17 +43,18 @@ class PipelineStage:
         is_last: bool,
         dtype: torch.dtype | None,
         loss: LossFn | None,
+        splits: bool,
     ) -> None:
         self.manager = manager
         self.is_first, self.is_last = is_first, is_last
         self.num_tokens = torch.ones(())
         self._boundary, self._dtype, self._loss = boundary, dtype, loss
-        self._store = WeightGradients()
+        self._store, self._splits = WeightGradients(), splits
 
     def parallelize(self, cut: Cut, blocks: range, weights: Weights | None) -> None:
         """Shard the stage's part of the model, of which it has these blocks."""
         model = self.manager.model
-        for block in blocks:
+        for block in blocks if self._splits else ():
             self._store.watch(model.get_submodule(cut.blocks[block]))
         self.manager.parallelize(model, weights)
         if not self.is_first:
@@ -142,7 +144,8 @@ class GivenStage(PipelineStage):
 
     def parallelize_as_given(self, weights: Weights | None) -> None:
         """Shard the module."""
-        self._store.watch(self.manager.model)
+        if self._splits:
+            self._store.watch(self.manager.model)
         self.manager.parallelize(self.manager.model, weights)
 
     def _given(self, batch: Batch, received: Tensors) -> Batch:
