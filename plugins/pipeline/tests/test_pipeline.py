@@ -44,9 +44,10 @@ from meshwright.testing.parity import (
     training_step,
 )
 from meshwright_pipeline.loss import loss_of
-from meshwright_pipeline.schedules import SCHEDULES, Kind, Schedule, build_schedule
+from meshwright_pipeline.schedules import SCHEDULES, Kind, Schedule, build_schedule, peak_live
 from meshwright_pipeline.stage import enter_stage, take_stage
 from meshwright_pipeline.study import Study
+from meshwright_pipeline.whole import broadcast, gathered
 
 PP2 = {"pp_size": 2}
 DEEP = Case(layers=5, tied=True)
@@ -335,6 +336,29 @@ def test_state_moves_to_single_and_back(tied: bool) -> None:
     assert difference(found, last).worst <= 1e-9
 
 
+def _carried_states(device: str) -> tuple[list[Any], Any]:
+    """A state for each rank, gathered on the first; and the first rank's, of which others keep a part."""
+    with open_world(device) as world:
+        state = {"model": {"a": torch.full((3,), float(world.rank)), "b": torch.tensor(world.rank)}, "lr": world.rank}
+        state["groups"] = [{"params": ["a"]}]
+        found = gathered(state, world.group, world.device)
+        kept = broadcast(state if world.rank == 0 else {}, world.group, world.device, wanted=lambda path: "a" in path)
+    return found, kept
+
+
+def test_states_go_along_the_pipeline_tensor_by_tensor() -> None:
+    (found, kept), (nothing, part) = pool(2).run(_carried_states, "cpu")
+    assert [(state["model"]["a"].tolist(), int(state["model"]["b"]), state["lr"]) for state in found] == [
+        ([0.0] * 3, 0, 0),
+        ([1.0] * 3, 1, 1),
+    ]
+    assert nothing == []
+    assert part["model"]["a"].tolist() == [0.0] * 3
+    assert part["model"]["b"] is None
+    assert part["groups"] == kept["groups"] == [{"params": ["a"]}]
+    assert int(kept["model"]["b"]) == 0
+
+
 # -- what travels, what is held
 
 
@@ -506,7 +530,8 @@ def _alive(name: str) -> list[int]:
     def counting(run: Any, action: Any) -> None:
         nonlocal most
         forward(run, action)
-        most = max(most, len(run._flying))
+        # Weights that are put off keep their inputs.
+        most = max(most, len(run._flying) + len(run._rest))
 
     runtime.Run._forward = counting  # type: ignore[method-assign]
     try:
@@ -516,9 +541,12 @@ def _alive(name: str) -> list[int]:
     return [most]
 
 
-def test_live_microbatches_are_bounded_by_the_schedule() -> None:
-    assert pool(2).run(_alive, "gpipe") == [[12], [12]]
-    assert pool(2).run(_alive, "1f1b") == [[2], [1]]
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_live_microbatches_are_those_of_the_schedule(name: str) -> None:
+    stages = 2 * SCHEDULES[name].min_chunks
+    peaks = peak_live(build_schedule(name, ranks=2, stages=stages, microbatches=12))
+    assert pool(2).run(_alive, name) == [[peak] for peak in peaks]
+    assert {"gpipe": (12, 12), "1f1b": (2, 1)}.get(name, peaks) == peaks
 
 
 def _weights_come_later() -> list[str]:

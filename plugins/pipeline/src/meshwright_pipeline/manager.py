@@ -50,6 +50,7 @@ from .split import split_model
 from .stage import Cut, take_stage
 from .study import Study
 from .training import GivenStage, PipelineStage
+from .whole import broadcast, gathered
 
 
 class PipelineManager(StrategyManager):
@@ -444,10 +445,9 @@ class PipelineManager(StrategyManager):
         """The whole states of all stages, on the first rank; each lies on the first rank of its stage."""
         if self.mesh.stage().world.rank != 0:
             return []
-        group, size = self.mesh.group("pp"), self.mesh.degrees.pp
-        box: list[Any] | None = [None] * size if self.mesh.axis_rank("pp") == 0 else None
-        dist.gather_object(dict(zip(self._stages, parts, strict=True)), box, group=group, group_dst=0)
-        found = {index: state for states in box or () for index, state in states.items()}
+        mine = dict(zip(self._stages, parts, strict=True))
+        states = gathered(mine, self.mesh.group("pp"), self.mesh.device)
+        found = {index: state for each in states for index, state in each.items()}
         return [found[index] for index in sorted(found)]
 
     def load_state_dict(self, state: Mapping[str, Any], *, full: bool = False) -> None:
@@ -458,14 +458,21 @@ class PipelineManager(StrategyManager):
             return
         stage_world = self.mesh.stage().world
         self.mesh.world.together(lambda: self._names.check(state["model"]))
-        box = [state if self.mesh.rank == 0 else None]
+        whole: Any = None
         if stage_world.rank == 0:
-            dist.broadcast_object_list(box, group=self.mesh.group("pp"), group_src=0)
+            held = {name for stage in self._stages.values() for name in stage.manager.model.state_dict(keep_vars=True)}
+            held |= {self._names.canonical.get(name, name) for name in held}
+
+            def wanted(path: Sequence[Any]) -> bool:
+                # ("model", name) or ("optimizer", "state", name, key).
+                return not held.isdisjoint(path[1:3])
+
+            whole = broadcast(state, self.mesh.group("pp"), self.mesh.device, wanted=wanted)
         empty: Mapping[str, Any] = {"model": {}, "optimizer": {}}
         for stage in self._stages.values():
             names = list(stage.manager.model.state_dict(keep_vars=True))
             trained = [name for name, _ in stage.manager.model.named_parameters()]
-            part = self._names.part(box[0], names, trained) if box[0] is not None else empty
+            part = self._names.part(whole, names, trained) if whole is not None else empty
             self.mesh.world.together(lambda stage=stage, part=part: stage.manager.load_state_dict(part, full=True))  # type: ignore[misc]
 
     def sharded_state(self) -> ShardedState:
