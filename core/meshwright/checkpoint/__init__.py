@@ -6,9 +6,10 @@ by the names of the unwrapped Hugging Face model, as rectangles of the whole, so
 
 from __future__ import annotations
 
-from .checkpointer import Checkpointer, OnError, load_checkpoint, newest_checkpoint, save_checkpoint
+from .checkpointer import Checkpointer, OnError, save_checkpoint
 from .directory import Manifest, read_manifest, steps_in
 from .export import export_checkpoint
+from .loading import load_checkpoint, newest_checkpoint
 
 __all__ = [
     "Checkpointer",

@@ -25,9 +25,10 @@ from .._compat import saved_together, to_saved_format
 from ..errors import CheckpointError, ConfigError
 from ..mesh import World
 from ..pieces import Sharded, tensor_pieces
-from .checkpointer import MODEL, checked
 from .directory import HUGGING_FACE, read_manifest, verify
+from .loading import checked
 from .planner import PieceLoadPlanner
+from .values import MODEL
 
 LEAST_FILE_BYTES = 64_000_000
 """Ranks share the work in files of at least this size."""

@@ -11,8 +11,8 @@ from rich.text import Text
 from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
 from ..errors import CheckpointError
-from .checkpointer import MODEL, OPTIMIZER
 from .directory import Manifest, read_manifest, steps_in, verify
+from .values import MODEL, OPTIMIZER
 
 
 def shown(directory: Path) -> tuple[Group, bool]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -18,11 +19,22 @@ from torch import Tensor
 from ..batch import count_tokens
 from ..errors import MeshwrightError, RankError
 from ..registry import get_registry, get_strategy
-from .parity import TOLERANCE, Case, Outcome, build_manager, difference, reference, share, train_case, train_part
+from .parity import (
+    TOLERANCE,
+    Case,
+    Outcome,
+    build_manager,
+    difference,
+    reference,
+    share,
+    train_case,
+    train_from_checkpoint,
+    train_part,
+)
 from .pool import pool
 
 Status = Literal["passed", "failed", "does not apply"]
-Kind = Literal["train", "architecture", "state", "bad input"]
+Kind = Literal["train", "architecture", "state", "checkpoint", "bad input"]
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,7 @@ class Cell:
             "train": self._train,
             "architecture": self._train,
             "state": self._state,
+            "checkpoint": self._checkpoint,
             "bad input": self._bad_input,
         }
         return kinds[self.kind]()
@@ -133,8 +146,33 @@ class Cell:
         return self._compared(outcomes, reference(self.case, self.device, microbatches))
 
     def _state(self) -> Result | str:
+        """State moves in memory; see `_in_parts`."""
+        state: list[Any] = [None]
+
+        def train(ranks: int, *arguments: Any) -> list[Outcome] | str:
+            parts = self._run(ranks, train_part, *arguments, state[0], self.device)
+            if isinstance(parts, str):
+                return parts
+            state[0] = parts[0][1]
+            return [outcome for outcome, _ in parts]
+
+        return self._in_parts(train)
+
+    def _checkpoint(self) -> Result | str:
+        """State moves in checkpoints; see `_in_parts`."""
+        with tempfile.TemporaryDirectory() as root:
+            places = [f"{root}/{number}" for number in range(3)]
+
+            def train(ranks: int, *arguments: Any) -> list[Outcome] | str:
+                steps: range = arguments[-1]
+                number = max(0, steps.start - 1)
+                source = places[number - 1] if steps.start else None
+                return self._run(ranks, train_from_checkpoint, *arguments, source, places[number], self.device)
+
+            return self._in_parts(train)
+
+    def _in_parts(self, train: Callable[..., list[Outcome] | str]) -> Result | str:
         """Two steps under the strategy, one under `single`, one under the strategy again."""
-        state = None
         outcomes: list[Outcome] = []
         losses: list[float] = []
         norms: list[float] = []
@@ -146,10 +184,10 @@ class Cell:
             mine = strategy == self.strategy
             config, sizes = (dict(self.config), dict(self.sizes)) if mine else ({}, {})
             case = self.case if mine else replace(self.case, microbatches=1, shares=None)
-            parts = self._run(ranks, train_part, strategy, config, sizes, case, steps, state, self.device)
-            if isinstance(parts, str):
-                return parts
-            outcomes, state = [outcome for outcome, _ in parts], parts[0][1]
+            found = train(ranks, strategy, config, sizes, case, steps)
+            if isinstance(found, str):
+                return found
+            outcomes = found
             losses += outcomes[0].losses
             norms += outcomes[0].norms
         expected = reference(self.case, self.device)

@@ -170,6 +170,7 @@ def _cases(spec: StrategySpec, ranks: int, data_ranks: int, main: bool, fixed: M
     yield _entry("ranks use different parameters", replace(routed, route="ranks"))
     for name, tied in (("state to single and back", False), ("state to single and back, tied", True)):
         yield _entry(name, replace(base, steps=4, tied=tied), kind="state")
+    yield _entry("checkpoint to single and back", replace(base, steps=4, tied=True), kind="checkpoint")
     yield _entry("bad input", replace(base, microbatches=2, sequences=24), kind="bad input", reason=lonely)
     for option, value, reason in _options(spec.config_cls, fixed):
         case = replace(base, microbatches=2, sequences=24, tied=True)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..batch import count_tokens
+from ..checkpoint import load_checkpoint, save_checkpoint
 from ..contract import IGNORED_LABEL, Batch, StrategyManager
 from ..mesh import Mesh, open_world
 from ..optim import build_scheduler, optimizer_factory
@@ -238,6 +239,26 @@ def train_part(
         manager.load_state_dict(state if first else {"model": {}, "optimizer": {}}, full=True)
     losses, norms, eval_losses = train_steps(manager, case, steps)
     return Outcome(losses, norms, eval_losses, full_weights(manager)), manager.state_dict(full=True)
+
+
+def train_from_checkpoint(
+    strategy: str,
+    config: Mapping[str, Any],
+    sizes: Mapping[str, Any],
+    case: Case,
+    steps: range,
+    source: str | None,
+    target: str,
+    device: str = "cpu",
+) -> Outcome:
+    """The task of one rank: some steps of the case, from a checkpoint if there is one, and into another."""
+    manager = build_manager(strategy, config, sizes, case, seed=steps.start, device=device)
+    if source is not None:
+        train_steps(manager, case, range(99, 100))
+        load_checkpoint(manager, source)
+    losses, norms, eval_losses = train_steps(manager, case, steps)
+    save_checkpoint(manager, target, step=steps.stop)
+    return Outcome(losses, norms, eval_losses, full_weights(manager))
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,0 +1,134 @@
+"""Load a checkpoint, whatever strategy and mesh it was saved under."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..contract import StrategyManager
+from ..errors import CheckpointError
+from ..mesh import World
+from ..pieces import Sharded
+from ..state import OptimizerState, TensorKind
+from .directory import (
+    Manifest,
+    read_manifest,
+    steps_in,
+    verify,
+)
+from .planner import PieceLoadPlanner
+from .saving import own_group
+from .values import MODEL, OPTIMIZER, decoded, flat, random_to_load, set_random_state
+
+
+def load_checkpoint(
+    manager: StrategyManager, directory: str | Path, *, scheduler: LRScheduler | None = None
+) -> Manifest:
+    """Load a checkpoint that any strategy on any mesh has saved, all ranks together.
+
+    The optimizer's state is loaded if the manager has an optimizer, the random generators' if the mesh is the same.
+
+    Args:
+        manager: with its model; in place.
+        directory: of the checkpoint.
+        scheduler: of the learning rate; in place.
+
+    Returns:
+        What the checkpoint tells about itself.
+
+    Raises:
+        CheckpointError: it is not whole, or not of this model; on all ranks, before anything is changed.
+        StrategyError: the optimizer is another; the same.
+    """
+    directory, world = Path(directory), manager.mesh.world
+    manifest = world.together(lambda: checked(directory, world))
+    reader = FileSystemReader(directory)
+    stored = {
+        name: (each.size, each.properties.dtype)
+        for name, each in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(each, TensorStorageMetadata)
+    }
+    mine = manager.sharded_state()
+    _check_model(directory, mine.model, stored, world)
+    has_optimizer = mine.optimizer is not None
+    saved = world.together(lambda: _saved_optimizer(directory, manifest, stored) if has_optimizer else None)
+    if scheduler is not None and manifest.scheduler is None:
+        raise CheckpointError(f"the checkpoint {directory} has no learning-rate schedule. Load it without scheduler.")
+    with own_group() as group:
+        with manager.loading(saved) as target:
+            tensors = flat(target)
+            same_mesh = manifest.mesh == asdict(manager.mesh.degrees)
+            random = random_to_load(stored, dist.get_rank()) if same_mesh else {}
+            dcp.load({**tensors, **random}, storage_reader=reader, planner=PieceLoadPlanner(), process_group=group)
+        for sharded in random.values():
+            set_random_state(sharded.pieces[0].tensor)
+    if scheduler is not None and manifest.scheduler is not None:
+        scheduler.load_state_dict(manifest.scheduler)
+    return manifest
+
+
+def newest_checkpoint(root: str | Path, world: World) -> Path | None:
+    """The newest whole checkpoint in a directory of them; tells which newer ones are not whole. Collective."""
+    box = [[path for _, path in steps_in(Path(root))]]
+    dist.broadcast_object_list(box, group=world.group, group_src=0)
+    for path in box[0]:
+        try:
+            world.together(lambda path=path: checked(path, world))  # type: ignore[misc]
+        except CheckpointError as error:
+            if world.rank == 0:
+                warnings.warn(f"{error} An older one is tried.", stacklevel=2)
+            continue
+        return path
+    return None
+
+
+def checked(directory: Path, world: World) -> Manifest:
+    """The manifest of a checkpoint whose files are what they were; each rank checks a part of them.
+
+    Raises:
+        CheckpointError: it is not whole.
+    """
+    manifest = read_manifest(directory)
+    verify(directory, manifest, list(manifest.files)[world.rank :: world.size])
+    return manifest
+
+
+def _saved_optimizer(
+    directory: Path, manifest: Manifest, stored: Mapping[str, TensorKind]
+) -> OptimizerState[TensorKind]:
+    if manifest.groups is None or manifest.values is None:
+        raise CheckpointError(
+            f"the checkpoint {directory} holds a model without an optimizer. Load it before build_optimizer."
+        )
+    tensors: dict[str, dict[str, TensorKind]] = {}
+    for full, kind in stored.items():
+        if full.startswith(OPTIMIZER):
+            name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
+            tensors.setdefault(name, {})[key] = kind
+    return OptimizerState(tensors, decoded(manifest.values), decoded(manifest.groups))
+
+
+def _check_model(directory: Path, model: Mapping[str, Sharded], stored: Mapping[str, TensorKind], world: World) -> None:
+    """Raise on all ranks where the checkpoint is not of this model."""
+    error: str | None = None
+    shapes = {name.removeprefix(MODEL): shape for name, (shape, _) in stored.items() if name.startswith(MODEL)}
+    for name, sharded in model.items():
+        if name not in shapes:
+            error = f"it lacks {name}"
+            break
+        if shapes[name] != sharded.shape:
+            error = f"{name} has shape {tuple(shapes[name])} in it, but {tuple(sharded.shape)} in the model"
+            break
+    known = world.reduce_ints([int(name in model) for name in shapes], dist.ReduceOp.MAX)
+    unknown = [name for name, is_known in zip(shapes, known, strict=True) if not is_known]
+    if unknown:
+        error = f"it holds {', '.join(unknown[:3])}{' and more' if unknown[3:] else ''}, which the model has not"
+    message = f"the checkpoint {directory} is not of this model: {error}. Build the model that it was saved from."
+    world.raise_together(None if error is None else CheckpointError(message))
