@@ -49,11 +49,13 @@ def lent_values(model: nn.Module, weights: Weights | None, device: torch.device)
 def _replace(model: nn.Module, others: dict[Tensor, Tensor]) -> None:
     """Put other tensors in the places of parameters and buffers, tied ones in all of theirs."""
     for module in model.modules():
-        held: dict[str, Tensor | None]
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None:
-                    held[name] = others.get(tensor, tensor)
+        own = (
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        )
+        for name, tensor in own:
+            if tensor in others:
+                setattr(module, name, others[tensor])
 
 
 SMALL = 1 << 16

@@ -22,7 +22,7 @@ from meshwright.contract import Batch
 from meshwright.errors import ModelError
 from meshwright.layout import ModelLayout
 
-from .boundary import Crossing, Path, dims_of, found_at, hidden_path, tensors_in
+from .boundary import Crossing, Path, dims_of, hidden_path, tensors_in
 from .stage import Cut, staged, until_left
 
 TRIALS = ((2, 16), (3, 12), (1, 24))
@@ -229,11 +229,12 @@ def _same(one: Tensor | None, other: Tensor) -> bool:
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Path, Tensor]:
     """Copies of all tensors that a block is given; the hidden states under HIDDEN."""
-    hidden = found_at((args, kwargs), hidden_path(args, kwargs))
-    found = {path: tensor.detach().clone() for path, tensor in tensors_in((args, kwargs))}
-    copies = {path for path, tensor in tensors_in((args, kwargs)) if tensor is hidden and len(path) == 2}
-    assert hidden is not None
-    return {HIDDEN: hidden.detach().clone(), **{path: each for path, each in found.items() if path not in copies}}
+    place = hidden_path(args, kwargs)
+    given = dict(tensors_in((args, kwargs)))
+    # The block may get them under several names.
+    copies = {path for path, tensor in given.items() if tensor is given[place] and len(path) == len(place)}
+    rest = {path: tensor.detach().clone() for path, tensor in given.items() if path not in copies}
+    return {HIDDEN: given[place].detach().clone(), **rest}
 
 
 def trial_batch(model: nn.Module, batch: int, length: int) -> Batch:
