@@ -97,7 +97,8 @@ class Work:
 
 def meshwright_step(strategy: str, work: Work, world: World, config: Mapping[str, Any] | None = None) -> Step:
     """The loop under test: `meshwright.train.train_step` with what `meshwright train` would build for it."""
-    stack, degrees = resolve(strategy, MeshSizes(tp_size=work.tp), world.size, config=config or {})
+    sizes = MeshSizes(pp_size=world.size) if strategy == "pipeline" else MeshSizes(tp_size=work.tp)
+    stack, degrees = resolve(strategy, sizes, world.size, config=config or {})
     mesh = Mesh(degrees, world)
     manager = stack.build(mesh)
     manager.parallelize(work.model())

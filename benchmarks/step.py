@@ -9,6 +9,7 @@ programs use the machine too: waiting does not count there. The losses must agre
     python benchmarks/step.py --strategies fsdp2,ddp --json results.json
     python benchmarks/step.py --strategies fsdp2 --tp 2 --ranks 4
     python benchmarks/step.py --strategies ddp-bucketed,ddp-zero1
+    python benchmarks/step.py --strategies pipeline-gpipe,pipeline-1f1b,pipeline-interleaved1f1b --microbatches 8
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import date
 from pathlib import Path
@@ -31,7 +32,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
-from contestants import CONTESTS, Step, Work
+from contestants import CONTESTS as CONTESTS_OF_DATA
+from contestants import Contest, Step, Work, meshwright_step
+from pipelines import SCHEDULES, options, pipeline_by_hand
 from rich.console import Console
 from rich.table import Table
 
@@ -40,6 +43,26 @@ from meshwright.launch import launch
 from meshwright.mesh import World, open_world
 
 RAW_A, OURS, RAW_B = CONTESTANTS = ("raw A", "ours", "raw B")
+
+
+@dataclass(frozen=True)
+class PipelineContest:
+    """torch's pipeline of a schedule, and ours."""
+
+    schedule: str
+
+    @property
+    def by_hand(self) -> Callable[[Work, World], Step]:
+        return pipeline_by_hand(self.schedule)
+
+    def ours(self, work: Work, world: World) -> Step:
+        return meshwright_step("pipeline", work, world, options(self.schedule, work, world.size))
+
+
+CONTESTS: dict[str, Contest | PipelineContest] = {
+    **CONTESTS_OF_DATA,
+    **{f"pipeline-{name}": PipelineContest(name) for name in SCHEDULES},
+}
 TARGET = 0.02
 """How far above the noise our ratio may be."""
 
@@ -279,6 +302,11 @@ def parse(arguments: Sequence[str]) -> Plan:
         parser.error(f"--tp {options.tp} needs --strategies fsdp2: the other loops have no tensor parallelism")
     if ranks % options.tp or (options.hidden // 64) % options.tp:
         parser.error(f"--tp {options.tp} must divide the {ranks} ranks and the {options.hidden // 64} attention heads")
+    chunks = max(
+        (SCHEDULES[name.partition("-")[2]][1] for name in strategies if name.startswith("pipeline-")), default=0
+    )
+    if chunks and options.layers % (chunks * ranks):
+        parser.error(f"--layers {options.layers} is no multiple of the {chunks * ranks} stages")
     if options.hidden % 64:
         parser.error(f"--hidden {options.hidden} is not a multiple of 64, the width of an attention head")
     if options.json is not None and not options.json.absolute().parent.is_dir():

@@ -109,7 +109,7 @@ class _Meter(Observer):
 
     def _see(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            if tensor.layout is torch.strided:
+            if tensor.layout is torch.strided and not tensor.is_meta:
                 storage = _storage(tensor)
                 key = id(storage)
                 if key not in self._live:

@@ -10,22 +10,29 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
 
 from meshwright import (
     BatchError,
     ConfigError,
+    Mesh,
     MeshSizes,
     MeshwrightError,
     ModelError,
     count_tokens,
     get_strategy,
+    open_world,
+    optimizer_factory,
     resolve,
 )
 from meshwright.data_parallel import forward_options
 from meshwright.layout import model_layout
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.collectives import Traffic, measure_collectives
-from meshwright.testing.models import case_model, tiny_model
+from meshwright.testing.memory import measure_memory
+from meshwright.testing.models import ROUTED_VOCAB, TINY, RoutedModel, case_model, tiny_model
 from meshwright.testing.parity import (
     build_manager,
     difference,
@@ -36,8 +43,11 @@ from meshwright.testing.parity import (
     train_steps,
     training_step,
 )
-from meshwright_pipeline.schedules import SCHEDULES, Kind, Schedule, build_schedule
-from meshwright_pipeline.stage import Boundary, study, take_stage
+from meshwright_pipeline.loss import loss_of
+from meshwright_pipeline.schedules import SCHEDULES, Kind, Schedule, build_schedule, peak_live
+from meshwright_pipeline.stage import enter_stage, take_stage
+from meshwright_pipeline.study import Study
+from meshwright_pipeline.whole import broadcast, gathered
 
 PP2 = {"pp_size": 2}
 DEEP = Case(layers=5, tied=True)
@@ -151,6 +161,162 @@ def _blocks_held(case: Case, options: Mapping[str, Any]) -> list[str]:
     return sorted({name.split(".")[2] for name in names if ".layers." in name})
 
 
+def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+
+
+def _smoothed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    options = {"ignore_index": -100, "reduction": "sum", "label_smoothing": 0.5}
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), **options)
+
+
+def _mean(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return _summed(logits, targets) / (targets != -100).sum().clamp(min=1)
+
+
+def _unmasked(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return logits.logsumexp(-1).sum()
+
+
+class SummedLoss:
+    """The token loss as a class."""
+
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return _summed(logits, targets)
+
+
+def test_a_loss_that_is_the_token_loss_trains_as_it_does() -> None:
+    _over("fsdp2", Case(layers=5, tied=True, microbatches=2, eval_after=True), 4, {"loss_fn": _summed}, dp_size=2)
+
+
+def _smoothed_gradients(ranks: int) -> dict[str, torch.Tensor]:
+    """Of a step with ragged masks, by a whole model and its own backward, or by a pipeline."""
+    model, case = tiny_model(layers=3), Case()
+    batch = share(case, 0, 0, 1)[0]
+    if ranks == 1:
+        count = (batch["labels"][:, 1:] != -100).sum()
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        (_smoothed(logits[:, :-1], batch["labels"][:, 1:]) / count).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    manager = _manager_of("single", {"pp_schedule": "gpipe", "loss_fn": _smoothed})
+    manager.parallelize(model)
+    manager.forward_backward([batch], num_tokens=count_tokens([batch], manager.mesh))
+    parts = manager.model_parts
+    return {name: p.grad for part in parts for name, p in part.named_parameters() if p.grad is not None}
+
+
+def test_a_loss_of_another_kind_is_summed_over_tokens_and_divided_by_their_global_number() -> None:
+    expected = _smoothed_gradients(1)
+    found = {name: grad for part in pool(2).run(_smoothed_gradients, 2) for name, grad in part.items()}
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=0, atol=1e-12)
+
+
+def test_a_loss_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_ALLOWED_IMPORTS", __name__)
+    assert loss_of(f"{__name__}._summed") is _summed
+    assert isinstance(loss_of(f"{__name__}.SummedLoss"), SummedLoss)
+    assert loss_of(None) is None
+
+
+# -- stages that are given
+
+GIVEN = {"patch_inner_model": False, "patch_causal_lm_model": False}
+
+
+class _Stage(nn.Module):
+    """One of two stages of `RoutedModel`, with its names."""
+
+    def __init__(self, whole: RoutedModel, *, is_first: bool) -> None:
+        super().__init__()
+        if is_first:
+            self.embed = whole.embed
+            self.blocks = nn.ModuleDict({"0": whole.blocks[0]})
+        else:
+            self.blocks = nn.ModuleDict({str(index): whole.blocks[index] for index in (1, 2)})
+            self.head = whole.head
+
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, attention_mask: Any = None) -> Any:
+        hidden = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        for block in self.blocks.values():
+            hidden = block(hidden, None)
+        return CausalLMOutput(logits=self.head(hidden)) if hasattr(self, "head") else hidden
+
+
+def _given_stages(strategy: str, ranks: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of three steps."""
+    torch.manual_seed(5)
+    whole = RoutedModel(torch.float64)
+    if ranks == 1:
+        stages = [_Stage(whole, is_first=True), _Stage(whole, is_first=False)]
+        optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    else:
+        manager = _manager_of(strategy, GIVEN)
+        rank = manager.mesh.axis_rank("pp")
+        manager.parallelize(_Stage(whole, is_first=rank == 0))
+        manager.build_optimizer(lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2))
+    losses = []
+    for step in range(3):
+        ids = (torch.arange(4 * 7).view(4, 7) * 5 + step) % ROUTED_VOCAB
+        if ranks == 1:
+            logits = stages[1](inputs_embeds=stages[0](input_ids=ids)).logits
+            loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            loss.backward()
+            nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            mine = ids.tensor_split(manager.mesh.data_size)[manager.mesh.data_rank]
+            batch = [{"input_ids": mine, "labels": mine}]
+            loss = manager.forward_backward(batch, num_tokens=count_tokens(batch, manager.mesh))
+            manager.clip_grad_norm(0.5)
+            manager.optimizer_step()
+        losses.append(float(loss))
+    if ranks == 1:
+        return losses, {name: p.detach() for name, p in whole.named_parameters()}
+    state = manager.state_dict(full=True)
+    manager.load_state_dict(state, full=True)
+    again = manager.state_dict(full=True)
+    assert all(torch.equal(tensor, again["model"][name]) for name, tensor in state["model"].items())
+    return losses, state["model"]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 2), ("fsdp2", 4), ("ddp", 4)])
+def test_stages_that_are_given_train_as_they_are(strategy: str, ranks: int) -> None:
+    losses, weights = pool(1).run(_given_stages, strategy, 1)[0]
+    found = pool(ranks).run(_given_stages, strategy, ranks)
+    for mine, _ in found:
+        assert mine == pytest.approx(losses, abs=1e-12)
+    assert found[0][1].keys() == weights.keys()
+    for name, expected in weights.items():
+        torch.testing.assert_close(found[0][1][name], expected, rtol=0, atol=1e-9)
+
+
+class _Wrong(_Stage):
+    """A stage whose forward answers with something else."""
+
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None) -> Any:
+        hidden = super().forward(input_ids, inputs_embeds)
+        return (hidden, None) if inputs_embeds is None else hidden.logits
+
+
+def _wrong_stage(wrong: int) -> str:
+    whole = RoutedModel(torch.float64)
+    manager = _manager_of("single", GIVEN)
+    rank = manager.mesh.axis_rank("pp")
+    with pytest.raises(ModelError) as caught:
+        manager.parallelize((_Wrong if rank == wrong else _Stage)(whole, is_first=rank == 0))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("wrong", "text"), [(0, "it must return hidden states"), (1, "an object with logits")])
+def test_given_stages_are_tried_before_they_train(wrong: int, text: str) -> None:
+    for found in pool(2).run(_wrong_stage, wrong):
+        assert f"stage {wrong}" in found
+        assert text in found
+
+
 # -- state
 
 
@@ -168,6 +334,29 @@ def test_state_moves_to_single_and_back(tied: bool) -> None:
     expected = reference(case)
     last = type(expected)(expected.losses[4:], expected.norms[4:], [], expected.weights)
     assert difference(found, last).worst <= 1e-9
+
+
+def _carried_states(device: str) -> tuple[list[Any], Any]:
+    """A state for each rank, gathered on the first; and the first rank's, of which others keep a part."""
+    with open_world(device) as world:
+        state = {"model": {"a": torch.full((3,), float(world.rank)), "b": torch.tensor(world.rank)}, "lr": world.rank}
+        state["groups"] = [{"params": ["a"]}]
+        found = gathered(state, world.group, world.device)
+        kept = broadcast(state if world.rank == 0 else {}, world.group, world.device, wanted=lambda path: "a" in path)
+    return found, kept
+
+
+def test_states_go_along_the_pipeline_tensor_by_tensor() -> None:
+    (found, kept), (nothing, part) = pool(2).run(_carried_states, "cpu")
+    assert [(state["model"]["a"].tolist(), int(state["model"]["b"]), state["lr"]) for state in found] == [
+        ([0.0] * 3, 0, 0),
+        ([1.0] * 3, 1, 1),
+    ]
+    assert nothing == []
+    assert part["model"]["a"].tolist() == [0.0] * 3
+    assert part["model"]["b"] is None
+    assert part["groups"] == kept["groups"] == [{"params": ["a"]}]
+    assert int(kept["model"]["b"]) == 0
 
 
 # -- what travels, what is held
@@ -233,6 +422,103 @@ def test_a_rank_holds_the_parameters_of_its_stage() -> None:
     assert max(first, last) < 0.7 * whole
 
 
+# -- models on the meta device
+
+
+def _built(device: str, config: Any, seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    return model
+
+
+def _config(**changes: Any) -> Any:
+    return case_model("llama", tied=True, seed=0, dtype=torch.float64, layers=5).config.__class__(
+        **{**TINY["llama"], "num_hidden_layers": 5, "tie_word_embeddings": True, **changes}
+    )
+
+
+def _manager_of(strategy: str, options: Mapping[str, Any]) -> Any:
+    own = {name: value for name, value in options.items() if name.startswith(("pp_", "loss_", "patch_"))}
+    inner = {name: value for name, value in options.items() if name not in own}
+    with open_world() as world:
+        sizes = MeshSizes(pp_size=2)
+        stack, degrees = resolve(strategy, sizes, world.size, config=inner, wrapper_config={"pipeline": own})
+        return stack.build(Mesh(degrees, world))
+
+
+def _trained_from(
+    device: str, strategy: str, options: Mapping[str, Any], changes: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Full weights before and after two steps, of a model that was built on a device."""
+    manager = _manager_of(strategy, options)
+    # Only the first rank's seed counts.
+    manager.parallelize(_built(device, _config(**changes), 3 + manager.mesh.rank * (device == "meta")))
+    before = {name: tensor.clone() for name, tensor in full_weights(manager).items()}
+    manager.build_optimizer(optimizer_factory(Case().optimizer))
+    train_steps(manager, Case(), range(2))
+    return before, full_weights(manager)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "options", "changes"),
+    [
+        (2, "single", {"pp_schedule": "zbv"}, {}),
+        (2, "single", {}, {"tie_word_embeddings": False}),
+        (4, "fsdp2", {}, {}),
+        (4, "ddp", {"engine": "bucketed"}, {}),
+    ],
+    ids=str,
+)
+def test_a_model_without_memory_trains_as_one_with_memory(
+    ranks: int, strategy: str, options: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    arguments = (strategy, options, changes)
+    expected, found = (pool(ranks).run(_trained_from, device, *arguments) for device in ("cpu", "meta"))
+    for mine, theirs in zip(found, expected, strict=True):
+        for weights, others in zip(mine, theirs, strict=True):
+            assert weights.keys() == others.keys()
+            assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert not torch.equal(found[0][0]["lm_head.weight"], found[0][1]["lm_head.weight"])
+
+
+class _Values:
+    """Weights that are computed when they are read, by name; notes which were."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self.read_names: set[str] = set()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def read(self, name: str, offsets: Any, sizes: Any) -> torch.Tensor:
+        self.read_names.add(name)
+        return torch.full(tuple(sizes), len(name) / 100, dtype=torch.float64)
+
+
+def _taken(schedule: str) -> tuple[int, int, int, bool]:
+    """Bytes of this rank's stages, of the largest parameter, and at the peak; and whether it read its own only."""
+    config = _config(hidden_size=192, intermediate_size=512, num_hidden_layers=8, tie_word_embeddings=False)
+    model = _built("meta", config)
+    largest = max(p.numel() for p in model.parameters()) * WIDTH
+    weights, manager = _Values(model), _manager_of("single", {"pp_schedule": schedule})
+    memory = measure_memory(lambda: manager.parallelize(model, weights), [])
+    held = {name: p for part in manager.model_parts for name, p in part.named_parameters()}
+    assert all(torch.equal(p, torch.full_like(p, len(name) / 100)) for name, p in held.items())
+    mine = sum(p.untyped_storage().nbytes() for p in held.values())
+    return mine, largest, memory.peak.total, weights.read_names == held.keys()
+
+
+def test_a_rank_never_holds_more_than_its_stages() -> None:
+    for schedule in ("1f1b", "zbv"):
+        for mine, largest, peak, is_own in pool(2).run(_taken, schedule):
+            # While it is read, a parameter is there twice; and a batch of some tokens runs through the model.
+            assert mine <= peak <= mine + 3 * largest
+            assert 8 * largest < mine
+            assert is_own
+
+
 def _alive(name: str) -> list[int]:
     """The most microbatches between forward and backward, on each rank."""
     from meshwright_pipeline import runtime
@@ -244,7 +530,8 @@ def _alive(name: str) -> list[int]:
     def counting(run: Any, action: Any) -> None:
         nonlocal most
         forward(run, action)
-        most = max(most, len(run._flying))
+        # Weights that are put off keep their inputs.
+        most = max(most, len(run._flying) + len(run._rest))
 
     runtime.Run._forward = counting  # type: ignore[method-assign]
     try:
@@ -254,9 +541,12 @@ def _alive(name: str) -> list[int]:
     return [most]
 
 
-def test_live_microbatches_are_bounded_by_the_schedule() -> None:
-    assert pool(2).run(_alive, "gpipe") == [[12], [12]]
-    assert pool(2).run(_alive, "1f1b") == [[2], [1]]
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_live_microbatches_are_those_of_the_schedule(name: str) -> None:
+    stages = 2 * SCHEDULES[name].min_chunks
+    peaks = peak_live(build_schedule(name, ranks=2, stages=stages, microbatches=12))
+    assert pool(2).run(_alive, name) == [[peak] for peak in peaks]
+    assert {"gpipe": (12, 12), "1f1b": (2, 1)}.get(name, peaks) == peaks
 
 
 def _weights_come_later() -> list[str]:
@@ -323,50 +613,136 @@ def test_lengths_may_change_from_step_to_step() -> None:
 # -- one model, cut
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "gemma3_text", "bloom", "opt", "mamba2", "qwen3_moe", "phi3"])
-def test_stages_run_one_after_the_other_give_the_logits_of_the_whole(model_type: str) -> None:
-    model: nn.Module = case_model(model_type, tied=None, seed=0, dtype=torch.float64).eval()
+def _chained(model: nn.Module, parts: list[nn.Module], ids: torch.Tensor) -> torch.Tensor:
+    """Logits of a chain of stages, one for each block, made of `parts`, copies of the model."""
     layout, options = model_layout(model), forward_options(model)
-    ids = torch.arange(3 * 10).view(3, 10) % 100 + 1
+    study = Study(model, layout, options)
+    count = len(study.cut.blocks)
+    cut = study.cut_at(range(1, count))
+    assert len(parts) == count
+    passed: Any = ()
+    for index, part in enumerate(parts):
+        stage = range(index, index + 1)
+        boundary = cut.boundary(stage)
+        take_stage(part, cut, stage, boundary)
+        if index:
+            enter_stage(part, cut, stage, boundary)
+        boundary.start({"input_ids": ids}, passed)
+        passed = part(input_ids=ids, **options)
+    logits: torch.Tensor = passed.logits
+    return logits
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    # The second line passes on more than hidden states.
+    [
+        *("gpt2", "gemma3_text", "bloom", "opt", "mamba2", "qwen3_moe", "phi3"),
+        *("zamba2", "zaya", "inkling2_text", "gemma3n_text", "gemma4", "hy_v4", "xlm", "mllama"),
+    ],
+)
+def test_stages_run_one_after_the_other_give_the_logits_of_the_whole(model_type: str) -> None:
+    def model() -> nn.Module:
+        return case_model(model_type, tied=None, seed=0, dtype=torch.float64).eval()
+
+    whole = model()
+    # A size that no trial run has.
+    ids = torch.arange(4 * 10).view(4, 10) % 100 + 1
     with torch.no_grad():
-        expected = model(input_ids=ids, **options).logits
-        cut = study(model, layout, options)
-        hidden = None
-        for index in range(len(cut.blocks)):
-            part = case_model(model_type, tied=None, seed=0, dtype=torch.float64).eval()
-            boundary = Boundary()
-            take_stage(part, cut, range(index, index + 1), boundary)
-            part.get_submodule(cut.blocks[index]).register_forward_pre_hook(boundary.hook, with_kwargs=True)
-            boundary.received, boundary.size = hidden, (3, 10)
-            hidden = part(input_ids=ids, **options)
-    assert hidden is not None
-    assert torch.equal(hidden.logits, expected)
+        expected = whole(input_ids=ids, **forward_options(whole)).logits
+        blocks = len(Study(whole, model_layout(whole), forward_options(whole)).cut.blocks)
+        assert torch.equal(_chained(whole, [model() for _ in range(blocks)], ids), expected)
 
 
-class _Beside(nn.Module):
-    """Blocks that read what the first block has left beside the hidden states."""
+class Carrying(nn.Module):
+    """A causal LM whose blocks pass on more than their output.
 
+    Args:
+        way: "model": the model adds the embedding behind each block; "given": each block is given the sum of all
+            before; "written": each block reads from and writes to a mapping; "kept": the model keeps what each block
+            has returned, and adds it later.
+    """
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.embed = nn.Embedding(ROUTED_VOCAB, 8, dtype=torch.float64)
+        self.blocks = nn.ModuleList(_Carrier() for _ in range(4))
+        self.head = nn.Linear(8, ROUTED_VOCAB, dtype=torch.float64)
+
+    def forward(self, input_ids: torch.Tensor) -> CausalLMOutput:
+        first = self.embed(input_ids)
+        hidden, total, shared = first, first, {}
+        kept = []
+        for block in self.blocks:
+            if self.way == "model":
+                hidden = block(hidden) + first
+            elif self.way == "given":
+                hidden, total = block(hidden, total), total + hidden
+            elif self.way == "written":
+                hidden = block(hidden, shared=shared)
+            else:
+                hidden = block(hidden)
+                kept.append(hidden)
+        return CausalLMOutput(logits=self.head(hidden + sum(kept)))
+
+
+class _Carrier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(3))
-        self.head = nn.Linear(8, 11)
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+        self.gate = nn.Linear(8, 8, dtype=torch.float64)
 
-    def forward(self, input_ids: torch.Tensor) -> Any:
-        from transformers.modeling_outputs import CausalLMOutput
+    def forward(
+        self, hidden: torch.Tensor, total: torch.Tensor | None = None, shared: dict[str, Any] | None = None
+    ) -> torch.Tensor:
+        out = hidden + self.linear(hidden).tanh()
+        if total is not None:
+            out = out + self.gate(total).tanh()
+        if shared is not None:
+            out = out + sum(self.gate(each).tanh() for each in shared.get("all", ()))
+            shared["all"] = (*shared.get("all", ())[-1:], out)
+        return out
 
-        first = self.embed(input_ids)
-        hidden = first
-        for block in self.blocks:
-            hidden = block(hidden) + first
-        return CausalLMOutput(logits=self.head(hidden))
+
+def _gradients_of_carrying(way: str, schedule: str, rank_count: int) -> dict[str, torch.Tensor]:
+    """Of a step over stages of one block, of which the middle ones pass on what they do not use."""
+    torch.manual_seed(3)
+    model = Carrying(way)
+    name = "pipeline" if rank_count > 1 else "single"
+    with open_world() as world:
+        sizes = MeshSizes(pp_size=rank_count) if rank_count > 1 else MeshSizes()
+        stack, degrees = resolve(name, sizes, world.size, config={"pp_schedule": schedule} if rank_count > 1 else {})
+        manager = stack.build(Mesh(degrees, world))
+        manager.parallelize(model)
+        ids = torch.arange(6 * 7).view(6, 7) * 5 % ROUTED_VOCAB
+        batch = [{"input_ids": ids, "labels": ids}]
+        manager.forward_backward(batch, num_tokens=count_tokens(batch, manager.mesh))
+        return {
+            parameter: tensor.grad.clone()
+            for part in manager.model_parts
+            for parameter, tensor in part.named_parameters()
+            if tensor.grad is not None
+        }
 
 
-def test_a_model_that_carries_state_beside_the_hidden_states_is_refused() -> None:
-    model = _Beside()
+@pytest.mark.parametrize("schedule", ["gpipe", "zbv"])
+@pytest.mark.parametrize("way", ["model", "given", "written"])
+def test_what_is_carried_beside_the_hidden_states_crosses_with_its_gradient(way: str, schedule: str) -> None:
+    expected = pool(1).run(_gradients_of_carrying, way, schedule, 1)[0]
+    found = {
+        name: grad for part in pool(2).run(_gradients_of_carrying, way, schedule, 2) for name, grad in part.items()
+    }
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=0, atol=1e-12)
+
+
+def test_a_model_that_keeps_what_cannot_be_sent_is_refused() -> None:
+    model = Carrying("kept")
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    with pytest.raises(ModelError, match=r"cut before blocks.1, its logits change.*Set pp_size=1"):
-        study(model, model_layout(model), {})
+    with pytest.raises(ModelError, match=r"cut before blocks.1.*its logits change.*Set pp_size=1"):
+        Study(model, model_layout(model), {}).cut_at([1, 2])
     # Nothing is lost.
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
@@ -390,10 +766,16 @@ def _refusal(strategy: str, config: Any, wrapper: Any, case: Case, sizes: Any) -
         ("single", {}, {"pp_batch_size": 5}, Case(), ["BatchError", "12 sequences", "pp_batch_size=5"]),
         ("single", {}, {"pp_seq_len": 8}, Case(), ["BatchError", "16 tokens", "pp_seq_len=8"]),
         ("single", {}, {"pp_schedule": "zbv"}, Case(), ["ConfigError", "4 stages", "3 blocks"]),
-        ("single", {}, {"patch_inner_model": False}, Case(), ["ConfigError", "Set patch_inner_model=true"]),
-        ("single", {}, {"patch_causal_lm_model": False}, Case(), ["ConfigError", "Set patch_causal_lm_model=true"]),
+        ("single", {}, {"patch_inner_model": False}, Case(), ["ConfigError", "Make them equal"]),
+        ("single", {}, {"patch_causal_lm_model": False}, Case(), ["ConfigError", "Make them equal"]),
+        ("single", {}, {**GIVEN, "layers_per_stage": 2}, Case(), ["ConfigError", "layers_per_stage divides a model"]),
+        ("single", {}, {**GIVEN, "pp_schedule": "zbv"}, Case(), ["ConfigError", "Use 1f1b or gpipe"]),
+        # Both ranks give the whole model.
+        ("single", {}, GIVEN, Case(), ["ModelError", "stage 1", "both have a parameter"]),
         ("single", {}, {"scale_grads_in_schedule": True}, Case(), ["ConfigError", "Set it to false"]),
-        ("single", {}, {"loss_fn": "torch.nn.CrossEntropyLoss"}, Case(), ["ConfigError", "loss_fn is not supported"]),
+        ("single", {}, {"loss_fn": "torch.nn.CrossEntropyLoss"}, Case(), ["ConfigError", "loss_fn fails on logits"]),
+        ("single", {}, {"loss_fn": _mean}, Case(), ["ConfigError", "for two sequences", "must return the sum"]),
+        ("single", {}, {"loss_fn": _unmasked}, Case(), ["ConfigError", "where all targets are masked"]),
         (
             "single",
             {},

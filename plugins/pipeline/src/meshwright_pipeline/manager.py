@@ -30,110 +30,27 @@ from meshwright.data_parallel import (
     forward_options,
 )
 from meshwright.errors import BatchError, ConfigError, ModelError, StrategyError
-from meshwright.layout import model_layout
+from meshwright.layout import ModelLayout, model_layout
 from meshwright.mesh import Mesh
 from meshwright.norms import check_clip
+from meshwright.sizes import Degrees
 from meshwright.state import OptimizerState, ShardedState, TensorKind
-from meshwright.weights import Weights, is_meta
+from meshwright.weights import Weights, deferred_weights, is_meta
 
 from .config import PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
-from .deferred import WeightGradients
-from .names import Names
+from .given import try_stages
+from .lent import lent_values
+from .loss import check_loss, loss_of
+from .names import Names, first_names
 from .optimizer import StageOptimizers
 from .runtime import Run
 from .schedules import Action, Kind, Schedule, with_communication
 from .sharded import loading_stages, stages_state
 from .split import split_model
-from .stage import Boundary, Cut, shape_of, study, take_stage
-
-
-class PipelineStage:
-    """One stage on this rank; see `runtime.Stage`.
-
-    Args:
-        manager: of the inner strategy, with the stage's part of the model.
-        boundary: of that model.
-        cut: of the whole model.
-        is_first: whether it takes tokens, not hidden states.
-        is_last: whether it computes the loss.
-    """
-
-    def __init__(
-        self, manager: DataParallelManager, boundary: Boundary, cut: Cut, *, is_first: bool, is_last: bool
-    ) -> None:
-        self.manager = manager
-        self.is_first, self.is_last = is_first, is_last
-        self.num_tokens = torch.ones(())
-        self._boundary, self._cut = boundary, cut
-        self._store = WeightGradients()
-
-    def parallelize(self, blocks: Sequence[str], weights: Weights | None) -> None:
-        """Shard the stage's part of the model, of which it has these blocks."""
-        model = self.manager.model
-        for block in blocks:
-            self._store.watch(model.get_submodule(block))
-        self.manager.parallelize(model, weights)
-        if not self.is_first:
-            # Before the hooks of sharding, which see what is received as the block's own input.
-            first = model.get_submodule(blocks[0])
-            first.register_forward_pre_hook(self._boundary.hook, prepend=True, with_kwargs=True)
-
-    def forward(self, batch: Batch, received: Tensor | None) -> Tensor:
-        ids = batch["input_ids"]
-        self._boundary.received, self._boundary.size = received, (ids.shape[0], ids.shape[1])
-        try:
-            if self.is_last:
-                return self.manager.share_of_loss(batch, self.num_tokens)
-            inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-            hidden: Tensor = self.manager.outputs(inputs)
-            return hidden
-        finally:
-            self._boundary.received = None
-
-    def choose_loss(self, batch: Batch, dtype: torch.dtype) -> None:
-        """See `DataParallelManager.choose_loss`; on random hidden states, which are as good as any."""
-        if self.is_first:
-            self.manager.choose_loss(batch)
-            return
-
-        def receive(module: nn.Module, args: Any, kwargs: Any) -> None:
-            ids = kwargs["input_ids"]
-            self._boundary.size = (ids.shape[0], ids.shape[1])
-            shape = shape_of(self._cut.hidden[0], *self._boundary.size)
-            self._boundary.received = torch.randn(shape, dtype=dtype, device=ids.device)
-
-        hook = self.manager.module.register_forward_pre_hook(receive, with_kwargs=True)
-        try:
-            self.manager.choose_loss(batch)
-        finally:
-            hook.remove()
-            self._boundary.received = None
-
-    def backward(self, work: Callable[[], object], *, is_last: bool) -> None:
-        with self.manager.sync_gradients(is_last=is_last):
-            work()
-        self.manager.after_backward(is_last=is_last)
-
-    def backward_input(self, work: Callable[[], object]) -> Callable[[], None]:
-        with self.manager.sync_gradients(is_last=False), self._store.collecting() as rest:
-            work()
-
-        def finish() -> None:
-            for each in rest:
-                each()
-
-        return finish
-
-    def backward_weight(self, rest: Callable[[], object], *, is_last: bool) -> None:
-        with self.manager.sync_gradients(is_last=False):
-            rest()
-        if is_last:
-            self.manager.reduce_gradients()
-        self.manager.after_backward(is_last=is_last)
-
-    def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
-        ids = batch["input_ids"]
-        return shape_of(self._cut.hidden[0], ids.shape[0], ids.shape[1])
+from .stage import Cut, take_stage
+from .study import Study
+from .training import GivenStage, PipelineStage
+from .whole import broadcast, gathered
 
 
 class PipelineManager(StrategyManager):
@@ -152,8 +69,14 @@ class PipelineManager(StrategyManager):
     config: PipelineConfig
 
     def __init__(self, config: PipelineConfig, mesh: Mesh, inner: Callable[[Mesh], StrategyManager]) -> None:
-        check_options(config)
+        check_options(config, mesh.degrees)
         self.config, self.mesh = config, mesh
+        self._loss = loss_of(config.loss_fn)
+        if self._loss is not None and mesh.degrees.tp > 1:
+            raise ConfigError(
+                f"loss_fn with tp_size={mesh.degrees.tp}: the logits are divided over the ranks of tp, and only the "
+                f"token loss knows how. Set tp_size=1, or leave loss_fn out."
+            )
         self._inner = inner
         self._stages: dict[int, PipelineStage] = {}
         self._optimizer: Optimizer | None = None
@@ -169,32 +92,89 @@ class PipelineManager(StrategyManager):
     def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
         if self._stages:
             raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
-        if is_meta(model):
-            raise ModelError(
-                "the model is on the meta device, and a pipeline cannot give its stages weights yet. Build it without "
-                "`torch.device('meta')`."
-            )
-        check_trainable(model)
-        copy_from_first_rank(model, self.mesh)
-        layout = model_layout(model)
-        self._cut: Cut = self.mesh.world.together(lambda: study(model, layout, forward_options(model)))
+        may_be_frozen = not self.config.patch_inner_model
+        self.mesh.world.together(lambda: check_trainable(model, may_be_frozen=may_be_frozen))
+        vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+        if self._loss is not None:
+            dtype = next(model.parameters()).dtype
+            check_loss(self._loss, vocab_size=vocab_size or 7, dtype=dtype, device=self.mesh.device)
         self._wide = next(model.parameters()).dtype == torch.float64
-        self._vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
-        count = number_of_stages(self.config, layers=len(self._cut.blocks), ranks=self.mesh.degrees.pp)
-        blocks, runs_in = self._cut.blocks, self._cut.runs_in
-        self.split = tuple(split_model(model, layout, self.config, count, blocks=blocks, runs_in=runs_in))
-        self._placement = self._schedule(count, self._least_microbatches).placement
-        self._names = Names(model, self._cut, self.split)
+        self._vocab_size = vocab_size
+        take = self._take_apart if self.config.patch_inner_model else self._take_as_given
+        take(model, weights)
+        return next(iter(self._stages.values())).manager.module
+
+    def _take_apart(self, model: nn.Module, weights: Weights | None) -> None:
+        """Make this rank's stages from a whole model."""
+        if weights is None and is_meta(model):
+            weights = deferred_weights(model, self.mesh)
+        if weights is None:
+            copy_from_first_rank(model, self.mesh)
+        layout = model_layout(model)
+        with lent_values(model, weights, self.mesh.device):
+            cut, self.split = self.mesh.world.together(lambda: self._divided(model, layout))
+        self._place()
+        self._names = Names.of_model(model, cut, self.split)
         mine = [index for index, rank in enumerate(self._placement) if rank == self.mesh.axis_rank("pp")]
         # All that may be refused, before the model is taken apart.
         managers = [self._inner_manager() for _ in mine]
         for index, manager, part in zip(mine, managers, separate_parts(model, len(mine)), strict=True):
-            self._add_stage(index, manager, part)
+            boundary = cut.boundary(self.split[index])
+            take_stage(part, cut, self.split[index], boundary)
+            manager.model = part
+            self._stages[index] = PipelineStage(manager, boundary, **self._stage_options(index))
         own_parameters([stage.manager.model for stage in self._stages.values()])
         for index, stage in self._stages.items():
-            names = [self._cut.blocks[block] for block in self.split[index]]
-            self.mesh.world.together(lambda stage=stage, names=names: stage.parallelize(names, weights))  # type: ignore[misc]
-        return next(iter(self._stages.values())).manager.module
+            blocks = self.split[index]
+            self.mesh.world.together(lambda stage=stage, blocks=blocks: stage.parallelize(cut, blocks, weights))  # type: ignore[misc]
+
+    def _take_as_given(self, model: nn.Module, weights: Weights | None) -> None:
+        """Take a module for this rank's stage; see [Note: given stages] in `given`."""
+        ranks, index = self.mesh.degrees.pp, self.mesh.axis_rank("pp")
+        self.mesh.world.raise_together(
+            ModelError(
+                "a stage that is given with patch_inner_model=false must have its weights, but is on the meta device."
+            )
+            if is_meta(model)
+            else None
+        )
+        if number_of_stages(self.config, layers=4 * ranks, ranks=ranks) != ranks:
+            raise ConfigError(
+                f"patch_inner_model=false gives each rank one stage, and pp_schedule={self.config.pp_schedule!r} takes "
+                f"more. Use 1f1b or gpipe."
+            )
+        self.split = tuple(range(each, each + 1) for each in range(ranks))
+        self._place()
+        stages: list[Any] = [None] * ranks
+        mine = (first_names(model), list(model.state_dict()))
+        dist.all_gather_object(stages, mine, group=self.mesh.group("pp"))
+        self._names = Names.of_stages(stages)
+        boundary = try_stages(model, self.mesh, forward_options(model))
+        manager = self._inner_manager()
+        manager.model = model
+        stage = GivenStage(manager, boundary, **self._stage_options(index))
+        self.mesh.world.together(lambda: stage.parallelize_as_given(weights))
+        self._stages[index] = stage
+
+    def _place(self) -> None:
+        """Find out what of the schedule does not depend on the number of microbatches."""
+        schedule = self._schedule(len(self.split), self._least_microbatches)
+        self._placement = schedule.placement
+        self._splits = any(action.kind is Kind.BACKWARD_INPUT for order in schedule.orders for action in order)
+
+    def _stage_options(self, index: int) -> dict[str, Any]:
+        dtype = getattr(torch, self.config.dtype) if self.config.dtype is not None else None
+        is_first, is_last = index == 0, index == len(self.split) - 1
+        ends = {"is_first": is_first, "is_last": is_last}
+        return {**ends, "dtype": dtype, "loss": self._loss, "splits": self._splits}
+
+    def _divided(self, model: nn.Module, layout: ModelLayout) -> tuple[Cut, tuple[range, ...]]:
+        """How the model is cut, and the blocks of each stage."""
+        study = Study(model, layout, forward_options(model))
+        blocks, runs_in = study.cut.blocks, study.cut.runs_in
+        count = number_of_stages(self.config, layers=len(blocks), ranks=self.mesh.degrees.pp)
+        split = split_model(model, layout, self.config, count, blocks=blocks, runs_in=runs_in)
+        return study.cut_at([part.start for part in split[1:]]), tuple(split)
 
     def _inner_manager(self) -> DataParallelManager:
         """For one stage.
@@ -222,13 +202,6 @@ class PipelineManager(StrategyManager):
             )
         manager.in_pipeline = True
         return manager
-
-    def _add_stage(self, index: int, manager: DataParallelManager, part: nn.Module) -> None:
-        boundary = Boundary()
-        take_stage(part, self._cut, self.split[index], boundary)
-        manager.model = part
-        is_first, is_last = index == 0, index == len(self.split) - 1
-        self._stages[index] = PipelineStage(manager, boundary, self._cut, is_first=is_first, is_last=is_last)
 
     # -- the optimizer
 
@@ -341,20 +314,11 @@ class PipelineManager(StrategyManager):
         length = self._run_length(len(batches))
         losses: list[Tensor] = []
         for start in range(0, len(batches), length):
-            run = Run(self._stages, self._placement, self.mesh.group("pp"), self._dtype, device, train=train)
+            run = Run(self._stages, self._placement, self.mesh.group("pp"), device, train=train)
             is_last = start + length >= len(batches)
             run(self._plan(length, train=train), batches[start : start + length], is_last=is_last)
             losses += [run.losses[index] for index in sorted(run.losses)]
         return losses
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """Of what crosses boundaries."""
-        chosen = self.config.dtype
-        if chosen is None:
-            return self._cut.hidden[1]
-        dtype: torch.dtype = getattr(torch, chosen)
-        return dtype
 
     def _plan(self, microbatches: int, *, train: bool) -> tuple[Action, ...]:
         """This rank's actions."""
@@ -383,7 +347,7 @@ class PipelineManager(StrategyManager):
     def _choose_loss(self, piece: Batch) -> None:
         for stage in self._stages.values():
             if stage.is_last:
-                stage.choose_loss(piece, self._dtype)
+                stage.choose_loss(piece)
 
     def _sum_over_ranks(self, losses: Sequence[Tensor]) -> Tensor:
         # In float64, so that the sum does not depend on how microbatches are spread over ranks.
@@ -481,10 +445,9 @@ class PipelineManager(StrategyManager):
         """The whole states of all stages, on the first rank; each lies on the first rank of its stage."""
         if self.mesh.stage().world.rank != 0:
             return []
-        group, size = self.mesh.group("pp"), self.mesh.degrees.pp
-        box: list[Any] | None = [None] * size if self.mesh.axis_rank("pp") == 0 else None
-        dist.gather_object(dict(zip(self._stages, parts, strict=True)), box, group=group, group_dst=0)
-        found = {index: state for states in box or () for index, state in states.items()}
+        mine = dict(zip(self._stages, parts, strict=True))
+        states = gathered(mine, self.mesh.group("pp"), self.mesh.device)
+        found = {index: state for each in states for index, state in each.items()}
         return [found[index] for index in sorted(found)]
 
     def load_state_dict(self, state: Mapping[str, Any], *, full: bool = False) -> None:
@@ -495,14 +458,21 @@ class PipelineManager(StrategyManager):
             return
         stage_world = self.mesh.stage().world
         self.mesh.world.together(lambda: self._names.check(state["model"]))
-        box = [state if self.mesh.rank == 0 else None]
+        whole: Any = None
         if stage_world.rank == 0:
-            dist.broadcast_object_list(box, group=self.mesh.group("pp"), group_src=0)
+            held = {name for stage in self._stages.values() for name in stage.manager.model.state_dict(keep_vars=True)}
+            held |= {self._names.canonical.get(name, name) for name in held}
+
+            def wanted(path: Sequence[Any]) -> bool:
+                # ("model", name) or ("optimizer", "state", name, key).
+                return not held.isdisjoint(path[1:3])
+
+            whole = broadcast(state, self.mesh.group("pp"), self.mesh.device, wanted=wanted)
         empty: Mapping[str, Any] = {"model": {}, "optimizer": {}}
         for stage in self._stages.values():
             names = list(stage.manager.model.state_dict(keep_vars=True))
             trained = [name for name, _ in stage.manager.model.named_parameters()]
-            part = self._names.part(box[0], names, trained) if box[0] is not None else empty
+            part = self._names.part(whole, names, trained) if whole is not None else empty
             self.mesh.world.together(lambda stage=stage, part=part: stage.manager.load_state_dict(part, full=True))  # type: ignore[misc]
 
     def sharded_state(self) -> ShardedState:
@@ -522,24 +492,34 @@ class PipelineManager(StrategyManager):
             raise StrategyError("the manager has no model yet: call manager.parallelize(model) first.")
 
 
-def check_options(config: PipelineConfig) -> None:
+def check_options(config: PipelineConfig, degrees: Degrees) -> None:
     """Refuse options that cannot act yet.
 
     Raises:
         ConfigError: names the option.
     """
-    for name in ("patch_inner_model", "patch_causal_lm_model"):
-        if not getattr(config, name):
+    if config.patch_inner_model != config.patch_causal_lm_model:
+        raise ConfigError(
+            f"patch_inner_model={config.patch_inner_model} and patch_causal_lm_model={config.patch_causal_lm_model}: "
+            f"either the whole model is taken apart, or each rank gives its stage. Make them equal."
+        )
+    if not config.patch_inner_model:
+        for name in ("layers_per_stage", "module_fqns_per_model_part"):
+            if getattr(config, name) is not None:
+                raise ConfigError(
+                    f"{name} divides a model, but with patch_inner_model=false each rank gives its stage. "
+                    f"Leave one of them out."
+                )
+        if degrees.tp > 1:
             raise ConfigError(
-                f"{name}=false needs a model that is a stage already, which is not supported yet. Set {name}=true."
+                f"patch_inner_model=false with tp_size={degrees.tp}: which layers of a stage are sharded is not known. "
+                f"Set tp_size=1."
             )
     if config.scale_grads_in_schedule:
         raise ConfigError(
             "scale_grads_in_schedule=true divides gradients by the number of microbatches, but the loss is divided by "
             "the step's tokens already. Set it to false."
         )
-    if config.loss_fn is not None:
-        raise ConfigError("loss_fn is not supported yet. Leave it out: the loss is that of every other strategy.")
 
 
 def cut_batch(batch: Batch, size: int) -> list[Batch]:

@@ -5,12 +5,12 @@ The name of a parameter that has several is, as in torch, the first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from meshwright.errors import StrategyError
+from meshwright.errors import ModelError, StrategyError
 
 from .stage import Cut
 
@@ -23,25 +23,58 @@ class Names:
         shared: for each trainable parameter that several stages hold, these stages.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, split: Sequence[range]) -> None:
-        self.canonical: dict[str, str] = {}
-        holders: dict[str, set[int]] = {}
-        first: dict[nn.Parameter, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            self.canonical[name] = first.setdefault(parameter, name)
-            if parameter.requires_grad:
-                holders.setdefault(first[parameter], set()).update(_holders(name, cut, split))
-        self.shared = {name: tuple(sorted(stages)) for name, stages in holders.items() if len(stages) > 1}
-        self._order = list(model.state_dict())
+    def __init__(
+        self,
+        canonical: Mapping[str, str],
+        shared: Mapping[str, tuple[int, ...]],
+        order: Sequence[str],
+        stage_of: Callable[[str], int],
+    ) -> None:
+        self.canonical, self.shared = canonical, shared
+        self._order = order
         self._first: dict[str, int] = {}
-        for name in self._order:
-            stage = min(_holders(name, cut, split), default=0)
-            canonical = self.canonical.get(name, name)
-            self._first[canonical] = min(stage, self._first.get(canonical, stage))
+        for name in order:
+            first = canonical.get(name, name)
+            self._first[first] = min(stage_of(name), self._first.get(first, stage_of(name)))
 
     def first_stage(self, name: str) -> int:
         """The first stage that holds a parameter or persistent buffer."""
         return self._first[self.canonical.get(name, name)]
+
+    @classmethod
+    def of_model(cls, model: nn.Module, cut: Cut, split: Sequence[range]) -> Names:
+        """Of a model that is to be taken apart."""
+        canonical = first_names(model)
+        holders: dict[str, set[int]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad:
+                holders.setdefault(canonical[name], set()).update(_holders(name, cut, split))
+        shared = {name: tuple(sorted(stages)) for name, stages in holders.items() if len(stages) > 1}
+        return cls(canonical, shared, list(model.state_dict()), lambda name: min(_holders(name, cut, split), default=0))
+
+    @classmethod
+    def of_stages(cls, stages: Sequence[tuple[Mapping[str, str], Sequence[str]]]) -> Names:
+        """Of stages that are given as such.
+
+        Args:
+            stages: `first_names` and the names of the state of each.
+
+        Raises:
+            ModelError: two stages have parameters of one name.
+        """
+        canonical: dict[str, str] = {}
+        for index, (names, _) in enumerate(stages):
+            both = sorted(canonical.keys() & names.keys())
+            if both:
+                raise ModelError(
+                    f"stage {index} of the pipeline and one before it both have a parameter {both[0]!r}. Give each "
+                    f"stage the parameters of its own part of the model, under the names of the whole."
+                )
+            canonical.update(names)
+        stage_of = {name: index for index, (_, order) in reversed(list(enumerate(stages))) for name in order}
+        return cls(
+            canonical, {}, list(dict.fromkeys(name for _, order in stages for name in order)), stage_of.__getitem__
+        )
 
     def merged(self, states: Sequence[Mapping[str, Any]], *, with_optimizer: bool) -> dict[str, Any]:
         """The state of the whole model from those of all stages, in order; nothing from nothing."""
@@ -111,6 +144,14 @@ class Names:
 
     def _value(self, model: Mapping[str, Any], name: str) -> Any:
         return model.get(name, model.get(self.canonical.get(name, name)))
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """For each name of a parameter, the first of that parameter."""
+    first: dict[nn.Parameter, str] = {}
+    return {
+        name: first.setdefault(parameter, name) for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
 
 
 def _holders(name: str, cut: Cut, split: Sequence[range]) -> set[int]:

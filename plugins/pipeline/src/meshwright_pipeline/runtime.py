@@ -1,7 +1,7 @@
 """Run one rank's actions of a schedule.
 
-Tensors go from rank to rank as soon as they are there, and are waited for where they are used. Their shapes and dtype
-follow from the batch and the model, so ranks agree on nothing first.
+Tensors go from rank to rank as soon as they are there, and are waited for where they are used. Their number, shapes and
+dtypes follow from the batch and the model, so ranks agree on nothing first.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from meshwright.contract import Batch
 
 from .schedules import Action, Kind
 
+Tensors = tuple[Tensor, ...]
+"""What crosses a boundary for one microbatch; gradients, of those of floating point."""
+Kinds = Sequence[tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of each of them."""
+
 
 class Stage(Protocol):
     """What the runtime needs of a stage."""
@@ -25,8 +30,8 @@ class Stage(Protocol):
     is_first: bool
     is_last: bool
 
-    def forward(self, batch: Batch, received: Tensor | None) -> Tensor:
-        """The hidden states that leave the stage, or of the last one the microbatch's share of the loss."""
+    def forward(self, batch: Batch, received: Tensors) -> Tensors:
+        """What leaves the stage, or of the last one the microbatch's share of the loss."""
 
     def backward(self, work: Callable[[], object], *, is_last: bool) -> None:
         """Run `work`, a whole backward; `is_last` for the last that adds to the stage's gradients in this step."""
@@ -37,16 +42,19 @@ class Stage(Protocol):
     def backward_weight(self, rest: Callable[[], object], *, is_last: bool) -> None:
         """Run the rest of a backward."""
 
-    def hidden_shape(self, batch: Batch) -> tuple[int, ...]:
-        """Of what crosses a boundary."""
+    def entering(self, batch: Batch) -> Kinds:
+        """What crosses the boundary before the stage."""
+
+    def leaving(self, batch: Batch) -> Kinds:
+        """What crosses the boundary behind it."""
 
 
 @dataclass
 class _InFlight:
     """A microbatch between its forward and its backward."""
 
-    received: Tensor | None
-    output: Tensor
+    received: Tensors
+    output: Tensors
 
 
 class Run:
@@ -56,7 +64,6 @@ class Run:
         stages: of this rank, by their index.
         placement: rank along `pp` of each stage.
         group: of the axis `pp`.
-        dtype: of hidden states.
         device: of this rank.
         train: whether there is a backward.
     """
@@ -66,19 +73,18 @@ class Run:
         stages: Mapping[int, Stage],
         placement: Sequence[int],
         group: dist.ProcessGroup,
-        dtype: torch.dtype,
         device: torch.device,
         *,
         train: bool,
     ) -> None:
         self._stages, self._placement, self._group = stages, placement, group
-        self._dtype, self._device, self._train = dtype, device, train
+        self._device, self._train = device, train
         self._batches: Sequence[Batch] = ()
         self._sending: list[tuple[dist.Work, Tensor]] = []
-        self._arriving: dict[Action, tuple[dist.Work, Tensor]] = {}
+        self._arriving: dict[Action, list[tuple[dist.Work, Tensor]]] = {}
         # What crosses a boundary within this rank, or has been computed and is yet to be sent.
-        self._outputs: dict[tuple[int, int], Tensor] = {}
-        self._gradients: dict[tuple[int, int], Tensor] = {}
+        self._outputs: dict[tuple[int, int], Tensors] = {}
+        self._gradients: dict[tuple[int, int], Tensors] = {}
         self._flying: dict[tuple[int, int], _InFlight] = {}
         self._rest: dict[tuple[int, int], Callable[[], None]] = {}
         self.losses: dict[int, Tensor] = {}
@@ -118,61 +124,84 @@ class Run:
 
     def _forward(self, action: Action) -> None:
         stage, index = self._stages[action.stage], action.microbatch
-        received = None if stage.is_first else self._arrived(Kind.RECV_F, action)
-        if received is not None and self._train:
-            received.requires_grad_()
+        received = () if stage.is_first else self._arrived(Kind.RECV_F, action)
+        if self._train:
+            for tensor in _floating(received):
+                tensor.requires_grad_()
         output = stage.forward(self._batches[index], received)
         if stage.is_last:
-            self.losses[index] = output.detach()
+            (loss,) = output
+            self.losses[index] = loss.detach()
         else:
-            self._outputs[action.stage, index] = output.detach()
+            self._outputs[action.stage, index] = tuple(tensor.detach() for tensor in output)
         if self._train:
-            self._flying[action.stage, index] = _InFlight(received, output)
+            self._flying[action.stage, index] = _InFlight(_floating(received), _floating(output))
 
     def _backward(self, action: Action, *, is_last: bool) -> None:
         stage, key = self._stages[action.stage], (action.stage, action.microbatch)
         flying = self._flying.pop(key)
-        gradient = None if stage.is_last else self._arrived(Kind.RECV_B, action)
+        gradients: Sequence[Tensor | None]
+        gradients = [None] if stage.is_last else self._arrived(Kind.RECV_B, action)
 
         def work() -> None:
-            # Nothing to do where all that came before is frozen.
-            if flying.output.requires_grad:
-                # Boundaries have one dtype, whatever the stage computes in.
-                given = gradient.to(flying.output.dtype) if gradient is not None else None
-                torch.autograd.backward(flying.output, given)
+            # Boundaries have one dtype, whatever the stage computes in. Where all that came before is frozen there is
+            # nothing to do.
+            pairs = [
+                (output, given.to(output.dtype) if given is not None else None)
+                for output, given in zip(flying.output, gradients, strict=True)
+                if output.requires_grad
+            ]
+            if pairs:
+                torch.autograd.backward([output for output, _ in pairs], [given for _, given in pairs])
 
         if action.kind is Kind.BACKWARD:
             stage.backward(work, is_last=is_last)
         else:
             self._rest[key] = stage.backward_input(work)
-        if flying.received is not None:
+        if not stage.is_first:
             received = flying.received
-            self._gradients[key] = received.grad if received.grad is not None else torch.zeros_like(received)
+            self._gradients[key] = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in received)
 
     # -- communication
 
-    def _arrived(self, kind: Kind, action: Action) -> Tensor:
+    def _arrived(self, kind: Kind, action: Action) -> Tensors:
         """What a neighbouring stage has computed for an action: from another rank, or from this one."""
         key = Action(kind, action.stage, action.microbatch)
         if key in self._arriving:
-            work, tensor = self._arriving.pop(key)
-            work.wait()
-            return tensor
+            arriving = self._arriving.pop(key)
+            for work, _ in arriving:
+                work.wait()
+            return tuple(tensor for _, tensor in arriving)
         if kind is Kind.RECV_F:
-            # A tensor of its own, so that each stage has its own graph.
-            return self._outputs.pop((action.stage - 1, action.microbatch)).detach()
+            # Tensors of its own, so that each stage has its own graph.
+            return tuple(tensor.detach() for tensor in self._outputs.pop((action.stage - 1, action.microbatch)))
         return self._gradients.pop((action.stage + 1, action.microbatch))
 
-    def _send(self, tensor: Tensor, action: Action) -> None:
-        tensor = tensor.to(self._dtype).contiguous()
-        work = dist.isend(tensor, group=self._group, group_dst=self._placement[action.peer_stage])
-        if work is not None:
-            # With the tensor, which must live until then.
-            self._sending.append((work, tensor))
+    def _send(self, tensors: Tensors, action: Action) -> None:
+        for tensor, (_, dtype) in zip(tensors, self._kinds(action), strict=True):
+            tensor = tensor.to(dtype).contiguous()
+            work = dist.isend(tensor, group=self._group, group_dst=self._placement[action.peer_stage])
+            if work is not None:
+                # With the tensor, which must live until then.
+                self._sending.append((work, tensor))
 
     def _receive(self, action: Action) -> None:
-        shape = self._stages[action.stage].hidden_shape(self._batches[action.microbatch])
-        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
-        work = dist.irecv(tensor, group=self._group, group_src=self._placement[action.peer_stage])
-        if work is not None:
-            self._arriving[action] = (work, tensor)
+        self._arriving[action] = []
+        for shape, dtype in self._kinds(action):
+            tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            work = dist.irecv(tensor, group=self._group, group_src=self._placement[action.peer_stage])
+            if work is not None:
+                self._arriving[action].append((work, tensor))
+
+    def _kinds(self, action: Action) -> Kinds:
+        """Of what an action sends or receives."""
+        stage, batch = self._stages[action.stage], self._batches[action.microbatch]
+        kinds = stage.leaving(batch) if action.kind in (Kind.SEND_F, Kind.RECV_B) else stage.entering(batch)
+        if action.kind in (Kind.SEND_F, Kind.RECV_F):
+            return kinds
+        return [(shape, dtype) for shape, dtype in kinds if dtype.is_floating_point]
+
+
+def _floating(tensors: Sequence[Tensor]) -> Tensors:
+    """Those that have gradients."""
+    return tuple(tensor for tensor in tensors if tensor.is_floating_point())

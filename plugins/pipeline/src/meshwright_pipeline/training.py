@@ -1,0 +1,152 @@
+"""A stage that trains: a part of a model under a manager of the inner strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.contract import Batch
+from meshwright.data_parallel import DataParallelManager
+from meshwright.loss import targets
+from meshwright.weights import Weights
+
+from .boundary import Boundary, Crossing, size_of
+from .deferred import WeightGradients
+from .given import with_hidden
+from .loss import LossFn
+from .runtime import Kinds, Tensors
+from .stage import Cut, enter_stage
+
+
+class PipelineStage:
+    """One stage on this rank; see `runtime.Stage`.
+
+    Args:
+        manager: of the inner strategy, with the stage's part of the model.
+        boundary: of that model.
+        is_first: whether it takes tokens, not hidden states.
+        is_last: whether it computes the loss.
+        dtype: of what crosses boundaries, where it is of floating point; None: its own.
+        loss: on the last stage, in the place of the token loss; see [Note: loss_fn].
+        splits: whether the schedule splits backwards in two.
+    """
+
+    def __init__(
+        self,
+        manager: DataParallelManager,
+        boundary: Boundary,
+        *,
+        is_first: bool,
+        is_last: bool,
+        dtype: torch.dtype | None,
+        loss: LossFn | None,
+        splits: bool,
+    ) -> None:
+        self.manager = manager
+        self.is_first, self.is_last = is_first, is_last
+        self.num_tokens = torch.ones(())
+        self._boundary, self._dtype, self._loss = boundary, dtype, loss
+        self._store, self._splits = WeightGradients(), splits
+
+    def parallelize(self, cut: Cut, blocks: range, weights: Weights | None) -> None:
+        """Shard the stage's part of the model, of which it has these blocks."""
+        model = self.manager.model
+        for block in blocks if self._splits else ():
+            self._store.watch(model.get_submodule(cut.blocks[block]))
+        self.manager.parallelize(model, weights)
+        if not self.is_first:
+            enter_stage(model, cut, blocks, self._boundary)
+
+    def forward(self, batch: Batch, received: Tensors) -> Tensors:
+        self._boundary.start(batch, received)
+        try:
+            given = self._given(batch, received)
+            if self.is_last and self._loss is None:
+                return (self.manager.share_of_loss(given, self.num_tokens),)
+            outputs = self.manager.outputs({name: tensor for name, tensor in given.items() if name != "labels"})
+            if self._loss is not None and self.is_last:
+                return (self._loss(outputs.logits, targets(batch["labels"])) / self.num_tokens,)
+            return outputs if isinstance(outputs, tuple) else (outputs,)
+        finally:
+            self._boundary.end()
+
+    def _given(self, batch: Batch, received: Tensors) -> Batch:
+        """What the module is called with, and the labels."""
+        return batch
+
+    def choose_loss(self, batch: Batch) -> None:
+        """See `DataParallelManager.choose_loss`; on random hidden states, which are as good as any."""
+        if self.is_first:
+            self.manager.choose_loss(batch)
+            return
+
+        def receive(module: nn.Module, args: Any, kwargs: Any) -> None:
+            ids = kwargs["input_ids"]
+            kinds = self.entering(kwargs)
+            # Indices among them must be valid.
+            self._boundary.start(
+                kwargs,
+                [
+                    torch.zeros(shape, dtype=dtype, device=ids.device)
+                    if not dtype.is_floating_point
+                    else torch.randn(shape, dtype=dtype, device=ids.device)
+                    for shape, dtype in kinds
+                ],
+            )
+
+        hook = self.manager.module.register_forward_pre_hook(receive, with_kwargs=True)
+        try:
+            self.manager.choose_loss(batch)
+        finally:
+            hook.remove()
+            self._boundary.end()
+
+    def backward(self, work: Callable[[], object], *, is_last: bool) -> None:
+        with self.manager.sync_gradients(is_last=is_last):
+            work()
+        self.manager.after_backward(is_last=is_last)
+
+    def backward_input(self, work: Callable[[], object]) -> Callable[[], None]:
+        with self.manager.sync_gradients(is_last=False), self._store.collecting() as rest:
+            work()
+
+        def finish() -> None:
+            for each in rest:
+                each()
+
+        return finish
+
+    def backward_weight(self, rest: Callable[[], object], *, is_last: bool) -> None:
+        with self.manager.sync_gradients(is_last=False):
+            rest()
+        if is_last:
+            self.manager.reduce_gradients()
+        self.manager.after_backward(is_last=is_last)
+
+    def entering(self, batch: Batch) -> Kinds:
+        return self._kinds(self._boundary.entering, batch)
+
+    def leaving(self, batch: Batch) -> Kinds:
+        return self._kinds(self._boundary.leaving, batch)
+
+    def _kinds(self, crossings: Sequence[Crossing], batch: Batch) -> Kinds:
+        return [
+            (each.shape(*size_of(batch)), self._dtype if self._dtype and each.dtype.is_floating_point else each.dtype)
+            for each in crossings
+        ]
+
+
+class GivenStage(PipelineStage):
+    """A stage that the user has made; see [Note: given stages] in `given`."""
+
+    def parallelize_as_given(self, weights: Weights | None) -> None:
+        """Shard the module."""
+        if self._splits:
+            self._store.watch(self.manager.model)
+        self.manager.parallelize(self.manager.model, weights)
+
+    def _given(self, batch: Batch, received: Tensors) -> Batch:
+        return batch if self.is_first else with_hidden(batch, received[0])
