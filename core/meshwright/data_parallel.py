@@ -83,6 +83,14 @@ class DataParallelManager(StrategyManager):
 
     # -- what a strategy says
 
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse a model that the strategy cannot train, before anything is changed; also for all the stages of a
+        pipeline, which then are not asked.
+
+        Raises:
+            ModelError: on all ranks alike.
+        """
+
     @abstractmethod
     def shard(self, model: nn.Module) -> nn.Module:
         """Lay `model` out over the mesh, gradients reduced by SUM, and return the module to call."""
@@ -138,6 +146,8 @@ class DataParallelManager(StrategyManager):
         if self._parallelized:
             raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
         check_trainable(model, may_be_frozen=self.in_pipeline)
+        if not self.in_pipeline:
+            self.check_model(model)
         check_reduce_dtype(model, getattr(self.config, "reduce_dtype", None))
         self.layout = model_layout(model)
         self._config = getattr(model, "config", None)

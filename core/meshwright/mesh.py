@@ -217,6 +217,8 @@ class Mesh:
         self._expert_mesh: DeviceMesh | None = None
         self._stage: Mesh | None = None
         self._ranks = {axis: self.device_mesh.get_local_rank(axis) for axis in ROOT_AXES}
+        if degrees.ep > 1:
+            self._make_expert_mesh()
 
     @property
     def rank(self) -> int:
@@ -243,12 +245,34 @@ class Mesh:
 
     @property
     def expert_mesh(self) -> DeviceMesh:
-        """The second mesh, with the axes `pp, dp_replicate, ep_shard, ep`; made on first use, by all ranks."""
-        if self._expert_mesh is None:
-            shape = [getattr(self.degrees, axis) for axis in EXPERT_AXES]
-            ranks = torch.arange(self.world.size).view(shape)
-            self._expert_mesh = DeviceMesh(self.device.type, ranks, mesh_dim_names=EXPERT_AXES)
+        """The second mesh, with the axes `pp, dp_replicate, ep_shard, ep`; where `ep` has one rank, made on first use,
+        by all ranks."""
+        return self._make_expert_mesh() if self._expert_mesh is None else self._expert_mesh
+
+    def _make_expert_mesh(self) -> DeviceMesh:
+        shape = [getattr(self.degrees, axis) for axis in EXPERT_AXES]
+        ranks = torch.arange(self.world.size).view(shape)
+        self._expert_mesh = DeviceMesh(self.device.type, ranks, mesh_dim_names=EXPERT_AXES)
         return self._expert_mesh
+
+    def check_expert_mesh(self, given: DeviceMesh) -> None:
+        """Refuse a mesh for experts that is not the expert mesh; axes of one rank may be left out.
+
+        Raises:
+            MeshError: on all ranks alike.
+        """
+
+        def placed(mesh: DeviceMesh) -> tuple[list[str], list[int], list[int]]:
+            names = mesh.mesh_dim_names or ("",) * mesh.ndim
+            axes = [(name, size) for name, size in zip(names, mesh.mesh.shape, strict=True) if size > 1]
+            return [name for name, _ in axes], [size for _, size in axes], mesh.mesh.flatten().tolist()
+
+        mine = self.expert_mesh
+        if placed(given) != placed(mine):
+            raise MeshError(
+                f"the given mesh for experts, {given}, is not the one that the sizes give: {mine}. Leave moe_mesh out, "
+                f"or give Mesh.expert_mesh."
+            )
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         """The part of the root mesh along `axes`: axis names, or the views `dp`, `dp_cp`, `dp_shard_cp`.

@@ -49,6 +49,7 @@ class TensorParallel:
         sequence_parallel: shard the positions between the parallel parts of blocks.
         plain: make parameters plain tensors, this rank's parts, for strategies that take no DTensors. `divisions` tells
             what they are parts of, and gradients are whole where parameters are replicated.
+        leave: modules with parameters that are divided otherwise, as DTensors when `apply` is called.
 
     Attributes:
         divisions: how each parameter is divided, by each of its names.
@@ -68,6 +69,7 @@ class TensorParallel:
         plan: Mapping[str, StyleName] | str | None = None,
         sequence_parallel: bool = False,
         plain: bool = False,
+        leave: Iterable[str] = (),
     ) -> None:
         self.mesh = mesh
         self.group = mesh.get_group()
@@ -79,6 +81,8 @@ class TensorParallel:
         self._layout = layout
         self._plain = plain
         self._plan = find_plan(model, layout, plan, sequence_parallel=sequence_parallel)
+        for name in leave:
+            self._plan.drop(name, model)
         if plain:
             _check_own_styles(self._plan)
         keep_small_layers_whole(self._plan, model, self.size)

@@ -3,16 +3,16 @@
 Each block is one all-gather unit; the root holds what is left (embedding, head, norms). Units come from the model's
 structure, so this file names no model class.
 
-[Note: order] Tensor parallelism first, since it changes what parameters are; then activation checkpointing, which
-compile must see; then compile; then sharding, whose hooks run around compiled blocks. A model that came on the meta
-device gets its weights last.
+[Note: order] Expert and tensor parallelism first, since they change what parameters are; then activation
+checkpointing, which compile must see; then compile; then sharding, whose hooks run around compiled blocks. A model that
+came on the meta device gets its weights last.
 Source: Zhao et al. 2023, arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import ClassVar
 
 import torch
@@ -23,6 +23,7 @@ from meshwright.compile import compile_blocks
 from meshwright.contract import Batch
 from meshwright.data_parallel import DataParallelManager
 from meshwright.errors import MeshError, StrategyError
+from meshwright.expert_parallel import ExpertParallel, check_expert_parallel
 from meshwright.mesh import Mesh
 from meshwright.recompute import checkpoint_blocks
 from meshwright.tensor_parallel import TensorParallel, check_tensor_options
@@ -42,7 +43,7 @@ class FSDP2Manager(DataParallelManager):
     Args:
         config: options.
         device_mesh: a `meshwright.mesh.Mesh`, which knows the degrees and the ranks along every axis.
-        moe_mesh: must be None: experts are not sharded along a mesh of their own yet.
+        moe_mesh: the expert mesh, to be checked against the one that follows from the degrees; None: that one.
 
     Raises:
         MeshError: the mesh is none of meshwright's, or has another backend than the config says.
@@ -62,13 +63,19 @@ class FSDP2Manager(DataParallelManager):
                 f"DeviceMesh."
             )
         if moe_mesh is not None:
-            raise MeshError("moe_mesh is not supported yet: fsdp2 does not shard experts over ep. Leave it out.")
+            device_mesh.check_expert_mesh(moe_mesh)
         super().__init__(config, device_mesh)
         if "backend" in config.model_fields_set:
             device_mesh.check_backend(config.backend)
         check_options(config, device_mesh)
         self._mp_policy = policies.mixed_precision(config)
         self._offload_policy = policies.offload(config, self.mesh.device)
+
+    expert_parallel: ExpertParallel | None = None
+    """What divides experts along `ep`, where it has more than one rank."""
+
+    def check_model(self, model: nn.Module) -> None:
+        check_expert_parallel(model, self.mesh.degrees.ep)
 
     def shard(self, model: nn.Module) -> nn.Module:
         # What one rank finds wrong here (its compiler, say) is told on all.
@@ -81,6 +88,8 @@ class FSDP2Manager(DataParallelManager):
             offload_policy=self._offload_policy,
             reshard_after_forward=self.config.reshard_after_forward,
             tensor_parallel=self.tensor_parallel,
+            expert_parallel=self.expert_parallel,
+            expert_mesh=self._expert_mesh,
         )
         if self.config.enable_fsdp2_prefetch:
             self._sharding.prefetch(
@@ -90,7 +99,6 @@ class FSDP2Manager(DataParallelManager):
             model,
             self._sharding.first_modules,
             zeros_for_unused=self._sharding.zeros_for_unused,
-            tensor_parallel=self.tensor_parallel is not None,
         )
         return model
 
@@ -101,6 +109,8 @@ class FSDP2Manager(DataParallelManager):
     def _prepare(self, model: nn.Module) -> None:
         if self.config.activation_checkpointing == "selective":
             check_selective(find_units(model, self.layout))
+        if self.mesh.degrees.ep > 1:
+            self.expert_parallel = ExpertParallel(model, self.mesh)
         if self.mesh.degrees.tp > 1:
             self.tensor_parallel = TensorParallel(
                 model,
@@ -108,7 +118,11 @@ class FSDP2Manager(DataParallelManager):
                 self.mesh["tp"],
                 plan=self.config.tp_plan,
                 sequence_parallel=self.config.sequence_parallel,
+                leave=self.expert_parallel.names if self.expert_parallel is not None else (),
             )
+        if self.expert_parallel is not None:
+            self.expert_parallel.apply()
+        if self.tensor_parallel is not None:
             self.tensor_parallel.apply(separate_names(find_units(model, self.layout)))
         checkpoint_blocks(model, self.layout, self.config.activation_checkpointing)
         self.maybe_compile(model)
@@ -128,6 +142,14 @@ class FSDP2Manager(DataParallelManager):
         if self.mesh.degrees.dp_replicate > 1:
             return self.mesh["dp_replicate", "dp_shard"]
         return self.mesh["dp_shard"]
+
+    @property
+    def _expert_mesh(self) -> DeviceMesh | None:
+        if self.mesh.degrees.ep == 1:
+            return None
+        if self.mesh.degrees.dp_replicate > 1:
+            return self.mesh.expert_mesh["dp_replicate", "ep_shard"]
+        return self.mesh.expert_mesh["ep_shard"]
 
     def after_eval(self) -> None:
         # No backward frees what forward keeps for it, and a step would change the shards under it.
@@ -171,8 +193,11 @@ class FSDP2Manager(DataParallelManager):
     @contextmanager
     def unshard(self) -> Iterator[Sequence[nn.Module]]:
         self._require_model()
-        whole = self.tensor_parallel.whole() if self.tensor_parallel is not None else nullcontext()
-        with self._sharding.unsharded(), whole:
+        with ExitStack() as stack:
+            stack.enter_context(self._sharding.unsharded())
+            for parallel in (self.tensor_parallel, self.expert_parallel):
+                if parallel is not None:
+                    stack.enter_context(parallel.whole())
             yield [self.model]
 
 

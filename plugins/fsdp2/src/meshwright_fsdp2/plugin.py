@@ -40,8 +40,8 @@ def register_strategies() -> list[StrategySpec]:
         StrategySpec(
             name="fsdp2",
             aliases=("fsdp", "fully_shard"),
-            summary="Shards parameters, gradients and optimizer state (torch fully_shard); HSDP; tensor parallelism.",
-            axes=frozenset({"dp_replicate", "dp_shard", "tp"}),
+            summary="Shards parameters, gradients, optimizer state (torch fully_shard); HSDP; tensor, expert parallelism.",
+            axes=frozenset({"dp_replicate", "dp_shard", "tp", "ep"}),
             config_cls=FSDP2Config,
             build=build,
             estimate=estimate,

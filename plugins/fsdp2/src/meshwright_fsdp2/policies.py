@@ -36,6 +36,11 @@ def of_blocks(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     return replace(policy, output_dtype=None)
 
 
+def of_experts(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """The policy of experts, whose inputs the block around them has in the dtypes that it wants."""
+    return replace(policy, output_dtype=None, cast_forward_inputs=False)
+
+
 def offload(config: FSDP2Config, device: torch.device) -> OffloadPolicy:
     """The offload policy.
 

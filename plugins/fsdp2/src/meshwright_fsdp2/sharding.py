@@ -6,7 +6,7 @@ of every unit is 1. That also keeps clear of a division that torch applies twice
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +15,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.errors import ModelError
+from meshwright.expert_parallel import ExpertParallel
 from meshwright.layout import ModelLayout
 from meshwright.tensor_parallel import TensorParallel
 
 from . import schedule
 from ._compat import held_after_forward, reduce_unused_parameters
-from .policies import of_blocks
+from .policies import of_blocks, of_experts
 from .units import Unit, find_units
 
 
@@ -87,6 +88,8 @@ def shard_units(
     reshard_after_forward: bool | int | None,
     with_root: bool = True,
     tensor_parallel: TensorParallel | None = None,
+    expert_parallel: ExpertParallel | None = None,
+    expert_mesh: DeviceMesh | None = None,
 ) -> Sharding:
     """Shard `model` in place.
 
@@ -99,52 +102,56 @@ def shard_units(
         reshard_after_forward: as in FSDP2Config.
         with_root: whether what is left makes a unit.
         tensor_parallel: what has been applied to the model along `tp`.
+        expert_parallel: what has been applied to it along `ep`.
+        expert_mesh: where experts are sharded, one axis of the expert mesh or (replicate, shard).
 
     Raises:
         ModelError: a unit has trainable parameters of several dtypes.
     """
-    found = find_units(model, layout)[: None if with_root else -1]
+    experts = expert_parallel.names if expert_parallel is not None else ()
+    found = find_units(model, layout, experts)[: None if with_root else -1]
     check_dtypes(model, found)
     frozen = [all(not p.requires_grad for p in model.get_submodule(unit.names[0]).parameters()) for unit in found]
     done: list[tuple[Unit, FSDPModule]] = []
     for unit in found:
         reshard = not unit.is_last if reshard_after_forward is None else reshard_after_forward
-        policy = mp_policy if unit.is_root else of_blocks(mp_policy)
-        module = _fully_shard(model, unit, mesh, reshard, policy, offload_policy, tensor_parallel)
+        if unit.is_experts and expert_mesh is not None:
+            reshard = _reshard_experts(reshard, expert_mesh)
+            options = _Options(expert_mesh, reshard, of_experts(mp_policy), offload_policy)
+            module = _fully_shard(model, unit, options, {"shard_placement_fn": _place_experts(expert_mesh.size(-1))})
+        else:
+            policy = mp_policy if unit.is_root else of_blocks(mp_policy)
+            options = _Options(mesh, reshard, policy, offload_policy)
+            module = _fully_shard(model, unit, options, _placement(mesh, tensor_parallel))
         zeros_for_unused = reduce_unused_parameters(module)
         done.append((unit, module))
     for (unit, _), is_frozen in zip(done, frozen, strict=True):
-        if is_frozen and unit.is_block:
+        if is_frozen and (unit.is_block or unit.is_experts):
             schedule.skip_frozen_backward(model.get_submodule(unit.names[0]))
     return Sharding(tuple(done), model, zeros_for_unused)
 
 
-def _fully_shard(
-    model: nn.Module,
-    unit: Unit,
-    mesh: DeviceMesh,
-    reshard: bool | int,
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
-    tensor_parallel: TensorParallel | None,
-) -> FSDPModule:
+@dataclass(frozen=True)
+class _Options:
+    """Arguments of `fully_shard`."""
+
+    mesh: DeviceMesh
+    reshard_after_forward: bool | int
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+
+
+def _fully_shard(model: nn.Module, unit: Unit, options: _Options, placement: dict[str, Any]) -> FSDPModule:
     # One module under several names is gathered for each of its forwards; several modules, from the first forward to
     # the last.
     distinct = list(dict.fromkeys(model.get_submodule(name) for name in unit.names))
-    sharded = fully_shard(
-        distinct[0] if len(distinct) == 1 else distinct,
-        mesh=mesh,
-        reshard_after_forward=reshard,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        **_options(mesh, tensor_parallel),
-    )
+    sharded = fully_shard(distinct[0] if len(distinct) == 1 else distinct, **vars(options), **placement)
     module: FSDPModule = sharded[0] if isinstance(sharded, list) else sharded
     sum_gradients(module)
     return module
 
 
-def _options(mesh: DeviceMesh, tensor_parallel: TensorParallel | None) -> dict[str, Any]:
+def _placement(mesh: DeviceMesh, tensor_parallel: TensorParallel | None) -> dict[str, Any]:
     """Which dim of each parameter is sharded, where that is not the first."""
     if tensor_parallel is None:
         return {}
@@ -164,6 +171,23 @@ def _options(mesh: DeviceMesh, tensor_parallel: TensorParallel | None) -> dict[s
         return Shard(divided[0])
 
     return {"shard_placement_fn": place}
+
+
+def _place_experts(shards: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Along the first dim, that of experts; where each rank of `ep` has too few, along another that can be divided."""
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        local = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+        return next((Shard(dim) for dim, size in enumerate(local) if size % shards == 0), None)
+
+    return place
+
+
+def _reshard_experts(reshard: bool | int, mesh: DeviceMesh) -> bool | int:
+    """A number of ranks is that of `dp_shard`; experts may have fewer, which then all keep them."""
+    if isinstance(reshard, bool) or reshard < mesh.size(-1):
+        return reshard
+    return True
 
 
 def sum_gradients(unit: FSDPModule) -> None:

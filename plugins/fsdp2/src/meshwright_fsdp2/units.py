@@ -1,13 +1,14 @@
 """Which modules are gathered together: a model's units, innermost first.
 
-A block is a unit, and the root holds the rest. Where blocks share parameters (one transformer block that serves several
-layers, say), the modules that share them are a unit of their own, since a parameter has one owner. A block that
-shares parameters with what lies outside of the blocks is left to the root.
+A block is a unit, and the root holds the rest. Experts that are divided over ranks are units of their own, on a mesh of
+their own. Where blocks share parameters (one transformer block that serves several layers, say), the modules that share
+them are a unit of their own, since a parameter has one owner. A block that shares parameters with what lies outside of
+the blocks is left to the root.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -22,28 +23,35 @@ class Unit:
     names: tuple[str, ...]
     is_last: bool
     is_block: bool = False
+    is_experts: bool = False
 
     @property
     def is_root(self) -> bool:
         return self.names == ("",)
 
 
-def find_units(model: nn.Module, layout: ModelLayout) -> list[Unit]:
-    """The units of a model, each before those that contain it; the root comes last."""
+def find_units(model: nn.Module, layout: ModelLayout, experts: Collection[str] = ()) -> list[Unit]:
+    """The units of a model, each before those that contain it; the root comes last.
+
+    Args:
+        experts: names of modules that lie on the expert mesh.
+    """
     across = [names for names in layout.tied if len({_block_of(name, layout) for name in names}) > 1]
     inside = [names for names in across if None not in {_block_of(name, layout) for name in names}]
     rooted = {_block_of(name, layout) for names in across if names not in inside for name in names}
     shared = shared_modules(model, layout, inside)
     taken = {name for names in shared for name in names} | rooted
-    units = [Unit(names, is_last=False) for names in shared]
+    last = {stack[-1] for stack in layout.stacks}
+    units = [Unit((name,), is_last=_block_of(name, layout) in last, is_experts=True) for name in experts]
+    units += [Unit(names, is_last=False) for names in shared]
     for stack in layout.stacks:
         units += [Unit((name,), is_last=name == stack[-1], is_block=True) for name in stack if name not in taken]
     return [*units, Unit(("",), is_last=True)]
 
 
 def separate_names(units: Sequence[Unit]) -> list[str]:
-    """Names of the modules that are gathered by themselves within blocks."""
-    return [name for unit in units if not (unit.is_block or unit.is_root) for name in unit.names]
+    """Names of the modules that are gathered by themselves within blocks, but for experts."""
+    return [name for unit in units if not (unit.is_block or unit.is_root or unit.is_experts) for name in unit.names]
 
 
 def shared_modules(model: nn.Module, layout: ModelLayout, tied: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -26,7 +26,6 @@ class Usage:
         model: after sharding.
         units: name and module of each unit.
         zeros_for_unused: whether the units reduce zeros for parameters without gradient.
-        tensor_parallel: whether gathered parameters are DTensors on the axis `tp`.
     """
 
     def __init__(
@@ -35,11 +34,11 @@ class Usage:
         units: Sequence[tuple[str, nn.Module]],
         *,
         zeros_for_unused: bool,
-        tensor_parallel: bool = False,
     ) -> None:
         self._parameters = dict(model.named_parameters())
+        # Gathered ones are plain tensors, or DTensors on the one axis that is not gathered: `tp`, or `ep`.
+        self._axes = {name: p.device_mesh.ndim for name, p in self._parameters.items() if isinstance(p, DTensor)}
         self._zeros_for_unused = zeros_for_unused
-        self._tensor_parallel = tensor_parallel
         self._used: set[str] = set()
         self._watched: set[str] = set()
         for name, unit in units:
@@ -50,7 +49,7 @@ class Usage:
         """Watch a unit's gathered parameters; FSDP keeps their objects, so once is enough for each."""
         for name, parameter in unit.named_parameters():
             fqn = prefix + name
-            if self._is_sharded(parameter) or fqn in self._watched or not parameter.requires_grad:
+            if self._is_sharded(fqn, parameter) or fqn in self._watched or not parameter.requires_grad:
                 continue
             self._watched.add(fqn)
             parameter.register_post_accumulate_grad_hook(partial(self._note, fqn))
@@ -60,9 +59,8 @@ class Usage:
         if parameter.grad is not None:
             self._used.add(fqn)
 
-    def _is_sharded(self, parameter: nn.Parameter) -> bool:
-        axes = 1 if self._tensor_parallel else 0
-        return isinstance(parameter, DTensor) and parameter.device_mesh.ndim > axes
+    def _is_sharded(self, fqn: str, parameter: nn.Parameter) -> bool:
+        return isinstance(parameter, DTensor) and parameter.device_mesh.ndim == self._axes.get(fqn)
 
     def settle(self, world: World) -> None:
         """After backward: drop the gradients of parameters that no rank has used.
