@@ -34,7 +34,8 @@ def _marks(cell: Cell) -> list[pytest.MarkDecorator]:
     """Every cell of every layout takes a while: in daily runs, those of a layout with each axis, and no compilation."""
     if cell.strategy == "megatron_fsdp":
         return [] if cell.name in DAILY.get(cell.layout, ()) else [pytest.mark.slow]
-    daily = cell.ranks < 4 or cell.strategy != "fsdp2" or cell.layout in ("dp_shard=4", "dp_shard=2 x tp=2")
+    layouts = ("dp_shard=4", "dp_shard=2 x tp=2", "ep=4", "tp=2 x ep=4")
+    daily = cell.ranks < 4 or cell.strategy != "fsdp2" or cell.layout in layouts
     return [] if daily and not cell.name.startswith("enable_compile") else [pytest.mark.slow]
 
 
@@ -82,7 +83,10 @@ def test_every_claimed_axis_is_tried_alone_and_in_pairs() -> None:
     layouts = {cell.layout for cell in conformance("fsdp2")}
     alone = {f"{axis}={degree}" for axis in ("dp_replicate", "dp_shard", "tp") for degree in (2, 4)}
     pairs = {"dp_replicate=2 x dp_shard=2", "dp_replicate=2 x tp=2", "dp_shard=2 x tp=2"}
-    assert layouts == {"one rank", *alone, *pairs}
+    experts = {"ep=2", "ep=4", "ep=2 x ep_shard=2", "tp=2 x ep=4", "dp_replicate=2 x ep=2"}
+    assert layouts == {"one rank", *alone, *pairs, *experts}
+    names = {cell.case.model_type for cell in conformance("fsdp2") if cell.layout in experts and cell.reason is None}
+    assert "llama" not in names
 
 
 def test_sizes_choose_one_layout() -> None:

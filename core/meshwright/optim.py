@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -58,6 +59,20 @@ def decay_groups(
     decayed = [parameter for _, parameter in named if id(parameter) not in exempt]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def split_by_mesh(optimizer: Optimizer) -> None:
+    """Let no parameter group that is stepped as a whole (`foreach`, `fused`) hold DTensors of several meshes, which
+    torch cannot stack. In place; groups keep their settings."""
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        meshes: dict[Any, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            is_whole = group.get("foreach") or group.get("fused")
+            mesh = parameter.device_mesh if is_whole and isinstance(parameter, DTensor) else None
+            meshes.setdefault(mesh, []).append(parameter)
+        groups += [{**group, "params": parameters} for parameters in meshes.values()]
+    optimizer.param_groups[:] = groups
 
 
 def build_scheduler(config: ScheduleConfig, optimizer: Optimizer, steps: int) -> LRScheduler:

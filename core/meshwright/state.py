@@ -279,10 +279,12 @@ def _matching(
     """The saved settings of a parameter group, with the numbers of its parameters."""
     mine = [names[parameter] for parameter in group["params"]]
     found = [each for each in saved if not set(mine).isdisjoint(each["params"])]
-    if len(found) != 1:
+    # A strategy may step parameters in several groups that another steps in one.
+    settings = [{key: value for key, value in each.items() if key != "params"} for each in found]
+    if not found or any(each != settings[0] for each in settings):
         raise StrategyError(
-            f"a parameter group meets {len(found)} groups of the optimizer state to load, not 1. Group the parameters "
-            f"as they were when the state was saved. The group begins with {', '.join(mine[:3])}."
+            f"a parameter group meets {len(found)} different groups of the optimizer state to load, not 1. Group the "
+            f"parameters as they were when the state was saved. The group begins with {', '.join(mine[:3])}."
         )
     return {**found[0], "params": [numbers[name] for name in mine]}
 

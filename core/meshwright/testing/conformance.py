@@ -31,6 +31,9 @@ from .parity import Case
 # The sizes that give one axis a degree. Data-parallel ranks that are not asked for stay at 1.
 _SIZES = {"dp_shard": "dp_size", "dp_replicate": "dp_size", "cp": "cp_size", "tp": "tp_size", "pp": "pp_size"}
 
+EXPERTS = "mixtral"
+"""The model of layouts with `ep`: four experts, two for each token."""
+
 
 def conformance(
     strategy: str,
@@ -49,7 +52,8 @@ def conformance(
         ranks: world size of the larger layouts, at least 2 and even for pairs of axes.
         config: options of the strategy that hold in every cell.
         models: names for `meshwright.testing.models.case_model`, each trained in one layout: `sizes`, or data-parallel
-            over `ranks`; None: every case of a small Llama in every layout.
+            over `ranks`; None: every case of a small Llama in every layout, of a small Mixtral where experts are
+            divided.
         device: cpu or cuda.
         plugin: a module that brings the strategy, where its package is not installed.
         sizes: for MeshSizes: one layout of `ranks` ranks instead of all that the claims allow.
@@ -89,13 +93,13 @@ def conformance(
     return [
         Cell(spec.name, layout, count, sizes, name, case, {**fixed, **extra}, kind, device, plugin, reason)
         for layout, count, sizes, main in layouts
-        for name, case, extra, kind, reason in _cases(spec, count, _data_ranks(spec, count, sizes), main, fixed)
+        for name, case, extra, kind, reason in _cases(spec, count, sizes, main, fixed)
     ]
 
 
 def _layouts(spec: StrategySpec, ranks: int) -> Iterator[tuple[str, int, dict[str, int], bool]]:
     """(name, world size, sizes, whether all cases are tried) of each layout that the claims allow."""
-    axes = [axis for axis in CLAIMABLE_AXES if axis in spec.axes]
+    axes = [axis for axis in CLAIMABLE_AXES if axis in spec.axes and axis != "ep"]
     yield "one rank", 1, {}, not axes
     for axis in axes:
         yield f"{axis}=2", 2, _sizes({axis: 2}, spec), False
@@ -106,6 +110,21 @@ def _layouts(spec: StrategySpec, ranks: int) -> Iterator[tuple[str, int, dict[st
             degrees = {first: 2, second: ranks // 2}
             if ranks >= 4 and ranks % 2 == 0:
                 yield f"{first}=2 x {second}={ranks // 2}", ranks, _sizes(degrees, spec), True
+    if "ep" in spec.axes:
+        yield from _expert_layouts(spec, ranks)
+
+
+def _expert_layouts(spec: StrategySpec, ranks: int) -> Iterator[tuple[str, int, dict[str, int], bool]]:
+    """As `_layouts`, for `ep`, whose ranks are those of other axes: dp_shard, and perhaps tp or dp_replicate."""
+    yield "ep=2", 2, {**_sizes({"dp_shard": 2}, spec), "ep_size": 2}, False
+    if ranks < 4 or ranks % 2:
+        return
+    yield f"ep={ranks}", ranks, {**_sizes({"dp_shard": ranks}, spec), "ep_size": ranks}, False
+    yield f"ep=2 x ep_shard={ranks // 2}", ranks, {**_sizes({"dp_shard": ranks}, spec), "ep_size": 2}, True
+    for axis, size in (("tp", ranks), ("dp_replicate", ranks // 2)):
+        if axis in spec.axes:
+            degrees = {axis: 2, "dp_shard": ranks // 2}
+            yield f"{axis}=2 x ep={size}", ranks, {**_sizes(degrees, spec), "ep_size": size}, False
 
 
 def _layout(spec: StrategySpec, ranks: int, sizes: Mapping[str, int]) -> tuple[str, int, dict[str, int], bool]:
@@ -131,10 +150,16 @@ def _data_ranks(spec: StrategySpec, ranks: int, sizes: Mapping[str, int]) -> int
     return MeshSizes(**sizes).resolve(ranks, spec.axes).dp
 
 
-def _cases(spec: StrategySpec, ranks: int, data_ranks: int, main: bool, fixed: Mapping[str, Any]) -> Iterator[_Entry]:
+def _cases(
+    spec: StrategySpec, ranks: int, sizes: Mapping[str, int], main: bool, fixed: Mapping[str, Any]
+) -> Iterator[_Entry]:
+    data_ranks = _data_ranks(spec, ranks, sizes)
     # Two stages on each rank of a pipeline, and one block too many to divide evenly.
     layers = 2 * ranks + 1 if "pp" in spec.axes else None
     base, routed = Case(layers=layers), Case(model_type="routed", layers=layers)
+    has_experts = sizes.get("ep_size", 1) > 1
+    if has_experts:
+        base = replace(base, model_type=EXPERTS)
     yield _entry("ragged masks", base)
     if not main:
         return
@@ -165,9 +190,10 @@ def _cases(spec: StrategySpec, ranks: int, data_ranks: int, main: bool, fixed: M
     lonely = "there is no other rank to differ from" if ranks == 1 else None
     few = None if uneven else "there are shares for 2 to 4 data ranks only"
     yield _entry("uneven shares", replace(base, shares=uneven), reason=alone or few)
-    yield _entry("unused parameters", routed)
-    yield _entry("no gradient in a step", replace(routed, route="steps"))
-    yield _entry("ranks use different parameters", replace(routed, route="ranks"))
+    dense = "its model has no experts" if has_experts else None
+    yield _entry("unused parameters", routed, reason=dense)
+    yield _entry("no gradient in a step", replace(routed, route="steps"), reason=dense)
+    yield _entry("ranks use different parameters", replace(routed, route="ranks"), reason=dense)
     for name, tied in (("state to single and back", False), ("state to single and back, tied", True)):
         yield _entry(name, replace(base, steps=4, tied=tied), kind="state")
     yield _entry("checkpoint to single and back", replace(base, steps=4, tied=True), kind="checkpoint")

@@ -537,11 +537,12 @@ def _foreign_mesh() -> list[str]:
     mesh = Mesh(MeshSizes().resolve(world.size, frozenset({"dp_shard"})), world)
     assert mesh.backend == "gloo"
     texts = []
-    for arguments in ((mesh.device_mesh,), (mesh, mesh.expert_mesh)):
+    for arguments in ((mesh.device_mesh,), (mesh, mesh.device_mesh)):
         with pytest.raises(MeshError) as caught:
             FSDP2Manager(FSDP2Config(), *arguments)
         texts.append(str(caught.value))
-    assert FSDP2Manager(FSDP2Config(), device_mesh=mesh, moe_mesh=None).mesh is mesh
+    for same in (None, mesh.expert_mesh, mesh.expert_mesh["ep_shard"]):
+        assert FSDP2Manager(FSDP2Config(), device_mesh=mesh, moe_mesh=same).mesh is mesh
     return texts
 
 

@@ -18,13 +18,15 @@ from typing import ClassVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from meshwright.compile import compile_blocks
-from meshwright.contract import Batch
+from meshwright.contract import Batch, OptimizerFactory
 from meshwright.data_parallel import DataParallelManager
 from meshwright.errors import MeshError, StrategyError
 from meshwright.expert_parallel import ExpertParallel, check_expert_parallel
 from meshwright.mesh import Mesh
+from meshwright.optim import split_by_mesh
 from meshwright.recompute import checkpoint_blocks
 from meshwright.tensor_parallel import TensorParallel, check_tensor_options
 
@@ -101,6 +103,12 @@ class FSDP2Manager(DataParallelManager):
             zeros_for_unused=self._sharding.zeros_for_unused,
         )
         return model
+
+    def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
+        optimizer = super().build_optimizer(factory)
+        if self.expert_parallel is not None:
+            split_by_mesh(optimizer)
+        return optimizer
 
     @property
     def parameters_on(self) -> torch.device:
@@ -236,4 +244,10 @@ def check_options(config: FSDP2Config, mesh: Mesh) -> None:
         raise MeshError(
             f"reshard_after_forward={reshard} is no divisor of the {shards} ranks of dp_shard. "
             f"Use one of them ({divisors}), or true, false or null."
+        )
+    experts = mesh.degrees.ep_shard
+    if mesh.degrees.ep > 1 and not isinstance(reshard, bool | None) and reshard < experts and experts % reshard:
+        raise MeshError(
+            f"reshard_after_forward={reshard} is no divisor of the {experts} ranks of ep_shard, which share each of the "
+            f"experts. Use one, or true, false or null."
         )

@@ -40,7 +40,7 @@ def register_strategies() -> list[StrategySpec]:
         StrategySpec(
             name="fsdp2",
             aliases=("fsdp", "fully_shard"),
-            summary="Shards parameters, gradients, optimizer state (torch fully_shard); HSDP; tensor, expert parallelism.",
+            summary="Shards parameters, gradients, optimizer state (torch fully_shard); HSDP; TP and experts.",
             axes=frozenset({"dp_replicate", "dp_shard", "tp", "ep"}),
             config_cls=FSDP2Config,
             build=build,

@@ -118,6 +118,8 @@ class PipelineManager(StrategyManager):
         mine = [index for index, rank in enumerate(self._placement) if rank == self.mesh.axis_rank("pp")]
         # All that may be refused, before the model is taken apart.
         managers = [self._inner_manager() for _ in mine]
+        for manager in managers:
+            manager.check_model(model)
         for index, manager, part in zip(mine, managers, separate_parts(model, len(mine)), strict=True):
             boundary = cut.boundary(self.split[index])
             take_stage(part, cut, self.split[index], boundary)

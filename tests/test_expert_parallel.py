@@ -1,0 +1,317 @@
+"""Experts over the ranks of `ep`: what is found and refused, parity with `single`, what is sent and held."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from meshwright import (
+    Mesh,
+    MeshSizes,
+    ModelError,
+    OptimizerConfig,
+    count_tokens,
+    open_world,
+    optimizer_factory,
+    resolve,
+)
+from meshwright.contract import StrategyManager
+from meshwright.expert_parallel import check_expert_parallel, find_experts
+from meshwright.testing import Case, assert_parity, pool
+from meshwright.testing.models import case_model, tiny_model
+from meshwright.testing.observe import Observer
+from meshwright.testing.parity import Outcome, difference, full_weights, share, train_steps, training_step
+from meshwright.testing.zoo import zoo_config
+
+EP2, EP4 = {"ep_size": 2}, {"ep_size": 4}
+HARD = Case(model_type="mixtral", tied=True, microbatches=2, sequences=24, eval_after=True, unshard_after=True)
+
+
+# -- what is found, and what is refused
+
+
+def _on_meta(model_type: str, **values: Any) -> nn.Module:
+    config = zoo_config(model_type)
+    for name, value in values.items():
+        setattr(config, name, value)
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model_type", "names"),
+    [
+        ("mixtral", [f"model.layers.{index}.mlp.experts" for index in range(4)]),
+        ("deepseek_v3", [f"model.layers.{index}.mlp.experts" for index in (1, 2, 3)]),
+        ("jamba", ["model.layers.1.feed_forward.experts", "model.layers.3.feed_forward.experts"]),
+        ("gpt_oss", [f"model.layers.{index}.mlp.experts" for index in range(4)]),
+        ("nemotron_h", None),
+    ],
+)
+def test_experts_are_found_by_structure(model_type: str, names: list[str] | None) -> None:
+    model = _on_meta(model_type)
+    found = find_experts(model)
+    assert found
+    assert {each.count for each in found} == {4}
+    assert names is None or [each.name for each in found] == names
+    check_expert_parallel(model, 4)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "jetmoe", "llama4_text", "longcat_flash", "doge"])
+def test_models_without_stacked_experts_are_refused(model_type: str) -> None:
+    model = _on_meta(model_type)
+    assert find_experts(model) == []
+    check_expert_parallel(model, 1)
+    with pytest.raises(ModelError, match=r"ep_size=2 .* has none of the kind .* Use ep_size=1\."):
+        check_expert_parallel(model, 2)
+
+
+class _Stacked(nn.Module):
+    """Experts by structure alone."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.num_experts = count
+        self.weight = nn.Parameter(torch.randn(count, 8, 8))
+
+    def forward(self, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return torch.einsum("td,tkde,tk->te", rows, self.weight[index], weights)
+
+
+def test_what_experts_share_is_refused() -> None:
+    model = nn.ModuleDict({"first": _Stacked(4), "second": _Stacked(4)})
+    check_expert_parallel(model, 2)
+    model["second"].weight = model["first"].weight
+    with pytest.raises(ModelError, match=r"first\.weight and second\.weight are one parameter"):
+        check_expert_parallel(model, 2)
+    model = nn.ModuleDict({"first": _Stacked(4)})
+    model["first"].norm = nn.LayerNorm(8)
+    with pytest.raises(ModelError, match=r"first\.norm\.bias beside its stacked parameters"):
+        check_expert_parallel(model, 2)
+
+
+def test_what_a_plan_names_and_structure_does_not_is_refused() -> None:
+    model = _on_meta("mixtral")
+    del model.model.layers[1].mlp.experts.num_experts
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.experts is not of the kind"):
+        check_expert_parallel(model, 2)
+
+
+def _refused(model_type: str, sizes: Mapping[str, int], values: Mapping[str, Any]) -> tuple[str, bool]:
+    world = open_world("cpu")
+    stack, degrees = resolve("fsdp2", MeshSizes(**sizes), world.size)
+    manager = stack.build(Mesh(degrees, world))
+    if values:
+        config = zoo_config(model_type)
+        for name, value in values.items():
+            setattr(config, name, value)
+        model = AutoModelForCausalLM.from_config(config)
+    else:
+        model = tiny_model(model_type)
+    before = {name: id(p) for name, p in model.named_parameters()}
+    with pytest.raises(ModelError) as caught:
+        manager.parallelize(model)
+    return str(caught.value), before == {name: id(p) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "text"),
+    [
+        ("llama", {}, "LlamaForCausalLM has none of the kind"),
+        ("mixtral", {"num_local_experts": 3}, "ep_size=2 does not divide the 3 experts of model.layers.0.mlp.experts"),
+    ],
+)
+@pytest.mark.parametrize("sizes", [EP2, {"ep_size": 2, "pp_size": 2, "dp_size": 2}], ids=["ep2", "pp2-ep2"])
+def test_refusals_are_equal_on_all_ranks_and_leave_the_model(
+    model_type: str, values: Mapping[str, Any], text: str, sizes: Mapping[str, int]
+) -> None:
+    found = pool(2 if sizes == EP2 else 4).run(_refused, model_type, sizes, values)
+    assert len(set(found)) == 1
+    assert text in found[0][0]
+    assert found[0][1]
+
+
+# -- parity
+
+DIFFERENT = ["qwen3_moe", "deepseek_v3", "qwen2_moe", "gpt_oss", "olmoe"]
+
+
+@pytest.mark.parametrize("model_type", DIFFERENT)
+@pytest.mark.parametrize("sizes", [EP4, EP2 | {"tp_size": 2}], ids=str)
+def test_parity_of_types_that_differ(model_type: str, sizes: dict[str, int]) -> None:
+    assert_parity("fsdp2", Case(model_type=model_type, tied=None), world_size=4, sizes=sizes)
+
+
+LAYOUTS = [EP4, EP2, EP2 | {"dp_replicate_size": 2}, EP4 | {"tp_size": 2}, EP2 | {"tp_size": 2}]
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("config", "case"),
+    [
+        ({}, HARD),
+        ({"activation_checkpointing": "full", "reshard_after_forward": True}, HARD),
+        ({"defer_fsdp_grad_sync": False, "enable_fsdp2_prefetch": True, "reshard_after_forward": False}, HARD),
+    ],
+    ids=["plain", "recomputed", "reduced-each-time"],
+)
+def test_parity_of_layouts(sizes: dict[str, int], config: dict[str, Any], case: Case) -> None:
+    assert_parity("fsdp2", case, world_size=4, config=config, sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(model_type="mixtral", norm_type=1.0, max_norm=5.0),
+        Case(model_type="mixtral", norm_type=math.inf, max_norm=0.05),
+        Case(model_type="mixtral", frozen=("*experts*",)),
+        Case(model_type="mixtral", frozen=("*layers.0*", "*layers.1*", "*embed*")),
+        Case(model_type="mixtral", frozen=("*layers.2.mlp.experts.down_proj", "*gate.weight")),
+        Case(model_type="mixtral", empty=6),
+        Case(model_type="mixtral", shares=(1, 2, 3, 6)),
+        Case(model_type="mixtral", optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, options={"foreach": True})),
+        Case(model_type="mixtral", optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, options={"fused": True})),
+    ],
+    ids=["p1", "inf", "frozen-experts", "frozen-start", "frozen-parts", "no-tokens", "uneven", "foreach", "fused"],
+)
+def test_parity_of_cases_on_both_meshes(case: Case) -> None:
+    assert_parity("fsdp2", case, world_size=4, sizes=EP2)
+
+
+@pytest.mark.parametrize("config", [{"sequence_parallel": True}], ids=["sp"])
+@pytest.mark.parametrize("sizes", [EP4 | {"tp_size": 2}, EP4 | {"tp_size": 4}], ids=str)
+def test_parity_with_sequence_parallelism(sizes: dict[str, int], config: dict[str, Any]) -> None:
+    assert_parity("fsdp2", HARD, world_size=4, config=config, sizes=sizes)
+
+
+# -- routers that leave experts, and ranks, without tokens
+
+
+def _manager(strategy: str, sizes: Mapping[str, int], config: Mapping[str, Any], case: Case) -> StrategyManager:
+    """Under a router whose bias decides: all tokens go to experts 0 and 1, so those after them get none."""
+    world = open_world("cpu")
+    stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size, config=config)
+    manager = stack.build(Mesh(degrees, world))
+    model = case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64)
+    for name, parameter in model.named_parameters():
+        if name.endswith("router.bias"):
+            parameter.data.copy_(torch.tensor([90.0, 90.5, -90.0, -90.0]))
+    manager.parallelize(model)
+    manager.build_optimizer(optimizer_factory(case.optimizer))
+    return manager
+
+
+def _train(strategy: str, sizes: Mapping[str, int], config: Mapping[str, Any], case: Case) -> Outcome:
+    manager = _manager(strategy, sizes, config, case)
+    losses, norms, eval_losses = train_steps(manager, case, range(case.steps))
+    return Outcome(losses, norms, eval_losses, full_weights(manager))
+
+
+@pytest.mark.parametrize("config", [{}, {"activation_checkpointing": "full"}], ids=str)
+@pytest.mark.parametrize("sizes", [EP4, EP2, EP4 | {"tp_size": 2}], ids=str)
+def test_experts_and_ranks_without_a_token_train_as_under_single(sizes: dict[str, int], config: dict[str, Any]) -> None:
+    # Decayed: an expert whose gradient is zero moves, one without gradient does not.
+    case = Case(model_type="gpt_oss", tied=None, eval_after=True)
+    expected = pool(1).run(_train, "single", {}, {}, replace(case, microbatches=1))[0]
+    assert difference(pool(4).run(_train, "fsdp2", sizes, config, case), expected).worst <= 1e-9
+
+
+# -- what is sent
+
+
+class _Sent(Observer):
+    """Rows that go to each rank, in each exchange of rows of floating point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[list[int], int]] = []
+
+    def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        if "alltoall" in operation.overloadpacket.__name__ and args[1].is_floating_point():
+            assert args[1].shape[0] == sum(args[4])
+            self.rows.append((list(args[4]), args[1].shape[1] * args[1].element_size()))
+
+
+def _dispatch(case: Case, sizes: Mapping[str, int], config: Mapping[str, Any]) -> dict[str, Any]:
+    world = open_world("cpu")
+    stack, degrees = resolve("fsdp2", MeshSizes(**sizes), world.size, config=config)
+    manager = stack.build(Mesh(degrees, world))
+    model = case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64)
+    manager.parallelize(model)
+    manager.build_optimizer(optimizer_factory(case.optimizer))
+    routed: list[Tensor] = []
+    for each in find_experts(model):
+        model.get_submodule(each.name).register_forward_pre_hook(lambda module, args: routed.append(args[1].clone()))
+    sent = _Sent()
+    with sent:
+        training_step(manager, case, 0)()
+    return {"routed": routed, "rank": manager.mesh.expert_mesh["ep"].get_local_rank(), "sent": sent.rows}
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_rows_go_to_the_ranks_of_their_experts_and_nothing_else_does(recomputed: bool) -> None:
+    case, ranks, layers, hidden = Case(model_type="mixtral"), 4, 4, 64
+    config = {"activation_checkpointing": "full"} if recomputed else {}
+    found = pool(ranks).run(_dispatch, case, EP4, config)
+    # rows[source][target] of each layer, in the order of forward.
+    rows = [
+        [torch.bincount(each["routed"][layer].flatten(), minlength=4).tolist() for each in found]
+        for layer in range(layers)
+    ]
+    for rank, each in enumerate(found):
+        assert each["rank"] == rank
+        there = [rows[layer][rank] for layer in range(layers)]
+        back = [[rows[layer][source][rank] for source in range(ranks)] for layer in range(layers)]
+        forward = [splits for layer in range(layers) for splits in (there[layer], back[layer])]
+        # Gradients of what came back leave first.
+        backward = []
+        for layer in reversed(range(layers)):
+            backward += [there[layer], back[layer]] * (2 if recomputed else 1)
+        assert [splits for splits, _ in each["sent"]] == forward + backward
+        assert {size for _, size in each["sent"]} == {hidden * 8}
+        if recomputed:
+            again = each["routed"][layers:]
+            assert all(torch.equal(a, b) for a, b in zip(each["routed"][:layers], reversed(again), strict=True))
+
+
+# -- what is held
+
+
+def _held(sizes: Mapping[str, int]) -> dict[str, tuple[int, int, int]]:
+    """Elements of the whole, of this rank's part, and of this rank's part of the optimizer's first moment."""
+    case = Case(model_type="mixtral")
+    world = open_world("cpu")
+    stack, degrees = resolve("fsdp2", MeshSizes(**sizes), world.size)
+    manager = stack.build(Mesh(degrees, world))
+    manager.parallelize(case_model("mixtral", tied=False, seed=0, dtype=torch.float64))
+    optimizer = manager.build_optimizer(optimizer_factory(case.optimizer))
+    microbatches = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
+    manager.forward_backward(microbatches, num_tokens=count_tokens(microbatches, manager.mesh))
+    manager.optimizer_step()
+    found = {}
+    for name, parameter in manager.model_parts[0].named_parameters():
+        if "experts" in name:
+            assert isinstance(parameter, DTensor)
+            moment = optimizer.state[parameter]["exp_avg"]
+            found[name] = (parameter.numel(), parameter.to_local().numel(), moment.to_local().numel())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "part"),
+    [(EP4, 4), (EP2, 4), (EP4 | {"tp_size": 2}, 4), (EP2 | {"tp_size": 2}, 4), (EP2 | {"dp_replicate_size": 2}, 2)],
+    ids=str,
+)
+def test_a_rank_holds_its_part_of_the_experts_and_of_their_optimizer_state(sizes: dict[str, int], part: int) -> None:
+    for found in pool(4).run(_held, sizes):
+        assert len(found) == 8
+        assert all(mine == moment == whole // part for whole, mine, moment in found.values())
