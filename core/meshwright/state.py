@@ -283,8 +283,9 @@ def _matching(
     settings = [{key: value for key, value in each.items() if key != "params"} for each in found]
     if not found or any(each != settings[0] for each in settings):
         raise StrategyError(
-            f"a parameter group meets {len(found)} different groups of the optimizer state to load, not 1. Group the "
-            f"parameters as they were when the state was saved. The group begins with {', '.join(mine[:3])}."
+            f"a parameter group meets {len(found)} groups of the optimizer state to load, not one or several of equal "
+            f"settings. Group the parameters as they were when the state was saved. The group begins with "
+            f"{', '.join(mine[:3])}."
         )
     return {**found[0], "params": [numbers[name] for name in mine]}
 

@@ -248,6 +248,6 @@ def check_options(config: FSDP2Config, mesh: Mesh) -> None:
     experts = mesh.degrees.ep_shard
     if mesh.degrees.ep > 1 and not isinstance(reshard, bool | None) and reshard < experts and experts % reshard:
         raise MeshError(
-            f"reshard_after_forward={reshard} is no divisor of the {experts} ranks of ep_shard, which share each of the "
-            f"experts. Use one, or true, false or null."
+            f"reshard_after_forward={reshard} is no divisor of the {experts} ranks of ep_shard, which share experts. "
+            f"Use one, or true, false or null."
         )
