@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,23 @@ LAYOUTS = {
     "megatron-z3": Layout("megatron_fsdp", 4, {"zero_dp_strategy": 3}),
     "pipeline": Layout("fsdp2", 4, {}, {"pp_size": 2}),
 }
+# Between these, a model with experts moves.
+EXPERTS = "mixtral"
+EXPERT_LAYOUTS = {
+    "single": LAYOUTS["single"],
+    "fsdp2-hsdp": LAYOUTS["fsdp2-hsdp"],
+    "ep4": Layout("fsdp2", 4, {}, {"ep_size": 4}),
+    "ep2-shard2": Layout("fsdp2", 4, {}, {"ep_size": 2}),
+    "ep2-hsdp": Layout("fsdp2", 4, {}, {"ep_size": 2, "dp_replicate_size": 2}),
+    "tp2-ep4": Layout("fsdp2", 4, {}, {"ep_size": 4, "tp_size": 2}),
+    "pp2-ep2": Layout("fsdp2", 4, {}, {"ep_size": 2, "pp_size": 2}),
+}
 
 
-def _case(layout: Layout) -> Case:
+def _case(layout: Layout, model_type: str = CASE.model_type) -> Case:
     # Three ranks divide other batches; what matters is the global batch, which is the same.
-    return CASE if layout.ranks != 3 else Case(**{**vars(CASE), "shares": (6, 4, 6)})
+    case = replace(CASE, model_type=model_type)
+    return case if layout.ranks != 3 else replace(case, shares=(6, 4, 6))
 
 
 def _save(layout: Layout, directory: str, case: Case) -> list[float]:
@@ -76,29 +88,37 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("checkpoints")
 
     @functools.cache
-    def save(name: str) -> Path:
-        layout = LAYOUTS[name]
-        pool(layout.ranks).run(_save, layout, str(root / name), _case(layout))
-        return root / name
+    def save(name: str, model_type: str = CASE.model_type) -> Path:
+        layout = (LAYOUTS if model_type == CASE.model_type else EXPERT_LAYOUTS)[name]
+        place = root / f"{name}-{model_type}"
+        pool(layout.ranks).run(_save, layout, str(place), _case(layout, model_type))
+        return place
 
     return save
 
 
-def _pairs() -> list[Any]:
-    """All pairs; daily, three for each layout on either side."""
-    names = list(LAYOUTS)
+def _pairs(names: list[str], daily: tuple[int, ...]) -> list[Any]:
+    """All pairs; daily, so many for each layout on either side."""
     return [
-        pytest.param(a, b, marks=() if (j - i) % len(names) in (1, 4, 7) else pytest.mark.slow)
+        pytest.param(a, b, marks=() if (j - i) % len(names) in daily else pytest.mark.slow)
         for i, a in enumerate(names)
         for j, b in enumerate(names)
     ]
 
 
-@pytest.mark.parametrize(("source", "target"), _pairs())
+@pytest.mark.parametrize(("source", "target"), _pairs(list(LAYOUTS), (1, 4, 7)))
 def test_any_layout_goes_on_from_what_any_other_has_saved(source: str, target: str, saved: Any) -> None:
-    layout = LAYOUTS[target]
-    whole = reference(CASE)
+    _check_goes_on(LAYOUTS[target], saved(source), CASE.model_type)
+
+
+@pytest.mark.parametrize(("source", "target"), _pairs(list(EXPERT_LAYOUTS), (2,)))
+def test_experts_go_on_in_any_layout_from_any_other(source: str, target: str, saved: Any) -> None:
+    _check_goes_on(EXPERT_LAYOUTS[target], saved(source, EXPERTS), EXPERTS)
+
+
+def _check_goes_on(layout: Layout, saved: Path, model_type: str) -> None:
+    whole = reference(_case(LAYOUTS["single"], model_type))
     expected = Outcome(whole.losses[SAVED_AT:], whole.norms[SAVED_AT:], [], whole.weights)
-    found = pool(layout.ranks).run(_go_on, layout, str(saved(source)), _case(layout))
+    found = pool(layout.ranks).run(_go_on, layout, str(saved), _case(layout, model_type))
     assert {(step, extra["tokens"]) for step, extra, _ in found} == {(SAVED_AT, 7)}
     assert difference([outcome for _, _, outcome in found], expected).worst <= TOLERANCE

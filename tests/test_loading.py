@@ -89,12 +89,23 @@ def _trained_wide(path: str, strategy: str, sizes: dict[str, Any], case: Case) -
     return _outcome(_zoo_manager(path, case.model_type, strategy, sizes), case)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}, {"dp_replicate_size": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}, {"dp_replicate_size": 2}, {"ep_size": 2}], ids=str)
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_experts_that_a_checkpoint_holds_one_by_one_are_sharded_and_train(model_type, sizes, tmp_path):
     case = Case(model_type, tied=None, steps=1)
     zoo_model(model_type).save_pretrained(tmp_path)
     outcomes = pool(2).run(_trained_wide, str(tmp_path), "fsdp2", sizes, case)
+    for loaded, _ in outcomes:
+        check_loaded(loaded, tmp_path)
+    assert difference([outcome for _, outcome in outcomes], reference(case)).worst <= TOLERANCE
+
+
+@pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"ep_size": 4, "tp_size": 2}], ids=str)
+def test_stacked_experts_are_read_in_parts_over_both_meshes(sizes, tmp_path):
+    # In the layout of the model, with biases.
+    case = Case("gpt_oss", tied=None, steps=1)
+    zoo_model("gpt_oss").save_pretrained(tmp_path)
+    outcomes = pool(4).run(_trained_wide, str(tmp_path), "fsdp2", sizes, case)
     for loaded, _ in outcomes:
         check_loaded(loaded, tmp_path)
     assert difference([outcome for _, outcome in outcomes], reference(case)).worst <= TOLERANCE
@@ -123,7 +134,14 @@ def _new_weights(fields: dict[str, Any], strategy: str, sizes: dict[str, Any]) -
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 def test_from_config_gives_the_weights_of_the_seed(model_type, layout):
     strategy, world_size, _, sizes = LAYOUTS[layout]
-    config = tiny_model(model_type).config
+    _check_weights_of_the_seed(tiny_model(model_type).config, strategy, world_size, sizes)
+
+
+def test_from_config_gives_experts_the_weights_of_the_seed():
+    _check_weights_of_the_seed(zoo_config("mixtral"), "fsdp2", 4, {"ep_size": 2})
+
+
+def _check_weights_of_the_seed(config: Any, strategy: str, world_size: int, sizes: dict[str, Any]) -> None:
     torch.manual_seed(5)
     expected = dict(AutoModelForCausalLM.from_config(config, dtype=torch.float64).named_parameters())
     known = {key: value for key, value in config.to_diff_dict().items() if key != "transformers_version"}

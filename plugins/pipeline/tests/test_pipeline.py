@@ -93,6 +93,22 @@ def test_over_other_strategies_and_axes(strategy: str, options: dict[str, Any], 
     _over(strategy, Case(layers=5, tied=True, sequences=16), 4, options, **sizes)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "options", "sizes"),
+    [
+        ("mixtral", {}, {"dp_size": 2, "ep_size": 2}),
+        ("mixtral", {"pp_schedule": "zbv", "activation_checkpointing": "full"}, {"dp_size": 2, "ep_size": 2}),
+        ("mixtral", {"pp_schedule": "interleaved1f1b"}, {"tp_size": 2, "ep_size": 2}),
+        # Its first block has no experts, and so its first stage has none.
+        ("deepseek_v3", {"pp_schedule": "interleaved1f1b"}, {"dp_size": 2, "ep_size": 2}),
+    ],
+    ids=str,
+)
+def test_experts_of_a_stage_are_divided(model_type: str, options: dict[str, Any], sizes: dict[str, int]) -> None:
+    case = Case(model_type=model_type, tied=True, microbatches=2, sequences=16, eval_after=True, unshard_after=True)
+    _over("fsdp2", case, 4, options, **sizes)
+
+
 def test_the_distributed_optimizer_divides_what_no_stages_share() -> None:
     options = {
         "engine": "bucketed",
