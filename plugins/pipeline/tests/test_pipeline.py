@@ -93,14 +93,20 @@ def test_over_other_strategies_and_axes(strategy: str, options: dict[str, Any], 
     _over(strategy, Case(layers=5, tied=True, sequences=16), 4, options, **sizes)
 
 
+FIRST_BLOCK_ALONE = [
+    ["model.embed_tokens", "model.layers.0"],
+    [*(f"model.layers.{index}" for index in (1, 2, 3)), "model.norm", "lm_head"],
+]
+
+
 @pytest.mark.parametrize(
     ("model_type", "options", "sizes"),
     [
         ("mixtral", {}, {"dp_size": 2, "ep_size": 2}),
-        ("mixtral", {"pp_schedule": "zbv", "activation_checkpointing": "full"}, {"dp_size": 2, "ep_size": 2}),
-        ("mixtral", {"pp_schedule": "interleaved1f1b"}, {"tp_size": 2, "ep_size": 2}),
-        # Its first block has no experts, and so its first stage has none.
-        ("deepseek_v3", {"pp_schedule": "interleaved1f1b"}, {"dp_size": 2, "ep_size": 2}),
+        ("mixtral", {"pp_schedule": "gpipe", "activation_checkpointing": "full"}, {"dp_size": 2, "ep_size": 2}),
+        ("mixtral", {}, {"tp_size": 2, "ep_size": 2}),
+        # Its first block has no experts, and its first stage no other block.
+        ("deepseek_v3", {"module_fqns_per_model_part": FIRST_BLOCK_ALONE}, {"dp_size": 2, "ep_size": 2}),
     ],
     ids=str,
 )

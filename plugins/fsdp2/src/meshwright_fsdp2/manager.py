@@ -237,6 +237,11 @@ def check_options(config: FSDP2Config, mesh: Mesh) -> None:
             "enable_async_tensor_parallel=true overlaps kernels of a GPU, but the mesh is on the CPU. "
             "Set enable_async_tensor_parallel=false."
         )
+    if config.enable_compile and mesh.degrees.ep > 1:
+        raise StrategyError(
+            f"enable_compile=true traces blocks, in which ep_size={mesh.degrees.ep} sends tokens by counts that only "
+            f"their values tell. Set enable_compile=false, or use ep_size=1."
+        )
     check_tensor_options(config, mesh)
     reshard, shards = config.reshard_after_forward, mesh.degrees.dp_shard
     if isinstance(reshard, int) and not isinstance(reshard, bool) and (reshard > shards or shards % reshard):
