@@ -49,7 +49,7 @@ from .data import (
 )
 from .errors import CheckpointError, ConfigError
 from .layout import model_layout, model_size
-from .loading import check_same_weights, lay_out, tell
+from .loading import check_same_weights, tell
 from .mesh import Mesh, World, find_device, open_world
 from .model import build_model, model_config
 from .optim import build_scheduler, optimizer_factory
@@ -166,7 +166,7 @@ def run_rank(store: Store | None, config: RunConfig) -> None:
         if weights is not None:
             check_same_weights(weights, world)
             tell(weights, world, stacklevel=2)
-        lay_out(manager, plan.stack, model, weights)
+        manager.parallelize(model, weights)
         results = _train(manager, config, plan, source, console)
         _export(manager, config, plan)
     # The other ranks are done: what is left needs no collective.
