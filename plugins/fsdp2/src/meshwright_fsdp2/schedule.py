@@ -10,21 +10,22 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 
-def prefetch(root: FSDPModule, blocks: Sequence[FSDPModule], *, forward: int, backward: int) -> None:
+def prefetch(root: FSDPModule, blocks: Sequence[Sequence[FSDPModule]], *, forward: int, backward: int) -> None:
     """Gather the next units before they are needed, across stacks.
 
     Args:
         root: runs first in forward, and first in backward.
-        blocks: the other units in the order of their forward.
+        blocks: the other units in the order of their forward, each with the experts that are units within it, which
+            are gathered with it.
         forward: units to gather ahead in forward.
         backward: units to gather ahead in backward.
     """
     for chain, depth, prefetched in (
-        ([root, *blocks], forward, FSDPModule.set_modules_to_forward_prefetch),
-        ([root, *reversed(blocks)], backward, FSDPModule.set_modules_to_backward_prefetch),
+        ([[root], *blocks], forward, FSDPModule.set_modules_to_forward_prefetch),
+        ([[root], *reversed(blocks)], backward, FSDPModule.set_modules_to_backward_prefetch),
     ):
-        for index, unit in enumerate(chain):
-            prefetched(unit, chain[index + 1 : index + 1 + depth])
+        for index, (unit, *inside) in enumerate(chain):
+            prefetched(unit, [*inside, *(each for units in chain[index + 1 : index + 1 + depth] for each in units)])
 
 
 def skip_frozen_backward(unit: nn.Module) -> None:

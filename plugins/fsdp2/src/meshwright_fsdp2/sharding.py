@@ -58,7 +58,12 @@ class Sharding:
 
     def prefetch(self, *, forward: int, backward: int) -> None:
         """See `schedule.prefetch`. Units that blocks share are gathered where they are used."""
-        blocks = [module for unit, module in self.units[:-1] if unit.is_block]
+        experts = {unit.names[0]: module for unit, module in self.units if unit.is_experts}
+        blocks = [
+            [module, *(each for name, each in experts.items() if name.startswith(f"{unit.names[0]}."))]
+            for unit, module in self.units[:-1]
+            if unit.is_block
+        ]
         schedule.prefetch(self.root, blocks, forward=forward, backward=backward)
 
     def reshard(self) -> None:

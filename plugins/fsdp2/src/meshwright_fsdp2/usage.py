@@ -60,7 +60,11 @@ class Usage:
             self._used.add(fqn)
 
     def _is_sharded(self, fqn: str, parameter: nn.Parameter) -> bool:
-        return isinstance(parameter, DTensor) and parameter.device_mesh.ndim == self._axes.get(fqn)
+        if not isinstance(parameter, DTensor):
+            return False
+        axes = parameter.device_mesh.ndim
+        # Another name of a parameter is watched by its first.
+        return axes == self._axes.get(fqn, axes)
 
     def settle(self, world: World) -> None:
         """After backward: drop the gradients of parameters that no rank has used.
