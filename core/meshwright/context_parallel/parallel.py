@@ -1,8 +1,8 @@
 """Context parallelism for any model whose attention goes through transformers' interface.
 
 While a step runs, the model's attention setting names functions of ours (`attention.attend`, `make_mask`), and the
-model is called with this rank's positions of each sequence. Outside of steps the setting is what it was. Nothing else of
-the model changes, so what mixes positions elsewhere would compute something else: `check` finds that out before the
+model is called with this rank's positions of each sequence. Outside of steps the setting is what it was. Nothing else
+of the model changes, so what mixes positions elsewhere would compute something else: `check` finds that out before the
 first step.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -60,6 +61,8 @@ class ContextParallel:
         self.rank = mesh.get_local_rank()
         self.attention = attention
         self.observer: Observer | None = None
+        # Sharding changes the class.
+        self._name = type(model).__name__
         self._model, self._layout = model, layout
         self._is_checked = False
         self._positions_follow_mask = False
@@ -132,7 +135,7 @@ class ContextParallel:
                 )
         if self._positions_follow_mask and "attention_mask" in batch and "position_ids" not in batch:
             raise BatchError(
-                f"{type(self._model).__name__} computes positions from attention_mask, which cp_size={self.size} "
+                f"{self._name} computes positions from attention_mask, which cp_size={self.size} "
                 f"cannot divide. Give position_ids beside it."
             )
 
@@ -159,7 +162,9 @@ class ContextParallel:
         """Around a forward with a divided batch; gives what the model is called with."""
         global _running
         rest = {name: value for name, value in inputs.items() if name != _WHOLE_POSITIONS}
-        outer, _running = _running, _Running(self, inputs.get(_WHOLE_POSITIONS))
+        part = inputs["input_ids"].shape[1]
+        length = inputs["attention_mask"].shape[1] if "attention_mask" in inputs else part
+        outer, _running = _running, _Running(self, length, part, inputs.get(_WHOLE_POSITIONS))
         try:
             yield rest
         finally:
@@ -186,7 +191,7 @@ class ContextParallel:
         self.observer = Observer()
         try:
             defect, self._positions_follow_mask = find_defect(
-                self._model, self._layout, self.observer, ids_BS, call, multiple, self.size
+                self._name, self._model, self._layout, self.observer, ids_BS, call, multiple, self.size
             )
         finally:
             self.observer = None
@@ -194,12 +199,21 @@ class ContextParallel:
         return None if defect is None else ModelError(f"{defect} Set cp_size=1.")
 
 
+@dataclass(frozen=True)
 class _Running:
-    """The forward that is running, for masks that the model makes."""
+    """The forward that is running, for masks that the model makes.
 
-    def __init__(self, parallel: ContextParallel, positions_BS: Tensor | None) -> None:
-        self.parallel = parallel
-        self.positions_BS = positions_BS
+    Attributes:
+        parallel: of the model.
+        length: of a whole sequence.
+        part: positions on this rank.
+        positions_BS: where documents may be, the whole sequence's positions.
+    """
+
+    parallel: ContextParallel
+    length: int
+    part: int
+    positions_BS: Tensor | None
 
 
 _running: _Running | None = None
@@ -241,6 +255,11 @@ def make_mask(
         raise ModelError(
             "the model makes an attention mask outside of its forward (in recomputation, say), where context "
             "parallelism does not know its positions. Set cp_size=1."
+        )
+    if (kv_length, q_length) != (_running.length, _running.part):
+        raise ModelError(
+            f"the model makes an attention mask of {q_length} queries and {kv_length} keys, where this rank has "
+            f"{_running.part} of {_running.length} positions. Set cp_size=1."
         )
     if use_vmap:
         raise ModelError(

@@ -40,7 +40,7 @@ def register_strategies() -> list[StrategySpec]:
         StrategySpec(
             name="fsdp2",
             aliases=("fsdp", "fully_shard"),
-            summary="Shards parameters, gradients, optimizer state (torch fully_shard); HSDP; tensor, context parallelism.",
+            summary="Shards parameters, gradients, optimizer state (torch fully_shard); HSDP; tensor and context axes.",
             axes=frozenset({"dp_replicate", "dp_shard", "cp", "tp"}),
             config_cls=FSDP2Config,
             build=build,

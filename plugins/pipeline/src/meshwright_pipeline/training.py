@@ -90,10 +90,7 @@ class PipelineStage:
 
     @contextmanager
     def _receiving(self) -> Iterator[None]:
-        """Forwards of the module get random hidden states, which are as good as any."""
-        if self.is_first:
-            yield
-            return
+        """Forwards of the module begin the boundary, with random hidden states, which are as good as any."""
 
         def receive(module: nn.Module, args: Any, kwargs: Any) -> None:
             ids = kwargs["input_ids"]
