@@ -10,12 +10,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright import BatchError, MeshwrightError, ModelError, StrategyError, count_tokens
+from meshwright import (
+    BatchError,
+    Mesh,
+    MeshSizes,
+    MeshwrightError,
+    ModelError,
+    StrategyError,
+    count_tokens,
+    open_world,
+    resolve,
+)
+from meshwright.context_parallel import ContextParallel
 from meshwright.context_parallel.division import divided, local_part, positions, put_together
 from meshwright.contract import IGNORED_LABEL
+from meshwright.layout import model_layout
+from meshwright.loss import target_loss_sum, token_loss_sum
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.collectives import Traffic, measure_collectives
-from meshwright.testing.models import case_vocab
+from meshwright.testing.models import case_vocab, tiny_model
 from meshwright.testing.parity import TOLERANCE, build_manager, full_weights, share, train_steps, training_step
 
 CP2, CP4, DP2_CP2, TP2_CP2 = {"cp_size": 2}, {"cp_size": 4}, {"dp_size": 2, "cp_size": 2}, {"tp_size": 2, "cp_size": 2}
@@ -204,31 +217,42 @@ def _own(traffic: Traffic, kind: str) -> list[Any]:
 
 # -- memory
 
-LONG = 256
+LONG = 512
 
 
-def _kept(config: dict[str, Any], sizes: dict[str, int]) -> int:
-    """Bytes that autograd keeps of one microbatch of a long sequence, parameters left out."""
-    manager: Any = build_manager("fsdp2" if sizes else "single", config, sizes, Case())
+def _kept(size: int, way: Any) -> int:
+    """Bytes that autograd keeps of a sequence for the backward of one rank, parameters left out."""
+    world, model = open_world("cpu"), tiny_model()
     ids = torch.randint(0, 131, (1, LONG), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "labels": ids}
-    num_tokens = count_tokens([batch], manager.mesh)
-    manager.eval_loss([batch], num_tokens=num_tokens)
+    owned = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, Tensor] = {}
-    owned = {p.untyped_storage().data_ptr() for p in manager.model.parameters() if not sizes}
 
     def keep(tensor: Tensor) -> Tensor:
-        # Gathered parameters are freed, but the hook sees them.
-        if not isinstance(tensor, nn.Parameter) and tensor.untyped_storage().data_ptr() not in owned:
+        if tensor.untyped_storage().data_ptr() not in owned:
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    manager.module.train()
-    with manager.attention_switched(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = manager.share_of_loss(manager.divide(batch), num_tokens)
-    size = sum(tensor.untyped_storage().nbytes() for tensor in kept.values() if LONG // 4 in tensor.shape or not sizes)
-    loss.backward()
-    return size
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        if size == 1:
+            token_loss_sum(model(input_ids=ids, use_cache=False).logits, ids)
+        else:
+            mesh = Mesh(MeshSizes(cp_size=size).resolve(world.size), world)
+            parallel = ContextParallel(model, model_layout(model), mesh["cp"], attention=way)
+            inputs, targets_BS = parallel.without_targets(parallel.divide({"input_ids": ids, "labels": ids}))
+            with parallel.switched(), parallel.running(inputs) as given:
+                target_loss_sum(model(**given, use_cache=False).logits, targets_BS)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_activations_of_a_rank_are_its_part_beside_gathered_keys_and_values(ranks: int) -> None:
+    (whole,) = pool(1).run(_kept, 1, "")
+    gathered = BLOCKS * LONG * 2 * (2 * 4) * WIDTH
+    for kept in pool(ranks).run(_kept, ranks, "allgather"):
+        assert kept < whole / ranks + gathered
+    for kept in pool(ranks).run(_kept, ranks, "ulysses"):
+        # Attention's output on both sides of the exchange.
+        assert kept < 1.12 * whole / ranks
 
 
 # -- the attention setting
@@ -375,9 +399,6 @@ def test_what_cannot_be_divided_in_a_batch_is_refused() -> None:
 
 
 def _configured(**fields: Any) -> str:
-    from meshwright import Mesh, MeshSizes, open_world, resolve
-    from meshwright.testing.models import tiny_model
-
     world = open_world("cpu")
     stack, degrees = resolve("fsdp2", MeshSizes(**CP2), world.size)
     model = tiny_model()

@@ -28,8 +28,7 @@ from .mask import PositionMask
 KNOWN = frozenset({"dropout", "scaling", "sliding_window", "softcap", "position_ids", "cache_position"})
 PER_HEAD = frozenset({"s_aux", "sinks"})
 LARGEST_MASK = 2**24
-"""Elements of a mask; where it would have more, queries are taken in blocks, and attention is computed again in
-backward."""
+"""Elements of a mask; where it would have more, queries are taken in blocks."""
 
 Core = Callable[..., tuple[Tensor, Any]]
 
@@ -131,35 +130,44 @@ class _Layer:
         keys = start + count
         if query.device.type != "cpu" and count > 1:
             # Kernels know this mask, and make no tensor of it.
-            yield self._run(query, key[:, :, :keys], value[:, :, :keys], causal_lower_right(count, keys))
+            yield self._again(query, key[:, :, :keys], value[:, :, :keys], lambda: causal_lower_right(count, keys))
             return
         step = max(1, min(count, LARGEST_MASK // keys))
         for first in range(start, keys, step):
             rows = torch.arange(first, min(keys, first + step), device=query.device)
             part = query[:, :, first - start : first - start + step]
-            yield self._block(part, key, value, rows, first + len(rows), again=step < count)
+            yield self._block(part, key, value, rows, first + len(rows))
 
     def _masked(self, query: Tensor, key: Tensor, value: Tensor, *, whole: bool) -> Tensor:
         """Attention of this rank's queries, or of all, under any mask."""
         step = max(1, LARGEST_MASK // (query.shape[0] * self.mask.length))
+        if step >= query.shape[2] and whole:
+            return self._run(query, key, value, self.mask.made(whole=True))
         if step >= query.shape[2]:
-            return self._run(query, key, value, self.mask.made(whole=whole))
+            return self._again(query, key, value, lambda: self.mask.made(whole=False))
         rows = self.mask.rows(whole=whole)
         return torch.cat(
             [
-                self._block(part, key, value, some, self.mask.length, again=True)
+                self._block(part, key, value, some, self.mask.length)
                 for part, some in zip(query.split(step, 2), rows.split(step), strict=True)
             ],
             1,
         )
 
-    def _block(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor, keys: int, *, again: bool) -> Tensor:
-        """Attention of queries at `rows` to the first keys; computed `again` in backward, so that no mask is held."""
+    def _block(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor, keys: int) -> Tensor:
+        """Attention of queries at `rows` to the first keys, with a mask of its own."""
+        return self._again(query, key[:, :, :keys], value[:, :, :keys], lambda: self.mask.of(rows, keys))
+
+    def _again(self, query: Tensor, key: Tensor, value: Tensor, mask: Callable[[], Tensor]) -> Tensor:
+        """Attention that is computed again in backward.
+
+        Else it would hold the mask, and a copy of the gathered keys and values for each query head.
+        """
 
         def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return self._run(query, key[:, :, :keys], value[:, :, :keys], self.mask.of(rows, keys))
+            return self._run(query, key, value, mask())
 
-        if not (again and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
             return run(query, key, value)
         output: Tensor = checkpoint(run, query, key, value, use_reentrant=False)
         return output

@@ -67,34 +67,29 @@ def find_defect(
     ids = ids_BS[:1].repeat(1, -(-length // ids_BS.shape[1]))[:, :length].contiguous()
     steps = torch.arange(length, device=ids.device)[None]
     whole = torch.ones((1, length * ranks), dtype=torch.int64, device=ids.device)
-    padded = whole.clone()
-    padded[:, -1] = 0
-    given = {"position_ids": steps, "attention_mask": whole}
     chosen = length // 2
     others = [each for each in range(length) if each != chosen]
     try:
         alone = probe.run({"input_ids": ids})
-        told = probe.run({"input_ids": ids, **given, "attention_mask": padded})
+        changed = ids.clone()
+        changed[0, chosen] += 1 if int(ids[0, chosen]) == 0 else -1
+        replaced = probe.run({"input_ids": changed}, not_a_number=chosen)
+        if any(bool(each[:, others].isnan().any()) for each in replaced):
+            return f"{name} mixes positions outside of attention, which context parallelism cannot divide.", False
+        if not _alike(_steady(alone), _steady(replaced), others):
+            return f"{name} lets one token act on other positions outside of attention.", False
+        padded = whole.clone()
+        padded[:, -1] = 0
+        told = probe.run({"input_ids": ids, "position_ids": steps, "attention_mask": padded})
         if not _alike(alone, told, range(length)):
             return (
                 f"{name} computes something else with position_ids and attention_mask than without, where both say the "
                 f"same, so context parallelism cannot give it a part of the positions."
             ), False
-        changed = ids.clone()
-        changed[0, chosen] += 1 if int(ids[0, chosen]) == 0 else -1
-        # As far from the start as they will be.
-        last = min(length * ranks, max(length, ids_BS.shape[1]))
-        given["position_ids"] = steps + last - length
-        told = probe.run({"input_ids": ids, **given})
-        replaced = probe.run({"input_ids": changed, **given}, not_a_number=chosen)
-        if any(bool(each[:, others].isnan().any()) for each in replaced):
-            return f"{name} mixes positions outside of attention, which context parallelism cannot divide.", False
-        if not _alike(_steady(told), _steady(replaced), others):
-            return f"{name} lets one token act on other positions outside of attention.", False
-        alike = probe.run(
-            {"input_ids": ids[:, :1].expand_as(ids).contiguous(), **given, "position_ids": torch.ones_like(steps)},
-            equal=True,
-        )
+        # As far from the start as they may be.
+        far = min(length * ranks, max(length, ids_BS.shape[1])) - 1
+        equal = {"input_ids": ids[:, :1].expand_as(ids).contiguous(), "position_ids": torch.full_like(steps, far)}
+        alike = probe.run({**equal, "attention_mask": whole}, equal=True)
         if not all(_alike([each], [each[:, :1].expand_as(each)], range(length)) for each in _steady(alike)):
             return f"{name} counts positions by itself and not by position_ids.", False
         padded = torch.ones_like(ids)

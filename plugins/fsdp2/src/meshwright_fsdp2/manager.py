@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.compile import compile_blocks
-from meshwright.context_parallel import ContextParallel
+from meshwright.context_parallel import ContextParallel, check_context_options
 from meshwright.contract import Batch
 from meshwright.data_parallel import DataParallelManager
 from meshwright.errors import MeshError, StrategyError
@@ -209,11 +209,7 @@ def check_options(config: FSDP2Config, mesh: Mesh) -> None:
             "Set enable_async_tensor_parallel=false."
         )
     check_tensor_options(config, mesh)
-    if mesh.degrees.cp == 1 and "cp_attention" in config.model_fields_set:
-        raise StrategyError(
-            f"cp_attention={config.cp_attention!r} acts on context parallelism, but cp has one rank. "
-            f"Give the mesh a cp_size of 2 or more, or leave cp_attention out."
-        )
+    check_context_options(config, mesh)
     reshard, shards = config.reshard_after_forward, mesh.degrees.dp_shard * mesh.degrees.cp
     if isinstance(reshard, int) and not isinstance(reshard, bool) and (reshard > shards or shards % reshard):
         cp = " x cp" if mesh.degrees.cp > 1 else ""
