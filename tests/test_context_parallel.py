@@ -349,9 +349,9 @@ def _refused_by(error: type[MeshwrightError], text: str, *arguments: Any, ranks:
 @pytest.mark.parametrize(
     ("model_type", "text"),
     [
-        ("routed", "cannot run on a part of the positions"),
+        ("routed", "has no attention of transformers"),
         ("mamba", "outside of attention"),
-        ("bloom", "bloom"),
+        ("bloom", "cannot run on a part of the positions"),
         ("falcon_h1", "outside of attention"),
     ],
 )

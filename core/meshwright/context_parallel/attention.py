@@ -25,7 +25,7 @@ from .mask import PositionMask
 
 # What attention functions of transformers are given beside tensors, and what acts the same on a part of the queries.
 # `sliding_window` is in the mask already.
-KNOWN = frozenset({"dropout", "scaling", "sliding_window", "softcap", "position_ids", "cache_position"})
+KNOWN = frozenset({"dropout", "scaling", "sliding_window", "softcap", "position_ids", "cache_position", "use_cache"})
 PER_HEAD = frozenset({"s_aux", "sinks"})
 LARGEST_MASK = 2**24
 """Elements of a mask; where it would have more, queries are taken in blocks."""
@@ -233,7 +233,7 @@ def _checked_mask(module: nn.Module, query: Tensor, key: Tensor, mask: Any) -> P
 def _check_options(module: nn.Module, options: Mapping[str, Any], way: str, *, without_mask: bool) -> None:
     name = type(module).__name__
     for option, value in options.items():
-        if value is None or value is False:
+        if not isinstance(value, Tensor) and not value:
             continue
         if option in PER_HEAD and way == "ulysses":
             raise ModelError(

@@ -147,16 +147,24 @@ class ContextParallel:
 
     @contextmanager
     def switched(self) -> Iterator[None]:
-        """Around forwards and backwards: the model attends as `attention.attend` does. The setting is put back."""
-        before = [(config, attention_setting(config)) for config in self._configs]
+        """Around forwards and backwards: the model attends as `attention.attend` does, and holds no keys and values.
+
+        The settings are put back.
+        """
+        before = [(config, attention_setting(config), getattr(config, "use_cache", None)) for config in self._configs]
         try:
-            for config, name in before:
+            for config, name, use_cache in before:
                 if name is not None:
                     set_attention(config, _registered(name))
+                if use_cache:
+                    # Not every forward takes the keyword.
+                    config.use_cache = False
             yield
         finally:
-            for config, name in before:
+            for config, name, use_cache in before:
                 set_attention(config, name)
+                if use_cache:
+                    config.use_cache = use_cache
 
     @contextmanager
     def running(self, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

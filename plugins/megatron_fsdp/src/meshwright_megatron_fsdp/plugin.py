@@ -46,7 +46,7 @@ def register_strategies() -> list[StrategySpec]:
         StrategySpec(
             name="megatron_fsdp",
             aliases=("nvfsdp", "mfsdp"),
-            summary="Shards with NVIDIA's Megatron-FSDP, ZeRO 0 to 3; HSDP; tensor, context parallelism; on a CPU, too.",
+            summary="Shards with NVIDIA's Megatron-FSDP, ZeRO 0 to 3; HSDP; tensor and context axes; on a CPU, too.",
             axes=frozenset({"dp_replicate", "dp_shard", "cp", "tp"}),
             config_cls=MegatronFSDPConfig,
             build=build,
