@@ -66,7 +66,7 @@ def attend(
     core = attention_of(module, implementation)
     if parallel.observer is not None:
         return parallel.observer.attend(query, key, value), None
-    layer = _Layer(core, module, mask, options, without_mask)
+    layer = _Layer(core, implementation, module, mask, options, without_mask)
     if parallel.attention == "ulysses":
         return layer.exchanged(query, key, value, copies), None
     return layer.gathered(query, key, value), None
@@ -78,6 +78,7 @@ class _Layer:
 
     Attributes:
         core: the model's own attention function.
+        implementation: its name in transformers.
         module: the layer.
         mask: of the call.
         options: keywords for `core`.
@@ -85,6 +86,7 @@ class _Layer:
     """
 
     core: Core
+    implementation: str
     module: nn.Module
     mask: PositionMask
     options: Mapping[str, Any]
@@ -141,8 +143,9 @@ class _Layer:
     def _masked(self, query: Tensor, key: Tensor, value: Tensor, *, whole: bool) -> Tensor:
         """Attention of this rank's queries, or of all, under any mask."""
         step = max(1, LARGEST_MASK // (query.shape[0] * self.mask.length))
-        if step >= query.shape[2] and whole:
-            return self._run(query, key, value, self.mask.made(whole=True))
+        if step >= query.shape[2] and (whole or self.implementation == "eager"):
+            # Either as much less is held as the rank has fewer heads, or far more than the mask is.
+            return self._run(query, key, value, self.mask.made(whole=whole))
         if step >= query.shape[2]:
             return self._again(query, key, value, lambda: self.mask.made(whole=False))
         rows = self.mask.rows(whole=whole)
