@@ -27,7 +27,7 @@ from ..mesh import Mesh
 from .attention import attend
 from .division import local_part, positions
 from .mask import MaskFunction, PositionMask
-from .probe import Observer, find_defect
+from .probe import Finding, Observer, find_defect, numbered
 
 Way = Literal["allgather", "ulysses"]
 TARGETS = "shift_labels"
@@ -65,8 +65,7 @@ class ContextParallel:
         # Sharding changes the class.
         self._name = type(model).__name__
         self._model, self._layout = model, layout
-        self._is_checked = False
-        self._positions_follow_mask = False
+        self._finding: Finding | None = None
         self._configs = nested_configs(model)
         _check_configs(model, self._configs)
 
@@ -98,7 +97,8 @@ class ContextParallel:
         ids, labels = batch["input_ids"], batch["labels"]
         count, length = ids.shape
         given = batch.get("position_ids")
-        whole = torch.arange(length, device=ids.device)[None] if given is None else given
+        padding = self._finding.padding if self._finding is not None else None
+        whole = numbered(ids, padding) if given is None else given
         mask = batch.get("attention_mask")
         divided = {
             "input_ids": self._part(ids),
@@ -134,7 +134,12 @@ class ContextParallel:
                     f"{name} has the shape {tuple(tensor.shape)}, but with cp_size={self.size} it must be that of "
                     f"input_ids, {(count, length)}."
                 )
-        if self._positions_follow_mask and "attention_mask" in batch and "position_ids" not in batch:
+        if (
+            self._finding is not None
+            and self._finding.follows_mask
+            and "attention_mask" in batch
+            and "position_ids" not in batch
+        ):
             raise BatchError(
                 f"{self._name} computes positions from attention_mask, which cp_size={self.size} "
                 f"cannot divide. Give position_ids beside it."
@@ -184,7 +189,7 @@ class ContextParallel:
     @property
     def is_open(self) -> bool:
         """Whether `check` has still to be called."""
-        return not self._is_checked
+        return self._finding is None or self._finding.defect is not None
 
     def check(self, ids_BS: Tensor, call: Callable[[dict[str, Tensor]], Any], multiple: int) -> ModelError | None:
         """Whether the model mixes positions in its attention alone, on a few tokens; nothing of it remains.
@@ -199,12 +204,12 @@ class ContextParallel:
         """
         self.observer = Observer()
         try:
-            defect, self._positions_follow_mask = find_defect(
+            self._finding = find_defect(
                 self._name, self._model, self._layout, self.observer, ids_BS, call, multiple, self.size
             )
         finally:
             self.observer = None
-        self._is_checked = defect is None
+        defect = self._finding.defect
         return None if defect is None else ModelError(f"{defect} Set cp_size=1.")
 
 

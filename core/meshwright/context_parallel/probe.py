@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,6 +41,29 @@ class Observer:
         return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous()
 
 
+@dataclass(frozen=True)
+class Finding:
+    """What the runs have shown.
+
+    Attributes:
+        defect: what is wrong with the model, or None.
+        follows_mask: whether it computes positions from an attention mask, where it is given no positions.
+        padding: the token id behind which it numbers positions by itself, see `numbered`; None: from 0.
+    """
+
+    defect: str | None
+    follows_mask: bool = False
+    padding: int | None = None
+
+
+def numbered(ids_BS: Tensor, padding: int | None) -> Tensor:
+    """Positions as models number them that are given none: from 0, or real tokens from `padding` + 1."""
+    if padding is None:
+        return torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
+    real = (ids_BS != padding).long()
+    return real.cumsum(1) * real + padding
+
+
 def find_defect(
     name: str,
     model: nn.Module,
@@ -49,8 +73,8 @@ def find_defect(
     call: Call,
     multiple: int,
     ranks: int,
-) -> tuple[str | None, bool]:
-    """What is wrong with the model, or None; and whether it computes positions from an attention mask.
+) -> Finding:
+    """What is wrong with the model, and how it numbers positions.
 
     Args:
         name: of the model.
@@ -65,7 +89,6 @@ def find_defect(
     probe = _Probe(model, layout, observer, call)
     length = multiple * -(-TOKENS // multiple)
     ids = ids_BS[:1].repeat(1, -(-length // ids_BS.shape[1]))[:, :length].contiguous()
-    steps = torch.arange(length, device=ids.device)[None]
     whole = torch.ones((1, length * ranks), dtype=torch.int64, device=ids.device)
     chosen = length // 2
     others = [each for each in range(length) if each != chosen]
@@ -75,33 +98,41 @@ def find_defect(
         changed[0, chosen] += 1 if int(ids[0, chosen]) == 0 else -1
         replaced = probe.run({"input_ids": changed}, not_a_number=chosen)
         if any(bool(each[:, others].isnan().any()) for each in replaced):
-            return f"{name} mixes positions outside of attention, which context parallelism cannot divide.", False
+            return Finding(f"{name} mixes positions outside of attention, which context parallelism cannot divide.")
         if not _alike(_steady(alone), _steady(replaced), others):
-            return f"{name} lets one token act on other positions outside of attention.", False
+            return Finding(f"{name} lets one token act on other positions outside of attention.")
         padded = whole.clone()
         padded[:, -1] = 0
-        told = probe.run({"input_ids": ids, "position_ids": steps, "attention_mask": padded})
-        if not _alike(alone, told, range(length)):
-            return (
+        for padding in (None, _padding(model)):
+            told = probe.run({"input_ids": ids, "position_ids": numbered(ids, padding), "attention_mask": padded})
+            if _alike(alone, told, range(length)):
+                break
+        else:
+            return Finding(
                 f"{name} computes something else with position_ids and attention_mask than without, where both say the "
                 f"same, so context parallelism cannot give it a part of the positions."
-            ), False
+            )
         # As far from the start as they may be.
         far = min(length * ranks, max(length, ids_BS.shape[1])) - 1
-        equal = {"input_ids": ids[:, :1].expand_as(ids).contiguous(), "position_ids": torch.full_like(steps, far)}
+        equal = {"input_ids": ids[:, :1].expand_as(ids).contiguous(), "position_ids": torch.full_like(ids, far)}
         alike = probe.run({**equal, "attention_mask": whole}, equal=True)
         if not all(_alike([each], [each[:, :1].expand_as(each)], range(length)) for each in _steady(alike)):
-            return f"{name} counts positions by itself and not by position_ids.", False
+            return Finding(f"{name} counts positions by itself and not by position_ids.")
         padded = torch.ones_like(ids)
         padded[:, 0] = 0
         masked = probe.run({"input_ids": ids, "attention_mask": padded})
-        return None, not _alike(alone, masked, range(1, length))
+        return Finding(None, follows_mask=not _alike(alone, masked, range(1, length)), padding=padding)
     except (MeshwrightError, torch.OutOfMemoryError, dist.DistError):
         raise
     except Exception as error:
         # Whatever a model's own code does with a mask or positions that are not of the usual kind.
         reason = (str(error).strip().splitlines() or [""])[0]
-        return f"{name} cannot run on a part of the positions ({type(error).__name__}: {reason}).", False
+        return Finding(f"{name} cannot run on a part of the positions ({type(error).__name__}: {reason}).")
+
+
+def _padding(model: nn.Module) -> int | None:
+    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+    return padding if isinstance(padding, int) else None
 
 
 class _Probe:
