@@ -526,6 +526,11 @@ def check_options(config: PipelineConfig, degrees: Degrees) -> None:
                     f"{name} divides a model, but with patch_inner_model=false each rank gives its stage. "
                     f"Leave one of them out."
                 )
+        if degrees.cp > 1:
+            raise ConfigError(
+                f"patch_inner_model=false with cp_size={degrees.cp}: stages are given hidden states, and which positions "
+                f"these have is not known. Set cp_size=1."
+            )
         if degrees.tp > 1:
             raise ConfigError(
                 f"patch_inner_model=false with tp_size={degrees.tp}: which layers of a stage are sharded is not known. "
