@@ -528,8 +528,8 @@ def check_options(config: PipelineConfig, degrees: Degrees) -> None:
                 )
         if degrees.cp > 1:
             raise ConfigError(
-                f"patch_inner_model=false with cp_size={degrees.cp}: stages are given hidden states, and which positions "
-                f"these have is not known. Set cp_size=1."
+                f"patch_inner_model=false with cp_size={degrees.cp}: stages are given hidden states, and which "
+                f"positions these have is not known. Set cp_size=1."
             )
         if degrees.tp > 1:
             raise ConfigError(
