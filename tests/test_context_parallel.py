@@ -366,6 +366,19 @@ def test_models_that_mix_positions_elsewhere_are_refused(model_type: str, text: 
     assert "Set cp_size=1" in told
 
 
+def _half(model_type: str, config: dict[str, Any]) -> float:
+    case = replace(BRIEF, model_type=model_type, dtype="bfloat16" if not config else "float32")
+    return train_steps(build_manager("fsdp2", config, CP2, case), case, range(1))[0][0]
+
+
+@pytest.mark.parametrize("config", [{}, {"mp_policy": {"param_dtype": "bfloat16"}}, {"autocast_dtype": "bfloat16"}])
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+def test_rounding_in_half_precision_is_not_taken_for_mixing(model_type: str, config: dict[str, Any]) -> None:
+    first, second = pool(2).run(_half, model_type, config)
+    assert first == second
+    assert 0 < first < 10
+
+
 def test_what_cannot_be_exchanged_is_refused_with_the_other_way() -> None:
     _refused_by(ModelError, "s_aux", ULYSSES, CP2, Case(model_type="gpt_oss", tied=None), {})
     _refused_by(ModelError, "6 of them on each rank", ULYSSES, CP4, Case(model_type="gpt2", tied=None), {}, ranks=4)
