@@ -24,7 +24,6 @@ import platform
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from memory import Peak
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -57,38 +57,6 @@ class Plan:
     rounds: int
     megabytes: float
     json: Path | None
-
-
-class Peak:
-    """The most anonymous memory of this process while the context is entered, in MB above the start."""
-
-    def __enter__(self) -> Peak:
-        gc.collect()
-        self._start = self.most = _anonymous_mb()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.most = max(self.most, _anonymous_mb())
-
-    @property
-    def growth(self) -> float:
-        return self.most - self._start
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.001):
-            self.most = max(self.most, _anonymous_mb())
-
-
-def _anonymous_mb() -> float:
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024 / 1e6
-    raise RuntimeError("/proc/self/status has no RssAnon")
 
 
 def ours(directory: Path, world: World) -> Any:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,15 +33,17 @@ from meshwright._compat import (
     packed_shard,
     reduce_scatter,
     register_attention,
+    saved_together,
     set_attention,
     storage_of,
+    to_saved_format,
     written_arguments,
 )
 from meshwright.pretrained.files import Held
 from meshwright.pretrained.recorded import Recorded
 from meshwright.testing import pool
 from meshwright.testing._compat import bound_arguments, process_group, unwraps_itself
-from meshwright.testing.models import tiny_model
+from meshwright.testing.models import case_model, tiny_model
 
 
 def _flattened() -> tuple[list[int], tuple[str, ...], int]:
@@ -268,3 +272,25 @@ def test_documents_are_kept_apart() -> None:
     assert are_several
     assert [sum(row) for row in seen] == [1, 2, 3, 1, 2]
     assert not for_documents(lambda b, h, q, k: k <= q, torch.arange(5)[None])[1]
+
+
+def test_experts_are_saved_one_by_one_as_save_pretrained_saves_them(tmp_path: Path) -> None:
+    model = case_model("mixtral", tied=None, seed=0, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        expected = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    state = model.state_dict()
+    groups = saved_together(model, list(state))
+    assert sorted(name for group in groups for name in group) == sorted(state)
+    made: dict[str, Tensor] = {}
+    for group in groups:
+        part = to_saved_format(model, {name: state[name] for name in group})
+        assert not made.keys() & part.keys()
+        made.update(part)
+    assert made.keys() == expected.keys() != state.keys()
+    assert all(torch.equal(made[name], expected[name]) for name in expected)
+    # Sizes are known without values.
+    sizes = {
+        n: t.nbytes for g in groups for n, t in to_saved_format(model, {k: state[k].to("meta") for k in g}).items()
+    }
+    assert sizes == {name: tensor.nbytes for name, tensor in expected.items()}

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshwright as mw
-from meshwright.loading import lay_out
 from meshwright.pretrained import open_pretrained
 from meshwright.testing import Case, pool
 from meshwright.testing.models import tiny_model
@@ -81,7 +80,7 @@ def _zoo_manager(path: str, model_type: str, strategy: str, sizes: dict[str, Any
     config = AutoConfig.from_pretrained(path, experts_implementation="eager")
     model, weights = open_pretrained(Path(path), config)
     compute_in_float64(model)
-    lay_out(manager, stack, model, weights)
+    manager.parallelize(model, weights)
     return manager
 
 

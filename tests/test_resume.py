@@ -17,7 +17,7 @@ import yaml
 from test_cli import LAUNCHER_VARIABLES, write_run
 
 STEPS = 14
-PATIENCE_S = 120
+PATIENCE_S = 400
 
 
 @pytest.fixture(scope="module")
@@ -197,4 +197,4 @@ def test_a_finished_run_is_not_touched_and_another_run_not_continued(workplace: 
     assert "batch_size" in told
     assert "Raise steps" in refused(_run_file(workplace, "other", resume=source))
     assert "is no checkpoint" in refused(_run_file(workplace, "other", resume=str(workplace)))
-    assert not (workplace / "other").exists() or not (workplace / "other" / "metrics.jsonl").exists()
+    assert not (workplace / "other").exists()

@@ -27,7 +27,7 @@ from .pretrained import PretrainedWeights, find_directory, open_pretrained
 from .sizes import MeshSizes
 from .stack import Stack, resolve
 from .validation import validated
-from .weights import Weights, fill, materialize
+from .weights import Weights
 
 
 class Sizes(TypedDict, total=False):
@@ -96,7 +96,7 @@ def from_pretrained(
     model, weights = mesh.world.together(load)
     check_same_weights(weights, mesh.world)
     tell(weights, mesh.world, stacklevel=3)
-    lay_out(manager, stack, model, weights)
+    manager.parallelize(model, weights)
     return manager
 
 
@@ -139,7 +139,7 @@ def from_config(
     stack, mesh = _placed(strategy, sizes, config, wrapper_config, world, device)
     manager = stack.build(mesh)
     model, weights = mesh.world.together(build)
-    lay_out(manager, stack, model, weights)
+    manager.parallelize(model, weights)
     return manager
 
 
@@ -159,16 +159,6 @@ def _placed(
 
     stack, degrees = joined.together(resolved)
     return stack, Mesh(degrees, joined)
-
-
-def lay_out(manager: StrategyManager, stack: Stack, model: nn.Module, weights: Weights | None) -> None:
-    """`parallelize`, for a model on the meta device and its weights, or a whole one."""
-    if weights is not None and stack.wrappers:
-        # A pipeline runs the whole model once to find where it can be cut.
-        materialize(model, "cpu")
-        fill(model, weights)
-        weights = None
-    manager.parallelize(model, weights)
 
 
 def check_same_weights(weights: PretrainedWeights, world: World) -> None:

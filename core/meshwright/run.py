@@ -36,6 +36,7 @@ from .checkpoint import (
     steps_in,
 )
 from .checkpoint.directory import read_manifest
+from .checkpoint.loading import checked
 from .contract import StrategyManager
 from .data import (
     DataOrder,
@@ -49,7 +50,7 @@ from .data import (
 )
 from .errors import CheckpointError, ConfigError
 from .layout import model_layout, model_size
-from .loading import check_same_weights, lay_out, tell
+from .loading import check_same_weights, tell
 from .mesh import Mesh, World, find_device, open_world
 from .model import build_model, model_config
 from .optim import build_scheduler, optimizer_factory
@@ -159,15 +160,18 @@ def run_rank(store: Store | None, config: RunConfig) -> None:
         mesh = Mesh(plan.degrees, world)
         manager = plan.stack.build(mesh)
         model, weights = world.together(lambda: build_model(config.model, plan.model_config, seed=config.seed))
-        source = _source(config, world)
+        source, identity = _source(config, world), _identity(config, plan)
+        if source is not None:
+            # Before anything of an earlier run is replaced.
+            world.together(lambda: _check_identity(source, identity, config))
         if world.rank == 0:
             _prepare_output(config, goes_on=source is not None)
             console.print(_headline(config, plan, model, mesh), highlight=False, soft_wrap=True)
         if weights is not None:
             check_same_weights(weights, world)
             tell(weights, world, stacklevel=2)
-        lay_out(manager, plan.stack, model, weights)
-        results = _train(manager, config, plan, source, console)
+        manager.parallelize(model, weights)
+        results = _train(manager, config, plan, source, identity, console)
         _export(manager, config, plan)
     # The other ranks are done: what is left needs no collective.
     if world.rank == 0:
@@ -175,15 +179,18 @@ def run_rank(store: Store | None, config: RunConfig) -> None:
 
 
 def _train(
-    manager: StrategyManager, config: RunConfig, plan: Plan, source: Path | None, console: Console
+    manager: StrategyManager,
+    config: RunConfig,
+    plan: Plan,
+    source: Path | None,
+    identity: dict[str, Any],
+    console: Console,
 ) -> list[StepResult]:
     mesh, data = manager.mesh, plan.data
     optimizer = manager.build_optimizer(optimizer_factory(config.optimizer))
     scheduler = build_scheduler(config.schedule, optimizer, config.steps)
-    identity = _identity(config, plan)
     start = 0
     if source is not None:
-        mesh.world.together(lambda: _check_identity(source, identity, config))
         start = load_checkpoint(manager, source, scheduler=scheduler).step
         if mesh.rank == 0:
             console.print(f"going on from {source}, after step {start}", highlight=False, soft_wrap=True)
@@ -249,6 +256,7 @@ def _source(config: RunConfig, world: World) -> Path | None:
     if config.resume == "never":
         return None
     if config.resume != "auto":
+        world.together(lambda: checked(Path(config.resume), world))
         return Path(config.resume)
     directory = Path(config.output_dir)
     is_unfinished = world.reduce_ints([int(world.rank == 0 and not (directory / SUMMARY).exists())])[0]

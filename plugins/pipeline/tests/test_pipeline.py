@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,11 @@ def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def _smoothed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     options = {"ignore_index": -100, "reduction": "sum", "label_smoothing": 0.5}
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), **options)
+
+
+def _short(value: object) -> str:
+    """An id without addresses of functions, which differ between processes."""
+    return re.sub(r" at 0x\w+", "", str(value))[:60]
 
 
 def _mean(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -822,7 +828,7 @@ def _refusal(strategy: str, config: Any, wrapper: Any, case: Case, sizes: Any) -
         ("ddp", {"static_graph": True}, {}, Case(), ["StrategyError", "static_graph=True", "engine=bucketed"]),
         ("megatron_fsdp", {}, {}, Case(), ["StrategyError", "MegatronFSDPManager cannot train one stage"]),
     ],
-    ids=str,
+    ids=_short,
 )
 def test_what_cannot_be_done_is_refused_on_all_ranks(
     strategy: str, config: dict[str, Any], wrapper: dict[str, Any], case: Case, texts: list[str]
