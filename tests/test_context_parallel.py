@@ -154,14 +154,14 @@ def test_documents_and_padding(model_type: str, kind: str, config: dict[str, Any
         assert max(float((weights[name] - whole).abs().max()) for name, whole in expected[2].items()) <= TOLERANCE
 
 
-def _in_blocks(config: dict[str, Any], model_type: str, kind: str, largest: int) -> Any:
+def _in_blocks(config: dict[str, Any], sizes: dict[str, int], model_type: str, kind: str, largest: int) -> Any:
     """With masks of so few elements that queries are taken in blocks."""
     from meshwright.context_parallel import attention
 
     before = attention.LARGEST_MASK
     attention.LARGEST_MASK = largest
     try:
-        return _trained("fsdp2", config, CP2, model_type, kind)
+        return _trained("fsdp2", config, sizes, model_type, kind)
     finally:
         attention.LARGEST_MASK = before
 
@@ -172,7 +172,19 @@ def test_long_sequences_are_attended_in_blocks(model_type: str, kind: str, confi
     if model_type == "gpt_oss" and config:
         pytest.skip("heads that cannot be exchanged: see the refusals")
     (expected,) = pool(1).run(_trained, "single", {}, {}, model_type, kind)
-    for losses, norms, weights in pool(2).run(_in_blocks, config, model_type, kind, 100):
+    for losses, norms, weights in pool(2).run(_in_blocks, config, CP2, model_type, kind, 100):
+        assert losses == pytest.approx(expected[0], abs=TOLERANCE)
+        assert norms == pytest.approx(expected[1], abs=TOLERANCE)
+        assert max(float((weights[name] - whole).abs().max()) for name, whole in expected[2].items()) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"), [(ULYSSES, CP4), ({}, {"tp_size": 4, "cp_size": 2})], ids=["ulysses", "tp"]
+)
+def test_blocks_are_computed_again_with_the_heads_of_the_rank(config: dict[str, Any], sizes: dict[str, int]) -> None:
+    """Fewer key heads than ranks: how many queries read one is another number than the layer's own."""
+    (expected,) = pool(1).run(_trained, "single", {}, {}, "llama", "documents")
+    for losses, norms, weights in pool(_ranks(sizes)).run(_in_blocks, config, sizes, "llama", "documents", 100):
         assert losses == pytest.approx(expected[0], abs=TOLERANCE)
         assert norms == pytest.approx(expected[1], abs=TOLERANCE)
         assert max(float((weights[name] - whole).abs().max()) for name, whole in expected[2].items()) <= TOLERANCE

@@ -116,15 +116,16 @@ class _Layer:
             # Each rank gets the heads that its queries read.
             key, value = (each.repeat_interleave(copies, 1) for each in (key, value))
         query, key, value = (heads_for_positions(each, group) for each in (query, key, value))
-        with _grouped(self.module, query.shape[1] // key.shape[1]):
-            if self.without_mask:
-                output = self._run(query, key, value, None)
-            else:
-                output = self._masked(query, key, value, whole=True)
+        if self.without_mask:
+            output = self._run(query, key, value, None)
+        else:
+            output = self._masked(query, key, value, whole=True)
         return positions_for_heads(output, group)
 
     def _run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        return self.core(self.module, query, key, value, mask, **self.options)[0]
+        # By what is there: in recomputation, nobody else says which heads the layer has.
+        with _grouped(self.module, query.shape[1] // key.shape[1]):
+            return self.core(self.module, query, key, value, mask, **self.options)[0]
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor, start: int) -> Iterator[Tensor]:
         """Attention of queries at positions from `start` on, each to all keys up to its own."""
@@ -170,7 +171,9 @@ class _Layer:
         def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return self._run(query, key, value, mask())
 
-        if not torch.is_grad_enabled():
+        has_own = any(True for _ in self.module.parameters(recurse=False))
+        if has_own or not torch.is_grad_enabled():
+            # Parameters that the function reads itself, such as sinks, are in their places in forward only.
             return run(query, key, value)
         output: Tensor = checkpoint(run, query, key, value, use_reentrant=False)
         return output

@@ -32,6 +32,7 @@ from .probe import Finding, Observer, find_defect, numbered
 Way = Literal["allgather", "ulysses"]
 TARGETS = "shift_labels"
 """Key of a divided batch: the label that each position predicts."""
+_PREFIX = "meshwright_"
 _WHOLE_POSITIONS = "whole_position_ids"
 _DIVIDED = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
 _SERVED = ("eager", "sdpa")
@@ -159,7 +160,7 @@ class ContextParallel:
         before = [(config, attention_setting(config), getattr(config, "use_cache", None)) for config in self._configs]
         try:
             for config, name, use_cache in before:
-                if name is not None:
+                if name is not None and not name.startswith(_PREFIX):
                     set_attention(config, _registered(name))
                 if use_cache:
                     # Not every forward takes the keyword.
@@ -236,7 +237,7 @@ _running: _Running | None = None
 @functools.cache
 def _registered(implementation: str) -> str:
     """The name under which transformers finds our functions, in the place of one of its own."""
-    name = f"meshwright_{implementation}"
+    name = _PREFIX + implementation
     attention = torch.compiler.disable(functools.partial(attend, implementation))
     register_attention(name, attention, functools.partial(make_mask, implementation))
     return name
