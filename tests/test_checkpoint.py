@@ -43,6 +43,7 @@ LAYOUTS = {
     "fsdp2": Layout("fsdp2"),
     "fsdp2-tp2": Layout("fsdp2", 4, {}, {"tp_size": 2}),
     "fsdp2-hsdp": Layout("fsdp2", 4, {}, {"dp_replicate_size": 2}),
+    "fsdp2-cp2": Layout("fsdp2", 4, {}, {"cp_size": 2}),
     "fsdp2-3": Layout("fsdp2", 3),
     "megatron-z1": Layout("megatron_fsdp", 4, {"zero_dp_strategy": 1}),
     "megatron-z3": Layout("megatron_fsdp", 4, {"zero_dp_strategy": 3}),

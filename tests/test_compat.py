@@ -20,13 +20,21 @@ from meshwright._compat import (
     TorchDispatchMode,
     all_gather,
     all_reduce,
+    all_to_all,
+    attention_of,
+    attention_setting,
+    for_documents,
     foreach_mul_,
     foreach_norm,
     is_sharded,
     load_state_dict_as_pretrained,
+    mask_maker,
+    nested_configs,
     packed_shard,
     reduce_scatter,
+    register_attention,
     saved_together,
+    set_attention,
     storage_of,
     to_saved_format,
     written_arguments,
@@ -117,6 +125,7 @@ def _functional_collectives() -> list[Tensor]:
             all_gather(given, -1, group),
             reduce_scatter(given, 0, group),
             reduce_scatter(given, -1, group),
+            all_to_all(given, group),
         ]
     assert torch.equal(given, before)
     return answers
@@ -133,6 +142,7 @@ def test_functional_collectives_make_new_tensors_of_strided_ones_along_any_dim_w
             torch.cat(parts, 1),
             total[rank : rank + 1],
             total[:, 2 * rank : 2 * rank + 2],
+            torch.stack([part[rank] for part in parts]),
         ]
         for answer, wanted in zip(answers, expected, strict=True):
             torch.testing.assert_close(answer, wanted, rtol=0, atol=0)
@@ -201,6 +211,67 @@ def test_a_state_dict_is_loaded_as_a_directory_without_copies_of_its_tensors() -
         assert isinstance(value, Recorded) == (name != "model.norm.weight"), name
     assert not any(buffer.is_meta for buffer in loaded.buffers())
     assert type(loaded) is type(model)
+
+
+def test_every_configuration_of_a_model_is_found_and_changes_by_itself() -> None:
+    from transformers import AutoConfig
+
+    model = tiny_model()
+    model.config.other = AutoConfig.for_model("gpt2")
+    assert nested_configs(model) == [model.config]
+    nested = AutoConfig.for_model("gemma3")
+    holder = nn.Module()
+    holder.config = nested
+    assert set(map(id, nested_configs(holder))) == {
+        id(each) for each in (nested, nested.text_config, nested.vision_config)
+    }
+    set_attention(nested, "one")
+    set_attention(nested.text_config, "other")
+    assert [attention_setting(nested), attention_setting(nested.text_config)] == ["one", "other"]
+    assert nested._attn_implementation == "one"
+
+
+def test_a_model_calls_what_is_registered_with_the_mask_of_the_same_name() -> None:
+    seen: list[Any] = []
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        seen.append((mask, sorted(options)))
+        return query.transpose(1, 2).contiguous(), None
+
+    register_attention("meshwright_canary", attend, lambda **arguments: sorted(arguments))
+    model = tiny_model()
+    for config in nested_configs(model):
+        set_attention(config, "meshwright_canary")
+    ids = torch.arange(6)[None]
+    # A mask that is longer than the tokens is one of keys.
+    model(input_ids=ids, position_ids=ids + 3, attention_mask=torch.ones(1, 12), use_cache=False)
+    mask, options = seen[0]
+    assert {"mask_function", "q_length", "kv_length", "attention_mask", "allow_is_causal_skip", "use_vmap"} <= set(mask)
+    assert {"dropout", "scaling"} <= set(options)
+    assert len(seen) == model.config.num_hidden_layers
+
+
+def test_the_attention_function_of_a_layer() -> None:
+    layer = tiny_model().model.layers[0].self_attn
+    tensors = [torch.randn(2, heads, 5, 4, dtype=torch.float64) for heads in (12, 2, 2)]
+    rule = {"mask_function": lambda b, h, q, k: k <= q, "batch_size": 2, "q_length": 5, "kv_length": 5}
+    rule |= {"allow_is_causal_skip": False, "dtype": torch.float64}
+    found = [
+        attention_of(layer, name)(layer, *tensors, mask_maker(name)(**rule), scaling=0.5)[0]
+        for name in ("eager", "sdpa")
+    ]
+    assert attention_of(layer, "eager").__name__ == "eager_attention_forward"
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-6)
+
+
+def test_documents_are_kept_apart() -> None:
+    positions_BS = torch.tensor([[0, 1, 2, 0, 1]])
+    function, are_several = for_documents(lambda b, h, q, k: k <= q, positions_BS)
+    zero = torch.tensor(0)
+    seen = [[bool(function(zero, zero, torch.tensor(q), torch.tensor(k))) for k in range(5)] for q in range(5)]
+    assert are_several
+    assert [sum(row) for row in seen] == [1, 2, 3, 1, 2]
+    assert not for_documents(lambda b, h, q, k: k <= q, torch.arange(5)[None])[1]
 
 
 def test_experts_are_saved_one_by_one_as_save_pretrained_saves_them(tmp_path: Path) -> None:

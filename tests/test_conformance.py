@@ -81,8 +81,9 @@ def test_planted_bug_is_caught_where_it_acts(strategy: str, caught: list[str], u
 
 def test_every_claimed_axis_is_tried_alone_and_in_pairs() -> None:
     layouts = {cell.layout for cell in conformance("fsdp2")}
-    alone = {f"{axis}={degree}" for axis in ("dp_replicate", "dp_shard", "tp") for degree in (2, 4)}
-    pairs = {"dp_replicate=2 x dp_shard=2", "dp_replicate=2 x tp=2", "dp_shard=2 x tp=2"}
+    axes = ("dp_replicate", "dp_shard", "cp", "tp")
+    alone = {f"{axis}={degree}" for axis in axes for degree in (2, 4)}
+    pairs = {f"{first}=2 x {second}=2" for index, first in enumerate(axes) for second in axes[index + 1 :]}
     experts = {"ep=2", "ep=4", "ep=2 x ep_shard=2", "tp=2 x ep=4", "dp_replicate=2 x ep=2"}
     assert layouts == {"one rank", *alone, *pairs, *experts}
     names = {cell.case.model_type for cell in conformance("fsdp2") if cell.layout in experts and cell.reason is None}

@@ -1,4 +1,4 @@
-"""The only place in core that touches private or version-dependent names of torch.
+"""The only place in core that touches private or version-dependent names of torch and transformers.
 
 Each function says why it is needed and with which versions it was tried; tests/test_compat.py holds a canary for each,
 which fails when the name goes away or its behaviour changes.
@@ -21,6 +21,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 # Sees every operator that runs, which `torch.overrides` cannot inside of torch's own functions. The module has a
 # private name, though torch's own documentation teaches the class. Tried with torch 2.13; 2.11 by reading.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from .errors import ModelError
 
 
 def flatten_mesh(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
@@ -250,3 +252,90 @@ def saved_together(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
                 break
         groups.setdefault(key, []).append(name)
     return list(groups.values())
+
+
+def all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Entry r of the first dim, which has one for each rank, goes to rank r of the group; see `all_reduce`."""
+    return funcol.wait_tensor(funcol.all_to_all_single(tensor.contiguous(), None, None, group))
+
+
+def nested_configs(model: nn.Module) -> list[Any]:
+    """The configurations of transformers that a model's modules hold, with those nested in them; each once.
+
+    Private because the setting below is. Tried with transformers 5.23; 5.17 by reading.
+    """
+    found: dict[int, Any] = {}
+
+    def visit(config: Any) -> None:
+        if config is None or id(config) in found or not hasattr(config, "_attn_implementation_internal"):
+            return
+        found[id(config)] = config
+        for name in getattr(config, "sub_configs", {}):
+            visit(getattr(config, name, None))
+
+    for module in model.modules():
+        visit(getattr(module, "config", None))
+    return list(found.values())
+
+
+def attention_setting(config: Any) -> str | None:
+    """The name of the attention that a configuration chooses, of itself alone.
+
+    `set_attn_implementation` of a model is public, but checks and changes more. Tried with transformers 5.23.
+    """
+    setting: str | None = config._attn_implementation_internal
+    return setting
+
+
+def set_attention(config: Any, name: str | None) -> None:
+    """What `attention_setting` reads."""
+    config._attn_implementation_internal = name
+
+
+def attention_of(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Any]]:
+    """The function that an attention layer of transformers calls for an implementation.
+
+    Eager attention has no name but in the file of the layer, by a convention that all files keep (transformers 5.23).
+
+    Raises:
+        ModelError: the layer does not keep it.
+    """
+    names = inspect.unwrap(type(module).forward).__globals__
+    eager, interface = names.get("eager_attention_forward"), names.get("ALL_ATTENTION_FUNCTIONS")
+    if interface is None or (eager is None and implementation == "eager"):
+        raise ModelError(
+            f"{type(module).__name__} does not say which function its attention is (attn_implementation="
+            f"{implementation!r}). Build the model with attn_implementation='sdpa', or set cp_size=1."
+        )
+    function: Callable[..., tuple[Tensor, Any]] = interface.get_interface(implementation, eager)
+    return function
+
+
+def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Let transformers find an attention function, and the function that makes its masks, by a name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+
+
+def mask_maker(implementation: str) -> Callable[..., Tensor]:
+    """The function of transformers that makes masks for an implementation. Tried with transformers 5.23."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    function: Callable[..., Tensor] = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+    return function
+
+
+def for_documents(function: Callable[..., Tensor], positions_BS: Tensor) -> tuple[Callable[..., Tensor], bool]:
+    """A mask function that keeps documents apart, whose positions restart; and whether there are several.
+
+    As transformers itself does it for sequences without an attention mask; the functions are not documented.
+    Tried with transformers 5.23.
+    """
+    from transformers.masking_utils import find_packed_sequence_indices, packed_sequence_compatibility_function
+
+    documents = find_packed_sequence_indices(positions_BS)
+    if documents is None:
+        return function, False
+    return packed_sequence_compatibility_function(function, positions_BS, documents), True

@@ -57,7 +57,7 @@ def check_step(
     Raises:
         BatchError: on all ranks, as `StrategyManager.forward_backward` says.
     """
-    defect = _defect(microbatches, vocab_size) or _length_defect(microbatches, sequence_multiple)
+    defect = _defect(microbatches, vocab_size) or _length_defect(microbatches, sequence_multiple, mesh.degrees.cp)
     tokens = int(num_tokens)
     if defect is None and tokens < 1:
         defect = "num_tokens is 0: no rank has an unmasked target in this step. Leave the step out, or unmask labels."
@@ -128,15 +128,17 @@ def _defect(microbatches: Sequence[Batch], vocab_size: int | None) -> str | None
     return None
 
 
-def _length_defect(microbatches: Sequence[Batch], multiple: int) -> str | None:
+def _length_defect(microbatches: Sequence[Batch], multiple: int, cp_size: int) -> str | None:
     for index, batch in enumerate(microbatches):
         length = batch["input_ids"].shape[1]
-        if length % multiple:
-            return (
-                f"microbatch {index} of {len(microbatches)}: sequences of {length} tokens cannot be divided among "
-                f"{multiple} ranks (sequence_parallel). Pad them to a multiple of {multiple} with masked labels, or "
-                f"set sequence_parallel=false."
-            )
+        if length % multiple == 0:
+            continue
+        about = f"microbatch {index} of {len(microbatches)}: sequences of {length} tokens cannot be divided among"
+        pad = f"Pad them to a multiple of {multiple} with masked labels, or"
+        if cp_size > 1:
+            beside = " and sequence_parallel" if multiple > 2 * cp_size else ""
+            return f"{about} the ranks of cp_size={cp_size}{beside}. {pad} choose another cp_size."
+        return f"{about} {multiple} ranks (sequence_parallel). {pad} set sequence_parallel=false."
     return None
 
 

@@ -7,6 +7,7 @@ the reduction waits for the last microbatch. `single` shows the smallest one.
 from __future__ import annotations
 
 import inspect
+import math
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +23,7 @@ from .batch import check_step
 from .contract import Batch, OptimizerFactory, StrategyManager
 from .errors import ModelError, StrategyError
 from .layout import ModelLayout, model_layout
-from .loss import token_loss_sum
+from .loss import target_loss_sum, targets
 from .mesh import Mesh
 from .norms import check_clip, scale_to_norm, total_grad_norm
 from .state import (
@@ -42,6 +43,7 @@ from .state import (
 from .weights import Weights, deferred_weights, fill, is_meta, materialize
 
 if TYPE_CHECKING:
+    from .context_parallel import ContextParallel
     from .tensor_parallel import TensorParallel
 
 
@@ -55,6 +57,8 @@ class DataParallelManager(StrategyManager):
         parameter_names: fully qualified names of what the optimizer trains, as it is after sharding.
         tensor_parallel: what shards the model along `tp`, for strategies that claim it and set this in `shard`; None
             where `tp` has one rank.
+        context_parallel: what divides sequences along `cp`, for strategies that claim it and set this in `shard`; None
+            where `cp` has one rank.
         parts: how parameters and optimizer state are divided over ranks, for strategies that use no DTensors.
     """
 
@@ -63,6 +67,7 @@ class DataParallelManager(StrategyManager):
     layout: ModelLayout
     parameter_names: Mapping[nn.Parameter, str]
     tensor_parallel: TensorParallel | None = None
+    context_parallel: ContextParallel | None = None
     parts: Parts = DTENSORS
     shards_on_meta: ClassVar[bool] = False
     """Whether `shard` takes a model on the meta device, which gets memory and values afterwards; else it gets them
@@ -191,12 +196,13 @@ class DataParallelManager(StrategyManager):
         if not self.module.training:
             self.module.train()
         losses = []
-        with self.around_step(microbatches):
+        with self.attention_switched(), self.around_step(microbatches):
+            self.check_context(microbatches)
             self.choose_loss(microbatches[0])
             for index, batch in enumerate(microbatches):
                 is_last = index == len(microbatches) - 1
                 with self.sync_gradients(is_last=is_last):
-                    loss = self.share_of_loss(batch, num_tokens)
+                    loss = self.share_of_loss(self.divide(batch), num_tokens)
                     loss.backward()
                 self.after_backward(is_last=is_last)
                 losses.append(loss.detach())
@@ -210,8 +216,9 @@ class DataParallelManager(StrategyManager):
         was_training = self.module.training
         self.module.eval()
         try:
-            with self.around_step(microbatches), torch.no_grad():
-                losses = [self.share_of_loss(batch, num_tokens) for batch in microbatches]
+            with self.attention_switched(), self.around_step(microbatches), torch.no_grad():
+                self.check_context(microbatches)
+                losses = [self.share_of_loss(self.divide(batch), num_tokens) for batch in microbatches]
         finally:
             self.module.train(was_training)
             self.after_eval()
@@ -289,13 +296,30 @@ class DataParallelManager(StrategyManager):
 
     # -- helpers
 
+    def divide(self, batch: Batch) -> Batch:
+        """This rank's part of a microbatch, as `share_of_loss` and `outputs` take it."""
+        return batch if self.context_parallel is None else self.context_parallel.divide(batch)
+
+    def attention_switched(self) -> AbstractContextManager[None]:
+        """Around all forwards and backwards of a step or evaluation: attention knows of context parallelism."""
+        return nullcontext() if self.context_parallel is None else self.context_parallel.switched()
+
     def share_of_loss(self, batch: Batch, num_tokens: Tensor) -> Tensor:
-        """The forward of one microbatch: the sum of its token losses over the token count of the step."""
-        inputs = self.on_device(batch)
-        labels = inputs.pop("labels")
+        """The forward of one microbatch: the sum of its token losses over the token count of the step.
+
+        Args:
+            batch: as `divide` gives it.
+        """
+        inputs, targets_BS = self.without_targets(self.on_device(batch))
         if self.tensor_parallel is not None:
-            return self.tensor_parallel.token_loss_sum(lambda: self._logits(inputs), labels) / num_tokens
-        return token_loss_sum(self._logits(inputs), labels) / num_tokens
+            return self.tensor_parallel.target_loss_sum(lambda: self._logits(inputs), targets_BS) / num_tokens
+        return target_loss_sum(self._logits(inputs), targets_BS) / num_tokens
+
+    def without_targets(self, batch: Batch) -> tuple[Batch, Tensor]:
+        """What the model is called with, of a microbatch as `divide` gives it, and the label of each position."""
+        if self.context_parallel is not None:
+            return self.context_parallel.without_targets(batch)
+        return {name: tensor for name, tensor in batch.items() if name != "labels"}, targets(batch["labels"])
 
     def _logits(self, inputs: Batch) -> Tensor:
         logits: Tensor = self.outputs(inputs).logits
@@ -303,8 +327,9 @@ class DataParallelManager(StrategyManager):
 
     def outputs(self, inputs: Batch) -> Any:
         """What the module returns for a microbatch without labels, on this rank's device."""
-        with self.around_forward():
-            return self.module(**inputs, **self._forward_options)
+        running = nullcontext(inputs) if self.context_parallel is None else self.context_parallel.running(inputs)
+        with self.around_forward(), running as given:
+            return self.module(**given, **self._forward_options)
 
     def on_device(self, batch: Batch) -> dict[str, Tensor]:
         """A microbatch on this rank's device."""
@@ -316,14 +341,35 @@ class DataParallelManager(StrategyManager):
         if parallel is None or not parallel.loss_is_open:
             return
         shape = batch["input_ids"].shape
-        multiple = parallel.sequence_multiple
+        multiple = self.sequence_multiple
         length = min(shape[1], multiple * -(-_FEW_TOKENS // multiple))
-        few = {
-            name: tensor[:1, :length] if tensor.shape[:2] == shape else tensor[:1]
-            for name, tensor in batch.items()
-            if name != "labels"
-        }
-        parallel.choose_loss(lambda: self._logits(self.on_device(few)))
+        few = {name: tensor[:1, :length] if tensor.shape[:2] == shape else tensor[:1] for name, tensor in batch.items()}
+        inputs, _ = self.without_targets(self.on_device(self.divide(few)))
+        parallel.choose_loss(lambda: self._logits(inputs))
+
+    def check_context(self, microbatches: Sequence[Batch]) -> None:
+        """Before the first step: refuse a model that context parallelism would train wrongly.
+
+        Args:
+            microbatches: as they were given.
+
+        Raises:
+            ModelError, BatchError: on all ranks.
+        """
+        parallel = self.context_parallel
+        if parallel is None or not parallel.is_open:
+            return
+        multiple = self.tensor_parallel.sequence_multiple if self.tensor_parallel is not None else 1
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            defect = parallel.check(microbatches[0]["input_ids"].to(self.mesh.device), self.outputs, multiple)
+        finally:
+            self.module.train(was_training)
+            self.after_eval()
+        self.mesh.world.raise_together(defect)
+        # Again, now that more is known of the model.
+        self.mesh.world.together(lambda: self.check_division(microbatches))
 
     def check_plan(self) -> None:
         """In the first step: whether the tensor-parallel plan names every parameter that it should."""
@@ -345,11 +391,23 @@ class DataParallelManager(StrategyManager):
     def _check_step(self, microbatches: Sequence[Batch], num_tokens: Tensor) -> None:
         multiple = self.sequence_multiple
         check_step(microbatches, num_tokens, self.mesh, vocab_size=self._vocab_size, sequence_multiple=multiple)
+        if self.context_parallel is not None:
+            self.mesh.world.together(lambda: self.check_division(microbatches))
+
+    def check_division(self, microbatches: Sequence[Batch]) -> None:
+        """Refuse microbatches of this rank that context parallelism cannot divide; no collective.
+
+        Raises:
+            BatchError: see `ContextParallel.check_batch`.
+        """
+        if self.context_parallel is not None:
+            for batch in microbatches:
+                self.context_parallel.check_batch(batch)
 
     def _sum_over_ranks(self, losses: Sequence[Tensor]) -> Tensor:
         # In float64, so that the sum does not depend on how microbatches are spread over ranks.
         total = torch.stack(list(losses)).sum(dtype=torch.float64)
-        dist.all_reduce(total, group=self.mesh.group("dp"))
+        dist.all_reduce(total, group=self.mesh.group("dp_cp"))
         return total.to(losses[0].dtype)
 
     def trainable(self) -> Iterator[nn.Parameter]:
@@ -384,7 +442,8 @@ class DataParallelManager(StrategyManager):
     @property
     def sequence_multiple(self) -> int:
         """What the length of a sequence must be a multiple of."""
-        return self.tensor_parallel.sequence_multiple if self.tensor_parallel is not None else 1
+        parallels = (self.tensor_parallel, self.context_parallel)
+        return math.prod(each.sequence_multiple for each in parallels if each is not None)
 
     @property
     def optimizer(self) -> Optimizer:

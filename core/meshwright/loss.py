@@ -24,8 +24,11 @@ def token_loss_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
         logits_BSV: floating point, (B, S, V). Half precision is computed in float32, float64 stays float64.
         labels_BS: int64, (B, S), as the model's input has them: the shift by one happens here.
     """
+    return target_loss_sum(logits_BSV, targets(labels_BS))
+
+
+def target_loss_sum(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+    """`token_loss_sum` with the label that each position predicts, as `targets` gives it."""
     if logits_BSV.dtype in (torch.float16, torch.bfloat16):
         logits_BSV = logits_BSV.float()
-    return F.cross_entropy(
-        logits_BSV.flatten(0, 1), targets(labels_BS).flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-    )
+    return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")

@@ -26,9 +26,14 @@ def sharded_token_loss_sum(logits_BSL: Tensor, labels_BS: Tensor, start: int, gr
         start: the first entry of this rank.
         group: the ranks that hold the other entries.
     """
+    return sharded_target_loss_sum(logits_BSL, targets(labels_BS), start, group)
+
+
+def sharded_target_loss_sum(logits_BSL: Tensor, targets_BS: Tensor, start: int, group: dist.ProcessGroup) -> Tensor:
+    """`sharded_token_loss_sum` with the label that each position predicts."""
     if logits_BSL.dtype in (torch.float16, torch.bfloat16):
         logits_BSL = logits_BSL.float()
-    loss: Tensor = _ShardedCrossEntropy.apply(logits_BSL.flatten(0, 1), targets(labels_BS).flatten(), start, group)
+    loss: Tensor = _ShardedCrossEntropy.apply(logits_BSL.flatten(0, 1), targets_BS.flatten(), start, group)
     return loss
 
 

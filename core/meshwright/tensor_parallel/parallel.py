@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .._compat import all_reduce, is_elementwise, is_sharded
 from ..errors import ConfigError, ModelError, StrategyError
 from ..layout import ModelLayout, model_layout
-from ..loss import token_loss_sum
+from ..loss import target_loss_sum, targets
 from ..mesh import Mesh
 from ..norms import each_norm
 from ..state import DTENSORS, Parts
@@ -31,7 +31,7 @@ from .collectives import Copies, chunk_sizes
 from .division import Division
 from .heads import SharedHeads, check_heads
 from .local import Cut, LocalParameters, Slot
-from .loss import sharded_token_loss_sum
+from .loss import sharded_target_loss_sum
 from .plan import Plan, StyleName, find_plan, keep_small_layers_whole, text_config
 from .sequence import SequenceParts, find_parts
 from .stream import Stream
@@ -230,7 +230,11 @@ class TensorParallel:
         self._logits = None
 
     def token_loss_sum(self, compute_logits: Callable[[], Tensor], labels_BS: Tensor) -> Tensor:
-        """`meshwright.loss.token_loss_sum` of what the model answers, with sharded logits where `choose_loss` said so.
+        """`target_loss_sum` with labels as the model's input has them."""
+        return self.target_loss_sum(compute_logits, targets(labels_BS))
+
+    def target_loss_sum(self, compute_logits: Callable[[], Tensor], targets_BS: Tensor) -> Tensor:
+        """`meshwright.loss.target_loss_sum` of what the model answers, with sharded logits where `choose_loss` said so.
 
         Raises:
             ModelError: the model answers with a part of the positions.
@@ -241,12 +245,12 @@ class TensorParallel:
                 logits_BSL = compute_logits()
             finally:
                 self._keeps_logits = False
-            self._check_length(logits_BSL, labels_BS)
+            self._check_length(logits_BSL, targets_BS)
             sizes = chunk_sizes(int(self._head.out_features), self.size)
-            return sharded_token_loss_sum(logits_BSL, labels_BS, sum(sizes[: self.rank]), self.group)
+            return sharded_target_loss_sum(logits_BSL, targets_BS, sum(sizes[: self.rank]), self.group)
         logits_BSV = compute_logits()
-        self._check_length(logits_BSV, labels_BS)
-        return token_loss_sum(logits_BSV, labels_BS)
+        self._check_length(logits_BSV, targets_BS)
+        return target_loss_sum(logits_BSV, targets_BS)
 
     def sum_partial_gradients(self) -> None:
         """Sum the gradients of which each rank has a part, for strategies that do not reduce DTensors themselves.
@@ -306,8 +310,8 @@ class TensorParallel:
         if module is self._head and self.loss_is_open:
             self._logits = logits
 
-    def _check_length(self, logits: Tensor, labels_BS: Tensor) -> None:
-        if self._stream is not None and logits.shape[1] * self.size == labels_BS.shape[1]:
+    def _check_length(self, logits: Tensor, targets_BS: Tensor) -> None:
+        if self._stream is not None and logits.shape[1] * self.size == targets_BS.shape[1]:
             raise ModelError(
                 f"{type(self._model).__name__} did not run {', '.join(sorted(self._stream.parts.last))}, at whose "
                 f"exit the sequence is gathered. Set sequence_parallel=false."

@@ -79,6 +79,21 @@ def test_parity(config: dict[str, Any], sizes: dict[str, int], case: Case) -> No
     assert_parity("megatron_fsdp", case, world_size=4, config=config, sizes=sizes)
 
 
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        ({}, {"cp_size": 4}),
+        ({"zero_dp_strategy": 1, "cp_attention": "ulysses"}, {"cp_size": 2}),
+        ({"zero_dp_strategy": 2, "average_in_collective": True}, {"cp_size": 2}),
+        ({"outer_dp_sharding_strategy": 1}, {"cp_size": 2, "dp_replicate_size": 2}),
+        (SP | {"activation_checkpointing": "full"}, {"cp_size": 2, "tp_size": 2}),
+    ],
+    ids=str,
+)
+def test_parity_with_context_parallelism(config: dict[str, Any], sizes: dict[str, int]) -> None:
+    assert_parity("megatron_fsdp", HARD, world_size=4, config=config, sizes=sizes)
+
+
 @pytest.mark.parametrize("config", [{}, SP], ids=["tp", "sp"])
 def test_heads_that_ranks_share(config: dict[str, Any]) -> None:
     """2 key and value heads for 4 ranks."""

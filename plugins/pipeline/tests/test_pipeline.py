@@ -86,6 +86,12 @@ def test_every_schedule_over_fsdp2(schedule: str) -> None:
         ("fsdp2", {"pp_schedule": "dualpipev"}, {"dp_replicate_size": 2}),
         ("fsdp2", {"pp_schedule": "zbv"}, {"tp_size": 2}),
         ("fsdp2", {"sequence_parallel": True}, {"tp_size": 2}),
+        ("fsdp2", {}, {"cp_size": 2}),
+        (
+            "fsdp2",
+            {"cp_attention": "ulysses", "activation_checkpointing": "full", "pp_schedule": "zbv"},
+            {"cp_size": 2},
+        ),
         ("fsdp2", {"pp_batch_size": 4, "pp_microbatch_size": 2}, {"dp_size": 2}),
     ],
     ids=str,
@@ -114,6 +120,22 @@ FIRST_BLOCK_ALONE = [
 def test_experts_of_a_stage_are_divided(model_type: str, options: dict[str, Any], sizes: dict[str, int]) -> None:
     case = Case(model_type=model_type, tied=True, microbatches=2, sequences=16, eval_after=True, unshard_after=True)
     _over("fsdp2", case, 4, options, **sizes)
+
+
+def _sensed(model_type: str) -> str:
+    case = Case(model_type=model_type, tied=None)
+    try:
+        manager = build_manager("fsdp2", {}, {**PP2, "cp_size": 2}, case)
+        train_steps(manager, case, range(1))
+    except ModelError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_what_context_parallelism_cannot_divide_is_found_in_any_stage() -> None:
+    """Linear attention in the second block of two, gradients of which no other stage sees."""
+    (text,) = set(pool(4).run(_sensed, "minimax"))
+    assert "mixes positions outside of attention" in text
 
 
 def test_the_distributed_optimizer_divides_what_no_stages_share() -> None:

@@ -48,6 +48,11 @@ class FSDP2Config(StrategyConfig):
         description="Tensor-parallel plan, by module name; or the import path of one, or of a function that makes it. "
         "null: the model's own, or one that is derived from its structure.",
     )
+    cp_attention: Literal["allgather", "ulysses"] = Field(
+        "allgather",
+        description="With context parallelism: how attention sees all positions. allgather: keys and values are "
+        "gathered. ulysses: positions are exchanged for heads, whose number cp_size must divide.",
+    )
     patch_is_packed_sequence: bool = Field(
         False,
         description="During the manager's steps, answer transformers' check for packed sequences with false, which "

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.compile import compile_blocks
+from meshwright.context_parallel import ContextParallel, check_context_options
 from meshwright.contract import Batch, OptimizerFactory
 from meshwright.data_parallel import DataParallelManager
 from meshwright.errors import MeshError, StrategyError
@@ -115,6 +116,10 @@ class FSDP2Manager(DataParallelManager):
         return torch.device("cpu") if policies.is_offload(self._offload_policy) else self.mesh.device
 
     def _prepare(self, model: nn.Module) -> None:
+        if self.mesh.degrees.cp > 1:
+            self.context_parallel = ContextParallel(
+                model, self.layout, self.mesh["cp"], attention=self.config.cp_attention
+            )
         if self.config.activation_checkpointing == "selective":
             check_selective(find_units(model, self.layout))
         if self.mesh.degrees.ep > 1:
@@ -147,9 +152,8 @@ class FSDP2Manager(DataParallelManager):
 
     @property
     def _fsdp_mesh(self) -> DeviceMesh:
-        if self.mesh.degrees.dp_replicate > 1:
-            return self.mesh["dp_replicate", "dp_shard"]
-        return self.mesh["dp_shard"]
+        shard = "dp_shard_cp" if self.mesh.degrees.cp > 1 else "dp_shard"
+        return self.mesh["dp_replicate", shard] if self.mesh.degrees.dp_replicate > 1 else self.mesh[shard]
 
     @property
     def _expert_mesh(self) -> DeviceMesh | None:
@@ -243,11 +247,13 @@ def check_options(config: FSDP2Config, mesh: Mesh) -> None:
             f"their values tell. Set enable_compile=false, or use ep_size=1."
         )
     check_tensor_options(config, mesh)
-    reshard, shards = config.reshard_after_forward, mesh.degrees.dp_shard
+    check_context_options(config, mesh)
+    reshard, shards = config.reshard_after_forward, mesh.degrees.dp_shard * mesh.degrees.cp
     if isinstance(reshard, int) and not isinstance(reshard, bool) and (reshard > shards or shards % reshard):
+        cp = " x cp" if mesh.degrees.cp > 1 else ""
         divisors = ", ".join(str(each) for each in range(2, shards + 1) if shards % each == 0) or "none"
         raise MeshError(
-            f"reshard_after_forward={reshard} is no divisor of the {shards} ranks of dp_shard. "
+            f"reshard_after_forward={reshard} is no divisor of the {shards} ranks of dp_shard{cp}. "
             f"Use one of them ({divisors}), or true, false or null."
         )
     experts = mesh.degrees.ep_shard

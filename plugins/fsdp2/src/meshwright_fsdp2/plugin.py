@@ -23,8 +23,8 @@ def build(config: FSDP2Config, mesh: Mesh) -> FSDP2Manager:
 
 
 def estimate(config: FSDP2Config, degrees: Degrees, size: ModelSize) -> Estimate:
-    """Everything in 1/(dp_shard x tp); in flight, the block in use and the next one, in 1/tp."""
-    shards, width = degrees.dp_shard * degrees.tp, size.bytes_per_element
+    """Everything in 1/(dp_shard x cp x tp); in flight, the block in use and the next one, in 1/tp."""
+    shards, width = degrees.dp_shard * degrees.cp * degrees.tp, size.bytes_per_element
     trainable = size.trainable * width // shards
     return Estimate(
         parameters=size.parameters * width // shards,
@@ -40,8 +40,8 @@ def register_strategies() -> list[StrategySpec]:
         StrategySpec(
             name="fsdp2",
             aliases=("fsdp", "fully_shard"),
-            summary="Shards parameters, gradients, optimizer state (torch fully_shard); HSDP; TP and experts.",
-            axes=frozenset({"dp_replicate", "dp_shard", "tp", "ep"}),
+            summary="Shards parameters, gradients, optimizer state (torch fully_shard); HSDP; TP, CP and experts.",
+            axes=frozenset({"dp_replicate", "dp_shard", "cp", "tp", "ep"}),
             config_cls=FSDP2Config,
             build=build,
             estimate=estimate,

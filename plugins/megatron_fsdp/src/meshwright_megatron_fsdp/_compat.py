@@ -266,8 +266,9 @@ def wrap(
 
     Args:
         model: on its device; parameters are plain tensors.
-        mesh: the root mesh, with the axes dp_replicate, dp_shard and cp; along others, models are other ones.
-        dp_group: the ranks of dp_replicate x dp_shard.
+        mesh: the root mesh, with the axes dp_replicate and pp, and the view dp_shard_cp; along others, models are
+            other ones.
+        dp_group: the ranks of dp_replicate x dp_shard x cp.
         units: what is gathered and reduced as one.
         options: fields of megatron-fsdp's DistributedDataParallelConfig.
     """
@@ -275,11 +276,11 @@ def wrap(
     hybrid = mesh["dp_replicate"].size() > 1
     index = package().FSDPDistributedIndex(
         mesh,
-        dp_shard_dim="dp_shard",
+        dp_shard_dim="dp_shard_cp" if mesh["cp"].size() > 1 else "dp_shard",
         dp_outer_dim="dp_replicate" if hybrid else None,
         # Must be given. Tensor parallelism is ours: the package sees each rank's part as a whole model, and an axis of
-        # one rank, which cp is for all strategies that do not claim it.
-        tp_dim="cp",
+        # one rank, which pp is for all strategies that do not claim it.
+        tp_dim="pp",
         hybrid_fsdp_group=dp_group if hybrid else None,
         # Parameters whose names contain ".experts." go by a mesh of their own; without one, by the whole world.
         expt_device_mesh=mesh,

@@ -42,6 +42,11 @@ class MegatronFSDPConfig(StrategyConfig):
         description="Tensor-parallel plan, by module name; or the import path of one, or of a function that makes it. "
         "null: the model's own, or one that is derived from its structure.",
     )
+    cp_attention: Literal["allgather", "ulysses"] = Field(
+        "allgather",
+        description="With context parallelism: how attention sees all positions. allgather: keys and values are "
+        "gathered. ulysses: positions are exchanged for heads, whose number cp_size must divide.",
+    )
     megatron_fsdp_unit_modules: list[str] | None = Field(
         None,
         description="Classes whose modules are gathered and reduced as one unit each, by name or full path; "

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from meshwright.context_parallel import ContextParallel, check_context_options
 from meshwright.contract import OptimizerFactory
 from meshwright.data_parallel import DataParallelManager
 from meshwright.errors import MeshError, ModelError, StrategyError
@@ -92,6 +93,10 @@ class MegatronFSDPManager(DataParallelManager):
         if mesh.degrees.tp > 1:
             # What one rank finds wrong here (a file with a plan, say) is told on all.
             self.tensor_parallel = mesh.world.together(lambda: self._divide(model, units))
+        if mesh.degrees.cp > 1:
+            self.context_parallel = mesh.world.together(
+                lambda: ContextParallel(model, self.layout, mesh["cp"], attention=config.cp_attention)
+            )
         checkpoint_blocks(model, self.layout, config.activation_checkpointing)
         if is_meta(model):
             # Where parameters are not sharded, they keep this memory.
@@ -101,7 +106,7 @@ class MegatronFSDPManager(DataParallelManager):
         self._fsdp = wrap(
             model,
             mesh.device_mesh,
-            mesh.group("dp"),
+            mesh.group("dp_cp"),
             units=units,
             dtypes=dtypes,
             device=mesh.device,
@@ -115,7 +120,7 @@ class MegatronFSDPManager(DataParallelManager):
             units,
             mesh.world,
             overlap=config.overlap_grad_reduce,
-            factor=mesh.data_size if config.average_in_collective else 1,
+            factor=mesh.data_size * mesh.degrees.cp if config.average_in_collective else 1,
             check_sums=config.check_for_nan_in_grad,
             check_parts=config.report_nan_in_param_grad,
         )
@@ -224,6 +229,7 @@ def check_options(config: MegatronFSDPConfig, mesh: Mesh) -> None:
         StrategyError: on all ranks alike.
     """
     check_tensor_options(config, mesh)
+    check_context_options(config, mesh)
     if mesh.degrees.dp_replicate > 1 and config.zero == 0:
         raise StrategyError(
             f"ZeRO 0 copies everything, and Megatron-FSDP cannot do so over two axes (dp_replicate="

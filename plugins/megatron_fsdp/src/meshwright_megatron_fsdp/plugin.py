@@ -23,17 +23,18 @@ def build(config: MegatronFSDPConfig, mesh: Mesh) -> MegatronFSDPManager:
 
 
 def estimate(config: MegatronFSDPConfig, degrees: Degrees, size: ModelSize) -> Estimate:
-    """What each ZeRO stage divides, in 1/dp_shard (optimizer state in 1/dp with outer sharding); everything in 1/tp."""
+    """What each ZeRO stage divides, in 1/(dp_shard x cp) (optimizer state in 1/(dp x cp) with outer sharding);
+    everything in 1/tp."""
     stage = config.zero
-    shards = degrees.dp if config.shards_outer else degrees.dp_shard
+    shards = (degrees.dp if config.shards_outer else degrees.dp_shard) * degrees.cp
     width = size.bytes_per_element
 
     def held(elements: int, from_stage: int, ranks: int) -> int:
         return elements * width // degrees.tp // (ranks if stage >= from_stage else 1)
 
     return Estimate(
-        parameters=held(size.parameters, 3, degrees.dp_shard),
-        gradients=held(size.trainable, 2, degrees.dp_shard),
+        parameters=held(size.parameters, 3, degrees.dp_shard * degrees.cp),
+        gradients=held(size.trainable, 2, degrees.dp_shard * degrees.cp),
         optimizer=2 * held(size.trainable, 1, shards),
         gathered=2 * size.largest_block * width // degrees.tp if stage == 3 else 0,
     )
@@ -45,8 +46,8 @@ def register_strategies() -> list[StrategySpec]:
         StrategySpec(
             name="megatron_fsdp",
             aliases=("nvfsdp", "mfsdp"),
-            summary="Shards with NVIDIA's Megatron-FSDP, ZeRO 0 to 3; HSDP; tensor parallelism; on a CPU, too.",
-            axes=frozenset({"dp_replicate", "dp_shard", "tp"}),
+            summary="Shards with NVIDIA's Megatron-FSDP, ZeRO 0 to 3; HSDP; tensor and context axes; on a CPU, too.",
+            axes=frozenset({"dp_replicate", "dp_shard", "cp", "tp"}),
             config_cls=MegatronFSDPConfig,
             build=build,
             estimate=estimate,

@@ -243,6 +243,7 @@ class PipelineManager(StrategyManager):
             if not stage.manager.module.training:
                 stage.manager.module.train()
         with self._around(microbatches):
+            self._check_context(pieces[0])
             self._choose_loss(pieces[0])
             losses = self._run(pieces, num_tokens, train=True)
         for stage in self._stages.values():
@@ -259,6 +260,7 @@ class PipelineManager(StrategyManager):
             module.eval()
         try:
             with self._around(microbatches), torch.no_grad():
+                self._check_context(pieces[0])
                 losses = self._run(pieces, num_tokens, train=False)
         finally:
             for stage, training in zip(self._stages.values(), before, strict=True):
@@ -270,6 +272,7 @@ class PipelineManager(StrategyManager):
     def _around(self, microbatches: Sequence[Batch]) -> Iterator[None]:
         with ExitStack() as contexts:
             for stage in self._stages.values():
+                contexts.enter_context(stage.manager.attention_switched())
                 contexts.enter_context(stage.manager.around_step(microbatches))
             yield
 
@@ -279,6 +282,8 @@ class PipelineManager(StrategyManager):
         multiple = max(stage.manager.sequence_multiple for stage in self._stages.values())
         check_step(microbatches, num_tokens, self.mesh, vocab_size=self._vocab_size, sequence_multiple=multiple)
         self.mesh.world.together(lambda: self._check_sizes(microbatches))
+        if self.mesh.degrees.cp > 1:
+            self.mesh.world.together(lambda: self._check_division(microbatches))
         pieces = [piece for batch in microbatches for piece in cut_batch(batch, self.config.pp_microbatch_size)]
         (most,) = self.mesh.world.reduce_ints([len(pieces)], dist.ReduceOp.MAX)
         length = self._run_length(most)
@@ -286,6 +291,16 @@ class PipelineManager(StrategyManager):
         # Ranks of one stage gather and reduce together, so all run the same schedule.
         idle = {**pieces[0], "labels": torch.full_like(pieces[0]["labels"], IGNORED_LABEL)}
         return pieces + [idle] * (most - len(pieces))
+
+    def _check_division(self, microbatches: Sequence[Batch]) -> None:
+        for stage in self._stages.values():
+            stage.manager.check_division(microbatches)
+
+    def _check_context(self, piece: Batch) -> None:
+        """See `DataParallelManager.check_context`; each stage finds what is wrong with its own part."""
+        if self.mesh.degrees.cp > 1:
+            for stage in self._stages.values():
+                self.mesh.world.together(lambda stage=stage: stage.check_context(piece))  # type: ignore[misc]
 
     def _check_sizes(self, microbatches: Sequence[Batch]) -> None:
         size = self.config.pp_microbatch_size
@@ -312,7 +327,8 @@ class PipelineManager(StrategyManager):
         for stage in self._stages.values():
             stage.num_tokens = num_tokens
         device = self.mesh.device
-        batches = [next(iter(self._stages.values())).manager.on_device(piece) for piece in pieces]
+        manager = next(iter(self._stages.values())).manager
+        batches = [manager.on_device(manager.divide(piece)) for piece in pieces]
         length = self._run_length(len(batches))
         losses: list[Tensor] = []
         for start in range(0, len(batches), length):
@@ -356,7 +372,7 @@ class PipelineManager(StrategyManager):
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if losses:
             total += torch.stack(list(losses)).sum(dtype=torch.float64)
-        for axis in ("dp", "pp"):
+        for axis in ("dp_cp", "pp"):
             dist.all_reduce(total, group=self.mesh.group(axis))
         return total if self._wide else total.float()
 
@@ -512,6 +528,11 @@ def check_options(config: PipelineConfig, degrees: Degrees) -> None:
                     f"{name} divides a model, but with patch_inner_model=false each rank gives its stage. "
                     f"Leave one of them out."
                 )
+        if degrees.cp > 1:
+            raise ConfigError(
+                f"patch_inner_model=false with cp_size={degrees.cp}: stages are given hidden states, and which "
+                f"positions these have is not known. Set cp_size=1."
+            )
         if degrees.tp > 1:
             raise ConfigError(
                 f"patch_inner_model=false with tp_size={degrees.tp}: which layers of a stage are sharded is not known. "

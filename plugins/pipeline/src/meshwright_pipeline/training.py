@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch import nn
 
 from meshwright.contract import Batch
 from meshwright.data_parallel import DataParallelManager
-from meshwright.loss import targets
 from meshwright.weights import Weights
 
 from .boundary import Boundary, Crossing, size_of
@@ -66,9 +66,10 @@ class PipelineStage:
             given = self._given(batch, received)
             if self.is_last and self._loss is None:
                 return (self.manager.share_of_loss(given, self.num_tokens),)
-            outputs = self.manager.outputs({name: tensor for name, tensor in given.items() if name != "labels"})
+            inputs, targets_BS = self.manager.without_targets(given)
+            outputs = self.manager.outputs(inputs)
             if self._loss is not None and self.is_last:
-                return (self._loss(outputs.logits, targets(batch["labels"])) / self.num_tokens,)
+                return (self._loss(outputs.logits, targets_BS) / self.num_tokens,)
             return outputs if isinstance(outputs, tuple) else (outputs,)
         finally:
             self._boundary.end()
@@ -78,10 +79,18 @@ class PipelineStage:
         return batch
 
     def choose_loss(self, batch: Batch) -> None:
-        """See `DataParallelManager.choose_loss`; on random hidden states, which are as good as any."""
-        if self.is_first:
+        """See `DataParallelManager.choose_loss`."""
+        with self._receiving():
             self.manager.choose_loss(batch)
-            return
+
+    def check_context(self, batch: Batch) -> None:
+        """See `DataParallelManager.check_context`."""
+        with self._receiving():
+            self.manager.check_context([batch])
+
+    @contextmanager
+    def _receiving(self) -> Iterator[None]:
+        """Forwards of the module begin the boundary, with random hidden states, which are as good as any."""
 
         def receive(module: nn.Module, args: Any, kwargs: Any) -> None:
             ids = kwargs["input_ids"]
@@ -99,7 +108,7 @@ class PipelineStage:
 
         hook = self.manager.module.register_forward_pre_hook(receive, with_kwargs=True)
         try:
-            self.manager.choose_loss(batch)
+            yield
         finally:
             hook.remove()
             self._boundary.end()

@@ -1,0 +1,454 @@
+"""Context parallelism: parity with one process for all kinds of masks, communication, memory, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright import (
+    BatchError,
+    Mesh,
+    MeshSizes,
+    MeshwrightError,
+    ModelError,
+    StrategyError,
+    count_tokens,
+    open_world,
+    resolve,
+)
+from meshwright.context_parallel import ContextParallel
+from meshwright.context_parallel.division import divided, local_part, positions, put_together
+from meshwright.contract import IGNORED_LABEL
+from meshwright.layout import model_layout
+from meshwright.loss import target_loss_sum, token_loss_sum
+from meshwright.testing import Case, assert_parity, pool
+from meshwright.testing.collectives import Traffic, measure_collectives
+from meshwright.testing.models import case_vocab, tiny_model
+from meshwright.testing.parity import TOLERANCE, build_manager, full_weights, share, train_steps, training_step
+
+CP2, CP4, DP2_CP2, TP2_CP2 = {"cp_size": 2}, {"cp_size": 4}, {"dp_size": 2, "cp_size": 2}, {"tp_size": 2, "cp_size": 2}
+ULYSSES, SP = {"cp_attention": "ulysses"}, {"sequence_parallel": True}
+WAYS: list[dict[str, Any]] = [{}, ULYSSES]
+BRIEF = Case(tied=None, steps=2)
+HARD = Case(tied=True, microbatches=2, sequences=24, eval_after=True, unshard_after=True)
+TYPES = ["llama", "qwen3", "mixtral", "gemma2", "gpt_oss", "gpt2"]
+
+
+def _ranks(sizes: dict[str, int]) -> int:
+    return sizes.get("dp_size", 1) * sizes.get("tp_size", 1) * sizes.get("cp_size", 1)
+
+
+# -- which rank has what
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_rank_has_a_chunk_of_the_head_and_one_of_the_tail(ranks: int) -> None:
+    length = 4 * ranks
+    parts = [positions(length, rank, ranks) for rank in range(ranks)]
+    assert parts[0].tolist() == [0, 1, length - 2, length - 1]
+    assert sorted(torch.cat(parts).tolist()) == list(range(length))
+    # Under a causal mask, all see equally many keys.
+    assert len({int((part + 1).sum()) for part in parts}) == 1
+    whole = torch.randn(2, length, 3)
+    assert torch.equal(put_together(divided(whole, 1, ranks), 1), whole)
+    assert torch.equal(put_together([local_part(whole, 1, rank, ranks) for rank in range(ranks)], 1), whole)
+
+
+# -- parity
+
+
+@pytest.mark.parametrize("config", WAYS, ids=["allgather", "ulysses"])
+@pytest.mark.parametrize("sizes", [CP2, CP4], ids=["cp2", "cp4"])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_parity_of_architectures(model_type: str, sizes: dict[str, int], config: dict[str, Any]) -> None:
+    """Grouped heads, fewer key heads than ranks, routing, sliding windows with softcap, sinks, absolute positions."""
+    if config == ULYSSES and (model_type == "gpt_oss" or (model_type, sizes) == ("gpt2", CP4)):
+        pytest.skip("heads that cannot be exchanged: see the refusals")
+    case = replace(BRIEF, model_type=model_type)
+    assert_parity("fsdp2", case, world_size=_ranks(sizes), config=config, sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "config"),
+    [
+        (CP2, {"activation_checkpointing": "full", "defer_fsdp_grad_sync": False}),
+        (CP2, ULYSSES | {"activation_checkpointing": "selective"}),
+        (CP2, {"patch_is_packed_sequence": True, "activation_checkpointing": "selective"}),
+        (DP2_CP2, {}),
+        (DP2_CP2 | {"dp_replicate_size": 2}, {}),
+        (DP2_CP2, ULYSSES | {"reshard_after_forward": 2}),
+        (TP2_CP2, {}),
+        (TP2_CP2, SP | ULYSSES),
+        (TP2_CP2, SP | {"activation_checkpointing": "full"}),
+    ],
+    ids=str,
+)
+def test_parity_with_other_axes_and_options(sizes: dict[str, int], config: dict[str, Any]) -> None:
+    assert_parity("fsdp2", HARD, world_size=_ranks(sizes), config=config, sizes=sizes)
+
+
+@pytest.mark.parametrize("config", [SP, ULYSSES], ids=str)
+def test_parity_on_three_axes(config: dict[str, Any]) -> None:
+    assert_parity("fsdp2", HARD, world_size=8, config=config, sizes=TP2_CP2 | {"dp_size": 2})
+
+
+def _batches(kind: str, vocab: int) -> list[dict[str, Tensor]]:
+    """Two microbatches of 3 sequences of 16 tokens."""
+    generator = torch.Generator().manual_seed(5)
+    batches: list[dict[str, Tensor]] = []
+    for _ in range(2):
+        ids = torch.randint(0, vocab, (3, 16), generator=generator)
+        labels = ids.clone()
+        labels[torch.rand(ids.shape, generator=generator) > 0.7] = IGNORED_LABEL
+        batch = {"input_ids": ids, "labels": labels}
+        steps = torch.arange(16).expand(3, 16)
+        if kind == "documents":
+            # Of other lengths in each sequence, and across the borders of chunks.
+            starts = torch.tensor([[0, 5, 11], [0, 3, 4], [0, 9, 15]])
+            batch["position_ids"] = torch.stack([_restarted(row.tolist()) for row in starts])
+        if kind == "one document":
+            batch["position_ids"] = steps.contiguous()
+        if kind == "shared positions":
+            batch["position_ids"] = _restarted([0, 7])[None]
+        if kind.startswith("padded"):
+            batch["attention_mask"] = torch.ones_like(ids)
+            batch["attention_mask"][0, :3] = 0
+            batch["attention_mask"][1, 10:] = 0
+            labels[batch["attention_mask"] == 0] = IGNORED_LABEL
+        if kind == "padded, with positions":
+            batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        batches.append(batch)
+    return batches
+
+
+def _restarted(starts: list[int]) -> Tensor:
+    return torch.cat([torch.arange(stop - start) for start, stop in zip(starts, [*starts[1:], 16], strict=True)])
+
+
+def _trained(strategy: str, config: dict[str, Any], sizes: dict[str, int], model_type: str, kind: str) -> Any:
+    manager = build_manager(strategy, config, sizes, Case(model_type=model_type, tied=None))
+    losses, norms = [], []
+    for _ in range(2):
+        batches = _batches(kind, case_vocab(model_type))
+        num_tokens = count_tokens(batches, manager.mesh)
+        losses.append(float(manager.eval_loss(batches, num_tokens=num_tokens)))
+        losses.append(float(manager.forward_backward(batches, num_tokens=num_tokens)))
+        norms.append(float(manager.clip_grad_norm(0.5)))
+        manager.optimizer_step()
+    return losses, norms, full_weights(manager)
+
+
+@pytest.mark.parametrize("config", WAYS, ids=["allgather", "ulysses"])
+@pytest.mark.parametrize("kind", ["documents", "one document", "shared positions", "padded", "padded, with positions"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2"])
+def test_documents_and_padding(model_type: str, kind: str, config: dict[str, Any]) -> None:
+    (expected,) = pool(1).run(_trained, "single", {}, {}, model_type, kind)
+    for losses, norms, weights in pool(2).run(_trained, "fsdp2", config, CP2, model_type, kind):
+        assert losses == pytest.approx(expected[0], abs=TOLERANCE)
+        assert norms == pytest.approx(expected[1], abs=TOLERANCE)
+        assert max(float((weights[name] - whole).abs().max()) for name, whole in expected[2].items()) <= TOLERANCE
+
+
+def _in_blocks(config: dict[str, Any], sizes: dict[str, int], model_type: str, kind: str, largest: int) -> Any:
+    """With masks of so few elements that queries are taken in blocks."""
+    from meshwright.context_parallel import attention
+
+    before = attention.LARGEST_MASK
+    attention.LARGEST_MASK = largest
+    try:
+        return _trained("fsdp2", config, sizes, model_type, kind)
+    finally:
+        attention.LARGEST_MASK = before
+
+
+@pytest.mark.parametrize("config", WAYS, ids=["allgather", "ulysses"])
+@pytest.mark.parametrize(("model_type", "kind"), [("llama", "plain"), ("llama", "documents"), ("gpt_oss", "plain")])
+def test_long_sequences_are_attended_in_blocks(model_type: str, kind: str, config: dict[str, Any]) -> None:
+    if model_type == "gpt_oss" and config:
+        pytest.skip("heads that cannot be exchanged: see the refusals")
+    (expected,) = pool(1).run(_trained, "single", {}, {}, model_type, kind)
+    for losses, norms, weights in pool(2).run(_in_blocks, config, CP2, model_type, kind, 100):
+        assert losses == pytest.approx(expected[0], abs=TOLERANCE)
+        assert norms == pytest.approx(expected[1], abs=TOLERANCE)
+        assert max(float((weights[name] - whole).abs().max()) for name, whole in expected[2].items()) <= TOLERANCE
+
+
+def test_blocks_are_computed_again_with_the_heads_of_the_rank() -> None:
+    """Fewer key heads than ranks: how many queries read one is another number than the layer's own."""
+    (expected,) = pool(1).run(_trained, "single", {}, {}, "llama", "documents")
+    for losses, norms, weights in pool(4).run(_in_blocks, ULYSSES, CP4, "llama", "documents", 100):
+        assert losses == pytest.approx(expected[0], abs=TOLERANCE)
+        assert norms == pytest.approx(expected[1], abs=TOLERANCE)
+        assert max(float((weights[name] - whole).abs().max()) for name, whole in expected[2].items()) <= TOLERANCE
+
+
+def test_parity_with_key_heads_that_ranks_of_tp_share() -> None:
+    """Attention is computed again in backward with the heads of the rank, not with the layer's own number of them."""
+    assert_parity("fsdp2", BRIEF, world_size=8, sizes={"tp_size": 4, "cp_size": 2})
+
+
+# -- communication
+
+
+def _traffic(config: dict[str, Any]) -> Traffic:
+    manager = build_manager("fsdp2", config, CP2, Case())
+    train_steps(manager, Case(), range(1))
+    return measure_collectives(training_step(manager, Case(), 1), {"cp": manager.mesh.group("cp")})
+
+
+BLOCKS, TOKENS, WIDTH = 3, 12 * 16, 8
+KEYS_AND_VALUES = TOKENS * 2 * (2 * 4) * WIDTH
+"""Bytes of 12 sequences of 16 tokens, 2 heads of 4 features, in float64."""
+QUERIES = TOKENS // 2 * (12 * 4) * WIDTH
+
+
+def test_keys_and_values_are_gathered_once_in_forward_and_their_gradients_scattered_once_in_backward() -> None:
+    for traffic in pool(2).run(_traffic, {}):
+        assert [each.bytes for each in _own(traffic, "all_gather")] == [KEYS_AND_VALUES] * BLOCKS
+        assert [each.bytes for each in _own(traffic, "reduce_scatter")] == [KEYS_AND_VALUES] * BLOCKS
+        assert not traffic.of("all_to_all")
+
+
+def test_ulysses_exchanges_four_times_in_forward_and_four_times_in_backward() -> None:
+    for traffic in pool(2).run(_traffic, ULYSSES):
+        exchanges = [each.bytes for each in traffic.of("all_to_all", "cp")]
+        assert len(exchanges) == 2 * 4 * BLOCKS
+        # Query, key, value and output, of which keys and values have fewer heads.
+        assert sum(exchanges) == 2 * BLOCKS * (2 * QUERIES + KEYS_AND_VALUES // 2)
+        assert not _own(traffic, "all_gather")
+        assert not _own(traffic, "reduce_scatter")
+
+
+def _own(traffic: Traffic, kind: str) -> list[Any]:
+    """Of the functional collectives; FSDP's shards lie on the same ranks here, in messages of other sizes."""
+    return [each for each in traffic.of(kind) if each.bytes == KEYS_AND_VALUES]
+
+
+# -- memory
+
+LONG = 512
+
+
+def _kept(size: int, way: Any) -> int:
+    """Bytes that autograd keeps of a sequence for the backward of one rank, parameters left out."""
+    world, model = open_world("cpu"), tiny_model()
+    ids = torch.randint(0, 131, (1, LONG), generator=torch.Generator().manual_seed(0))
+    owned = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in owned:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        if size == 1:
+            token_loss_sum(model(input_ids=ids, use_cache=False).logits, ids)
+        else:
+            mesh = Mesh(MeshSizes(cp_size=size).resolve(world.size), world)
+            parallel = ContextParallel(model, model_layout(model), mesh["cp"], attention=way)
+            inputs, targets_BS = parallel.without_targets(parallel.divide({"input_ids": ids, "labels": ids}))
+            with parallel.switched(), parallel.running(inputs) as given:
+                target_loss_sum(model(**given, use_cache=False).logits, targets_BS)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_activations_of_a_rank_are_its_part_beside_gathered_keys_and_values(ranks: int) -> None:
+    (whole,) = pool(1).run(_kept, 1, "")
+    gathered = BLOCKS * LONG * 2 * (2 * 4) * WIDTH
+    for kept in pool(ranks).run(_kept, ranks, "allgather"):
+        assert kept < whole / ranks + gathered
+    for kept in pool(ranks).run(_kept, ranks, "ulysses"):
+        # Attention's output on both sides of the exchange.
+        assert kept < 1.12 * whole / ranks
+
+
+# -- the attention setting
+
+
+def _settings(fails: bool) -> tuple[list[Any], list[Any], list[Any], bool]:
+    manager: Any = build_manager("fsdp2", {"activation_checkpointing": "full"}, CP2, BRIEF)
+    layer = manager.model.model.layers[0].self_attn
+    seen: list[Any] = []
+
+    def note(*_: Any) -> None:
+        seen.append(layer.config._attn_implementation)
+        if fails and layer.training:
+            raise RuntimeError("broken")
+
+    before = [manager.model.config._attn_implementation, layer.config._attn_implementation]
+    layer.register_forward_pre_hook(note)
+    broke = False
+    try:
+        train_steps(manager, BRIEF, range(1))
+    except RuntimeError:
+        broke = True
+    after = [manager.model.config._attn_implementation, layer.config._attn_implementation]
+    return before, seen, after, broke
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_attention_setting_is_ours_in_steps_only(fails: bool) -> None:
+    for before, seen, after, broke in pool(2).run(_settings, fails):
+        assert before == after == ["sdpa", "sdpa"]
+        # In recomputation, too.
+        assert set(seen) == {"meshwright_sdpa"}
+        assert broke is fails
+
+
+def _forward_outside() -> bool:
+    """A model under context parallelism answers outside of steps as it would alone."""
+    manager: Any = build_manager("fsdp2", {}, CP2, BRIEF)
+    train_steps(manager, BRIEF, range(1))
+    ids = torch.randint(0, 131, (2, 7), generator=torch.Generator().manual_seed(3))
+    with manager.unshard() as (model,), torch.no_grad():
+        answers = [torch.empty_like(model(input_ids=ids).logits) for _ in range(2)]
+        dist.all_gather(answers, model(input_ids=ids).logits)
+    return torch.equal(*answers)
+
+
+def test_outside_of_steps_the_model_is_whole() -> None:
+    assert pool(2).run(_forward_outside) == [True, True]
+
+
+def _dropped() -> tuple[float, float]:
+    """Losses of two steps with dropout, whose random numbers recomputation must draw again."""
+    case = replace(BRIEF, model_type="gpt2")
+    manager: Any = build_manager("fsdp2", {"activation_checkpointing": "full"}, CP2, case)
+    for module in manager.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    losses = train_steps(manager, case, range(2))[0]
+    return losses[0], losses[1]
+
+
+def test_dropout_trains() -> None:
+    first, second = pool(2).run(_dropped)
+    assert first == second
+    assert all(0 < loss < 10 for loss in first)
+
+
+# -- refusals
+
+
+def _refusal(
+    config: dict[str, Any], sizes: dict[str, int], case: Case, change: dict[str, Any], evaluates: bool = False
+) -> tuple[str, str]:
+    try:
+        manager: Any = build_manager("fsdp2", config, sizes, case)
+        batches = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
+        num_tokens = count_tokens(batches, manager.mesh)
+        for name, value in change.items():
+            batches[0][name] = batches[0][name][:, :value] if isinstance(value, int) else value
+        call = manager.eval_loss if evaluates else manager.forward_backward
+        call(batches, num_tokens=num_tokens)
+    except MeshwrightError as error:
+        return type(error).__name__, str(error)
+    return "", "accepted"
+
+
+def _refused_by(error: type[MeshwrightError], text: str, *arguments: Any, ranks: int = 2) -> None:
+    answers = pool(ranks).run(_refusal, *arguments)
+    assert len(set(answers)) == 1
+    assert answers[0][0] == error.__name__
+    assert text in answers[0][1]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text"),
+    [
+        ("routed", "has no attention of transformers"),
+        ("mamba", "outside of attention"),
+        ("bloom", "cannot run on a part of the positions"),
+        ("falcon_h1", "outside of attention"),
+    ],
+)
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_models_that_mix_positions_elsewhere_are_refused(model_type: str, text: str, evaluates: bool) -> None:
+    case = Case(model_type=model_type, tied=None)
+    answers = set(pool(2).run(_refusal, {}, CP2, case, {}, evaluates))
+    assert len(answers) == 1
+    ((error, told),) = answers
+    assert error == "ModelError"
+    assert text.lower() in told.lower()
+    assert "Set cp_size=1" in told
+
+
+def _half(model_type: str, config: dict[str, Any]) -> float:
+    case = replace(BRIEF, model_type=model_type, dtype="bfloat16" if not config else "float32")
+    return train_steps(build_manager("fsdp2", config, CP2, case), case, range(1))[0][0]
+
+
+@pytest.mark.parametrize("config", [{}, {"mp_policy": {"param_dtype": "bfloat16"}}, {"autocast_dtype": "bfloat16"}])
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+def test_rounding_in_half_precision_is_not_taken_for_mixing(model_type: str, config: dict[str, Any]) -> None:
+    first, second = pool(2).run(_half, model_type, config)
+    assert first == second
+    assert 0 < first < 10
+
+
+def test_what_cannot_be_exchanged_is_refused_with_the_other_way() -> None:
+    _refused_by(ModelError, "s_aux", ULYSSES, CP2, Case(model_type="gpt_oss", tied=None), {})
+    _refused_by(ModelError, "6 of them on each rank", ULYSSES, CP4, Case(model_type="gpt2", tied=None), {}, ranks=4)
+    _refused_by(ModelError, "Set cp_attention=allgather", ULYSSES, CP2, Case(model_type="gpt_oss", tied=None), {})
+
+
+def test_the_option_needs_the_axis() -> None:
+    _refused_by(StrategyError, "cp has one rank", ULYSSES, {}, Case(), {})
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "ranks", "text"),
+    [
+        ({}, CP2, 2, "multiple of 4 with masked labels, or choose another cp_size"),
+        ({}, CP4, 4, "multiple of 8 with masked labels, or choose another cp_size"),
+        (SP, TP2_CP2, 4, "cp_size=2 and sequence_parallel. Pad them to a multiple of 8"),
+    ],
+)
+def test_lengths_that_do_not_divide_are_refused(
+    config: dict[str, Any], sizes: dict[str, int], ranks: int, text: str
+) -> None:
+    _refused_by(BatchError, text, config, sizes, Case(), {"input_ids": 14, "labels": 14}, ranks=ranks)
+
+
+def test_what_cannot_be_divided_in_a_batch_is_refused() -> None:
+    ones = torch.ones(12, 16, dtype=torch.int64)
+    _refused_by(BatchError, "the batch holds token_type_ids", {}, CP2, Case(), {"token_type_ids": ones})
+    four = torch.ones(12, 1, 16, 16, dtype=torch.int64)
+    _refused_by(BatchError, "attention_mask has the shape (12, 1, 16, 16)", {}, CP2, Case(), {"attention_mask": four})
+    _refused_by(BatchError, "position_ids has the shape", {}, CP2, Case(), {"position_ids": ones[None]})
+
+
+def _configured(**fields: Any) -> str:
+    world = open_world("cpu")
+    stack, degrees = resolve("fsdp2", MeshSizes(**CP2), world.size)
+    model = tiny_model()
+    for name, value in fields.items():
+        setattr(model.config, name, value)
+    try:
+        stack.build(Mesh(degrees, world)).parallelize(model)
+    except ModelError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_attention_and_positions_that_cannot_be_divided_are_refused_before_the_model_is_changed() -> None:
+    for text in pool(2).run(_with_flex):
+        assert "attn_implementation='flex_attention'" in text
+        assert "eager, sdpa" in text
+    for text in pool(2).run(_with_dynamic_rope):
+        assert "rope_type='dynamic'" in text
+
+
+def _with_flex() -> str:
+    return _configured(_attn_implementation="flex_attention")
+
+
+def _with_dynamic_rope() -> str:
+    return _configured(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
