@@ -32,9 +32,9 @@ DAILY = {
 
 def _marks(cell: Cell) -> list[pytest.MarkDecorator]:
     """Every cell of every layout takes a while: in daily runs, those of a layout with each axis, and no compilation."""
-    if cell.strategy == "megatron_fsdp":
+    if cell.strategy == "megatron_fsdp" or (cell.strategy, cell.layout) == ("fsdp2", "dp_shard=4"):
         return [] if cell.name in DAILY.get(cell.layout, ()) else [pytest.mark.slow]
-    layouts = ("dp_shard=4", "dp_shard=2 x tp=2", "ep=4", "tp=2 x ep=4")
+    layouts = ("dp_shard=2 x tp=2", "ep=4", "tp=2 x ep=4")
     daily = cell.ranks < 4 or cell.strategy != "fsdp2" or cell.layout in layouts
     return [] if daily and not cell.name.startswith("enable_compile") else [pytest.mark.slow]
 

@@ -92,6 +92,7 @@ def test_parity_with_other_axes_and_options(sizes: dict[str, int], config: dict[
     assert_parity("fsdp2", HARD, world_size=_ranks(sizes), config=config, sizes=sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [SP, ULYSSES], ids=str)
 def test_parity_on_three_axes(config: dict[str, Any]) -> None:
     assert_parity("fsdp2", HARD, world_size=8, config=config, sizes=TP2_CP2 | {"dp_size": 2})

@@ -45,7 +45,7 @@ class WorkerPool:
         self.size = size
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
-    def run(self, task: Callable[..., T], *args: Any, timeout_s: float = 120.0, device: str = "cpu") -> list[T]:
+    def run(self, task: Callable[..., T], *args: Any, timeout_s: float = 300.0, device: str = "cpu") -> list[T]:
         """Run `task(*args)` on every rank, inside a process group.
 
         Args:
