@@ -128,7 +128,10 @@ BAD_INPUT = {
     "bad assignment": (["steps"], ["is not of the form key=value"]),
     "sizes that do not fill the world": (["dp_size=3"], ["dp_size=3", "= 3, but the world size is 2", "Set dp_size=2"]),
     "sizes that do not divide the world": (["tp_size=3"], ["does not divide the world size 2"]),
-    "an axis nobody claims": (["cp_size=2"], ["cp=2, but fsdp2 shards", "Or set cp_size=1."]),
+    "an axis nobody claims": (
+        ["cp_size=2", "strategy=ddp", "strategy_config={}"],
+        ["cp=2, but ddp shards", "Or set cp_size=1."],
+    ),
     "a schedule that nobody knows": (
         ["pp_size=2", "wrapper_config={pipeline: {pp_schedule: 1b1f}}"],
         ["pp_schedule='1b1f' is unknown", "Allowed, in any case: GPipe, 1F1B"],

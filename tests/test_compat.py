@@ -26,6 +26,7 @@ from meshwright._compat import (
     for_documents,
     foreach_mul_,
     foreach_norm,
+    is_left_out_of_files,
     is_sharded,
     load_state_dict_as_pretrained,
     mask_maker,
@@ -294,3 +295,13 @@ def test_experts_are_saved_one_by_one_as_save_pretrained_saves_them(tmp_path: Pa
         n: t.nbytes for g in groups for n, t in to_saved_format(model, {k: state[k].to("meta") for k in g}).items()
     }
     assert sizes == {name: tensor.nbytes for name, tensor in expected.items()}
+
+
+def test_what_a_model_says_it_makes_anew_is_not_saved(tmp_path: Path) -> None:
+    model = tiny_model()
+    model._keys_to_ignore_on_save = [r"layers\.0\..*bias", "model.norm.weight"]
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        saved = set(file.keys())
+    left_out = {name for name in model.state_dict() if is_left_out_of_files(model, name)}
+    assert left_out == model.state_dict().keys() - saved == {"model.norm.weight"}

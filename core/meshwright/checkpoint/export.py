@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
-from .._compat import saved_together, to_saved_format
+from .._compat import is_left_out_of_files, saved_together, to_saved_format
 from ..errors import CheckpointError, ConfigError
 from ..mesh import World
 from ..pieces import Sharded, tensor_pieces
@@ -119,11 +119,10 @@ class _Export:
         state = self._model.state_dict(keep_vars=True)
         first = {id(value): name for name, value in reversed(state.items())}
         tied = getattr(self._model, "all_tied_weights_keys", None) or {}
-        ignored = [re.compile(each) for each in getattr(self._model, "_keys_to_ignore_on_save", None) or []]
         sources = {
             name: first[id(value)]
             for name, value in state.items()
-            if name not in tied and not any(pattern.search(name) for pattern in ignored)
+            if name not in tied and not is_left_out_of_files(self._model, name)
         }
         shapes = {name: self._stored[source][0] for name, source in sources.items() if source in self._stored}
         for name, value in state.items():
