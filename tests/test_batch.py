@@ -178,7 +178,7 @@ def _untrainable() -> list[str]:
     routed = tiny_model()
     routed.config.output_router_logits = True
     texts = []
-    for model in (tiny_model().to("meta"), frozen, routed):
+    for model in (frozen, routed):
         with pytest.raises(ModelError) as caught:
             stack.build(mesh).parallelize(model)
         texts.append(str(caught.value))
@@ -188,9 +188,8 @@ def _untrainable() -> list[str]:
 def test_models_that_would_train_wrongly_are_refused_on_all_ranks() -> None:
     first, second = pool(2).run(_untrainable)
     assert first == second
-    assert "meta device" in first[0]
-    assert "no parameter" in first[1]
-    assert "router loss" in first[2]
+    assert "no parameter" in first[0]
+    assert "router loss" in first[1]
 
 
 def _shared(rank: int) -> list[str]:
