@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import platform
 import shutil
 import statistics
 import sys
@@ -27,19 +26,17 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import transformers
+from common import llama, origin
 from memory import Peak
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-import meshwright
 from meshwright import Checkpointer, Mesh, MeshSizes, OptimizerConfig, optimizer_factory, resolve
 from meshwright.checkpoint import export_checkpoint, steps_in
 from meshwright.contract import StrategyManager
@@ -68,15 +65,8 @@ def build(plan: Plan, world: World) -> StrategyManager:
     """A sharded model after one step, so that the optimizer has state."""
     stack, degrees = resolve("fsdp2", MeshSizes(), world.size)
     manager = stack.build(Mesh(degrees, world))
-    config = AutoConfig.for_model(
-        "llama",
-        hidden_size=plan.hidden,
-        intermediate_size=plan.hidden * 11 // 4,
-        num_hidden_layers=plan.layers,
-        num_attention_heads=plan.hidden // 64,
-        vocab_size=plan.vocab,
-    )
     with torch.device("meta"):
+        config = llama(plan.hidden, plan.layers, plan.vocab)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     manager.parallelize(model)
     manager.build_optimizer(optimizer_factory(OptimizerConfig()))
@@ -157,13 +147,8 @@ def report(plan: Plan, everyone: list[Any], checkpoint: Path, parameters: int) -
     shard = parameters * 4 / 1e6 / plan.ranks
     growth = max(each for _, each, _ in everyone)
     found = {
-        "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {plan.ranks} ranks over gloo on CPU, one thread each",
-        "versions": {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "meshwright": meshwright.__version__,
-        },
+        **origin(),
+        "ranks": plan.ranks,
         "parameters": parameters,
         "rounds": plan.rounds,
         "seconds": seconds,

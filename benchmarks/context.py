@@ -17,21 +17,18 @@ import argparse
 import ctypes
 import gc
 import json
-import platform
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from common import llama, origin
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-import meshwright
 from meshwright.batch import count_tokens
 from meshwright.mesh import Mesh, open_world
 from meshwright.optim import optimizer_factory
@@ -55,14 +52,13 @@ class Model:
 
     def build(self, length: int) -> nn.Module:
         """Random weights, the same on every rank."""
-        config = AutoConfig.for_model(
-            "llama",
-            hidden_size=self.hidden,
+        config = llama(
+            self.hidden,
+            self.layers,
+            self.vocab,
             intermediate_size=3 * self.hidden,
-            num_hidden_layers=self.layers,
             num_attention_heads=self.hidden // 32,
             num_key_value_heads=max(1, self.hidden // 128),
-            vocab_size=self.vocab,
             max_position_embeddings=length,
         )
         torch.manual_seed(0)
@@ -150,13 +146,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{name:36} {sizes} {found['seconds']:7.1f} s  {found['long_loss']:.6f}  {found['long_norm']:.6f}")
     if options.json is not None:
         report = {
-            "date": date.today().isoformat(),
-            "machine": f"{platform.machine()}, gloo on CPU, one thread for each rank",
-            "versions": {
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "meshwright": meshwright.__version__,
-            },
+            **origin(),
             "model": asdict(model),
             "results": results,
         }

@@ -20,23 +20,22 @@ import argparse
 import gc
 import itertools
 import json
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
+from common import llama, origin
 from memory import Peak
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import meshwright
 from meshwright.launch import launch
@@ -118,13 +117,7 @@ def report(plan: Plan, everyone: list[Any]) -> None:
     print(f"ours holds {over:.1f} MB beyond its shard (limit {LIMIT_MB})")
     if plan.json is not None:
         found = {
-            "date": date.today().isoformat(),
-            "machine": f"{platform.machine()}, {plan.ranks} ranks over gloo on CPU, one thread each",
-            "versions": {
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "meshwright": meshwright.__version__,
-            },
+            **origin(),
             "model_mb": plan.megabytes,
             "ranks": plan.ranks,
             "rounds": plan.rounds,
@@ -139,16 +132,8 @@ def report(plan: Plan, everyone: list[Any]) -> None:
 
 def save(directory: Path, hidden: int, layers: int, vocab: int) -> float:
     """A random model in float32; gives its MB."""
-    config = AutoConfig.for_model(
-        "llama",
-        hidden_size=hidden,
-        intermediate_size=hidden * 11 // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        vocab_size=vocab,
-    )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(llama(hidden, layers, vocab), dtype=torch.float32)
     model.save_pretrained(directory, max_shard_size="100MB")
     return sum(parameter.nbytes for parameter in model.parameters()) / 1e6
 

@@ -18,27 +18,24 @@ import argparse
 import gc
 import itertools
 import json
-import platform
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import transformers
+from common import origin
 from contestants import CONTESTS as CONTESTS_OF_DATA
 from contestants import Contest, Step, Work, meshwright_step
 from pipelines import SCHEDULES, options, pipeline_by_hand
 from rich.console import Console
 from rich.table import Table
 
-import meshwright
 from meshwright.launch import launch
 from meshwright.mesh import World, open_world
 
@@ -246,29 +243,15 @@ def as_table(summaries: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def about(plan: Plan) -> dict[str, Any]:
-    """Where the numbers come from, without names of machines or directories."""
+    """Where the numbers come from, and with which settings."""
     settings = {name: getattr(plan, name) for name in ("ranks", "rounds", "warmup", "device")}
     return {
+        **origin(),
         "benchmark": "step",
-        "date": date.today().isoformat(),
         "command": plan.command,
         "settings": {**settings, "threads": torch.get_num_threads(), **asdict(plan.work)},
-        "versions": {
-            "meshwright": meshwright.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "cpu": _cpu_name(),
         "gpu": torch.cuda.get_device_name() if plan.device == "cuda" else None,
     }
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} x {names[0]}" if names else platform.machine()
 
 
 def parse(arguments: Sequence[str]) -> Plan:

@@ -73,6 +73,11 @@ def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor
     return funcol.wait_tensor(_reduce_scatter(tensor.contiguous(), "sum", dim % tensor.dim(), group))
 
 
+def all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Entry r of the first dim, which has one for each rank, goes to rank r of the group; see `all_reduce`."""
+    return funcol.wait_tensor(funcol.all_to_all_single(tensor.contiguous(), None, None, group))
+
+
 # torch 2.13 has new names for them, and warns of the old ones.
 _all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
 _reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
@@ -253,11 +258,6 @@ def saved_together(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
                 break
         groups.setdefault(key, []).append(name)
     return list(groups.values())
-
-
-def all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Entry r of the first dim, which has one for each rank, goes to rank r of the group; see `all_reduce`."""
-    return funcol.wait_tensor(funcol.all_to_all_single(tensor.contiguous(), None, None, group))
 
 
 def nested_configs(model: nn.Module) -> list[Any]:

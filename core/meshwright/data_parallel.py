@@ -159,8 +159,6 @@ class DataParallelManager(StrategyManager):
         self._forward_options = forward_options(model)
         if weights is None and is_meta(model):
             weights = deferred_weights(model, self.mesh)
-        elif weights is not None and self.mesh.degrees.tp > 1:
-            _share_random_state(self.mesh)
         if weights is None:
             copy_from_first_rank(model, self.mesh)
         else:

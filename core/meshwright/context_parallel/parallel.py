@@ -91,10 +91,9 @@ class ContextParallel:
 
         `attention_mask` stays whole, (B, S), also where the batch has none.
 
-        Raises:
-            BatchError: the batch holds what cannot be divided.
+        Args:
+            batch: one that `check_batch` takes.
         """
-        self.check_batch(batch)
         ids, labels = batch["input_ids"], batch["labels"]
         count, length = ids.shape
         given = batch.get("position_ids")
@@ -117,10 +116,10 @@ class ContextParallel:
         return {name: tensor for name, tensor in batch.items() if name != TARGETS}, batch[TARGETS]
 
     def check_batch(self, batch: Batch) -> None:
-        """Refuse what `divide` cannot.
+        """Refuse what `divide` cannot divide; no collective.
 
         Raises:
-            BatchError: see there.
+            BatchError: the batch holds what cannot be divided.
         """
         count, length = batch["input_ids"].shape
         for name, tensor in batch.items():

@@ -28,9 +28,6 @@ from .cells import Cell, Kind, register
 from .models import case_reason
 from .parity import Case
 
-# The sizes that give one axis a degree. Data-parallel ranks that are not asked for stay at 1.
-_SIZES = {"dp_shard": "dp_size", "dp_replicate": "dp_size", "cp": "cp_size", "tp": "tp_size", "pp": "pp_size"}
-
 EXPERTS = "mixtral"
 """The model of layouts with `ep`: four experts, two for each token."""
 

@@ -57,6 +57,8 @@ class FSDP2Manager(DataParallelManager):
     config: FSDP2Config
     shards_on_meta: ClassVar[bool] = True
     runs_in_pipeline: ClassVar[bool] = True
+    expert_parallel: ExpertParallel | None = None
+    """What divides experts along `ep`, where it has more than one rank."""
 
     def __init__(self, config: FSDP2Config, device_mesh: Mesh, moe_mesh: DeviceMesh | None = None) -> None:
         if not isinstance(device_mesh, Mesh):
@@ -73,9 +75,6 @@ class FSDP2Manager(DataParallelManager):
         check_options(config, device_mesh)
         self._mp_policy = policies.mixed_precision(config)
         self._offload_policy = policies.offload(config, self.mesh.device)
-
-    expert_parallel: ExpertParallel | None = None
-    """What divides experts along `ep`, where it has more than one rank."""
 
     def check_model(self, model: nn.Module) -> None:
         check_expert_parallel(model, self.mesh.degrees.ep)
