@@ -25,6 +25,7 @@ from .layout import ModelLayout, model_layout
 from .loss import token_loss_sum
 from .mesh import Mesh
 from .norms import check_clip, scale_to_norm, total_grad_norm
+from .router_loss import RouterLoss
 from .state import (
     DTENSORS,
     OptimizerState,
@@ -80,6 +81,9 @@ class DataParallelManager(StrategyManager):
         self._optimizer: Optimizer | None = None
         self._parallelized = False
         self._plan_is_checked = False
+        self._router_loss: RouterLoss | None = None
+        self._router_loss_is_checked = False
+        self._microbatches = 1
 
     # -- what a strategy says
 
@@ -145,12 +149,13 @@ class DataParallelManager(StrategyManager):
     def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
         if self._parallelized:
             raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
-        check_trainable(model, may_be_frozen=self.in_pipeline)
+        check_trainable(model, may_be_frozen=self.in_pipeline, router_loss=not self.in_pipeline)
         if not self.in_pipeline:
             self.check_model(model)
         check_reduce_dtype(model, getattr(self.config, "reduce_dtype", None))
         self.layout = model_layout(model)
         self._config = getattr(model, "config", None)
+        self._router_loss = RouterLoss(self._config) if asks_for_router_loss(model) else None
         self._forward_options = forward_options(model)
         if weights is None and is_meta(model):
             weights = deferred_weights(model, self.mesh)
@@ -191,6 +196,7 @@ class DataParallelManager(StrategyManager):
         if not self.module.training:
             self.module.train()
         losses = []
+        self._microbatches = len(microbatches)
         with self.around_step(microbatches):
             self.choose_loss(microbatches[0])
             for index, batch in enumerate(microbatches):
@@ -208,6 +214,7 @@ class DataParallelManager(StrategyManager):
         self._require_model()
         self._check_step(microbatches, num_tokens)
         was_training = self.module.training
+        self._microbatches = len(microbatches)
         self.module.eval()
         try:
             with self.around_step(microbatches), torch.no_grad():
@@ -290,16 +297,30 @@ class DataParallelManager(StrategyManager):
     # -- helpers
 
     def share_of_loss(self, batch: Batch, num_tokens: Tensor) -> Tensor:
-        """The forward of one microbatch: the sum of its token losses over the token count of the step."""
+        """The forward of one microbatch: the sum of its token losses over the token count of the step, and its share of
+        the router loss where the model's configuration asks for one."""
         inputs = self.on_device(batch)
         labels = inputs.pop("labels")
-        if self.tensor_parallel is not None:
-            return self.tensor_parallel.token_loss_sum(lambda: self._logits(inputs), labels) / num_tokens
-        return token_loss_sum(self._logits(inputs), labels) / num_tokens
+        found: list[Any] = []
 
-    def _logits(self, inputs: Batch) -> Tensor:
-        logits: Tensor = self.outputs(inputs).logits
-        return logits
+        def logits() -> Tensor:
+            found.append(self.outputs(inputs))
+            given: Tensor = found[0].logits
+            return given
+
+        if self.tensor_parallel is not None:
+            loss = self.tensor_parallel.token_loss_sum(logits, labels) / num_tokens
+        else:
+            loss = token_loss_sum(logits(), labels) / num_tokens
+        if self._router_loss is None:
+            return loss
+        return loss + self._router_share(self._router_loss, found[0], inputs.get("attention_mask"))
+
+    def _router_share(self, router_loss: RouterLoss, outputs: Any, mask: Tensor | None) -> Tensor:
+        if not self._router_loss_is_checked:
+            self.mesh.world.together(lambda: router_loss.check(outputs, mask))
+            self._router_loss_is_checked = True
+        return router_loss.share(outputs, mask, group=self.mesh.group("dp_cp"), microbatches=self._microbatches)
 
     def outputs(self, inputs: Batch) -> Any:
         """What the module returns for a microbatch without labels, on this rank's device."""
@@ -323,7 +344,7 @@ class DataParallelManager(StrategyManager):
             for name, tensor in batch.items()
             if name != "labels"
         }
-        parallel.choose_loss(lambda: self._logits(self.on_device(few)))
+        parallel.choose_loss(lambda: self.outputs(self.on_device(few)).logits)
 
     def check_plan(self) -> None:
         """In the first step: whether the tensor-parallel plan names every parameter that it should."""
@@ -401,18 +422,26 @@ class DataParallelManager(StrategyManager):
 _FEW_TOKENS = 8
 
 
-def check_trainable(model: nn.Module, *, may_be_frozen: bool = False) -> None:
+def asks_for_router_loss(model: nn.Module) -> bool:
+    """Whether the model's configuration asks for a router loss beside the token loss."""
+    return bool(getattr(getattr(model, "config", None), "output_router_logits", False))
+
+
+def check_trainable(model: nn.Module, *, may_be_frozen: bool = False, router_loss: bool = False) -> None:
     """Refuse what would train wrongly or not at all.
+
+    Args:
+        router_loss: the caller adds the router loss where the configuration asks for one.
 
     Raises:
         ModelError: on all ranks alike, since all hold the same model.
     """
     if not may_be_frozen and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("no parameter of the model requires a gradient. Unfreeze what is to be trained.")
-    if getattr(getattr(model, "config", None), "output_router_logits", False):
+    if asks_for_router_loss(model) and not router_loss:
         raise ModelError(
-            "config.output_router_logits=True asks for a router loss beside the token loss, which is not supported "
-            "yet. Set it to False to train on the token loss alone."
+            "config.output_router_logits=True asks for a router loss beside the token loss, which pipelines and loops "
+            "by hand do not add. Set it to False to train on the token loss alone."
         )
 
 
