@@ -24,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -40,7 +41,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshwright
 from meshwright import Checkpointer, Mesh, MeshSizes, OptimizerConfig, optimizer_factory, resolve
-from meshwright.checkpoint import export_checkpoint
+from meshwright.checkpoint import export_checkpoint, steps_in
 from meshwright.contract import StrategyManager
 from meshwright.launch import launch
 from meshwright.mesh import World, open_world
@@ -87,6 +88,7 @@ def build(plan: Plan, world: World) -> StrategyManager:
 
 def run_rank(store: dist.Store, plan: Plan) -> None:
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
     with open_world("cpu", store=dist.PrefixStore("world", store)) as world:
         manager = build(plan, world)
         group = dist.new_group(backend="gloo")
@@ -128,8 +130,8 @@ def run_rank(store: dist.Store, plan: Plan) -> None:
                     seconds[name].append(spent)
         synchronous.close()
         asynchronous.close()
-        checkpoint = next((plan.scratch / "ours").iterdir())
-        dist.barrier()
+        dist.barrier()  # until the first rank has removed older ones
+        ((_, checkpoint),) = steps_in(plan.scratch / "ours")
         with Peak() as peak:
             start = time.perf_counter()
             export_checkpoint(checkpoint, plan.scratch / "exported", world=world)

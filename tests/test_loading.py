@@ -269,4 +269,6 @@ def test_every_architecture_is_loaded_as_transformers_does(model_type, sizes, tm
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], weight) for name, weight in expected.items())
         for name, value in others.items():
-            assert torch.equal(value.nan_to_num(), buffers[name].nan_to_num()), name
+            # Where a stage of a pipeline has no use for a parameter, a buffer stands in its place.
+            whole = buffers.get(name, expected.get(name))
+            assert torch.equal(value.nan_to_num(), whole.nan_to_num()), name

@@ -212,7 +212,7 @@ def as_bytes(size: str | int) -> int:
 
 
 def _model_on_meta(checkpoint: Path) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     directory = checkpoint / HUGGING_FACE
     if not (directory / "config.json").is_file():
@@ -221,8 +221,13 @@ def _model_on_meta(checkpoint: Path) -> nn.Module:
         )
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        build: Any = AutoModelForCausalLM.from_config
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            # That of the text part of a multimodal type, which the auto class takes as a part of the whole only.
+            known: list[Any] = [each for each in MODEL_FOR_CAUSAL_LM_MAPPING.values() if isinstance(each, type)]
+            build = next((each for each in known if each.config_class is type(config)), build)
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config)
+            model: nn.Module = build(config)
     except Exception as error:
         # Each configuration and each model class fails in its own way.
         raise CheckpointError(

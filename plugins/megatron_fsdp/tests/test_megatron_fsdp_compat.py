@@ -10,6 +10,7 @@ import inspect
 import pytest
 import torch
 from torch import nn
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from meshwright import StrategyError
 from meshwright.testing import Case, pool
@@ -46,12 +47,38 @@ def test_torch_inside_the_package_answers_for_cuda_and_only_while_held() -> None
     assert module.torch.nn is torch.nn
     with pytest.raises(AttributeError):
         module.torch.cuda.memory_allocated  # noqa: B018
+    assert module._coalescing_manager is not _coalescing_manager
     del first
     gc.collect()
     assert module.torch is not torch
     release()
     assert module.torch is torch
+    assert module._coalescing_manager is _coalescing_manager
     assert vars(torch.cuda) == cuda
+
+
+def _gathered() -> list[list[float]]:
+    """What is in the outputs when asynchronous collectives return, which gloo would still be writing to."""
+    module = importlib.import_module("megatron_fsdp.param_and_grad_buffer")
+    package()
+    release = hold_cpu_torch(owner := _Owner())
+    mine = torch.full((2,), float(torch.distributed.get_rank() + 1))
+    outputs = [torch.zeros(4) for _ in range(3)]
+    handle = module.torch.distributed.all_gather_into_tensor(outputs[0], mine, async_op=True)
+    with module._coalescing_manager(torch.distributed.group.WORLD, async_ops=True) as event:
+        for output in outputs[1:]:
+            module.torch.distributed.all_gather_into_tensor(output_tensor=output, input_tensor=mine, async_op=True)
+    found = [output.tolist() for output in outputs]
+    handle.wait()
+    event.wait()
+    release()
+    del owner
+    return found
+
+
+def test_collectives_on_a_cpu_are_done_when_they_return() -> None:
+    for outputs in pool(2).run(_gathered):
+        assert outputs == [[1.0, 1.0, 2.0, 2.0]] * 3
 
 
 def test_streams_of_torch_cpu_still_record_no_event() -> None:

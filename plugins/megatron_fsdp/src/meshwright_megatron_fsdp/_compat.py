@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _coalescing_manager as torch_coalescing_manager
 from torch.utils._pytree import tree_iter
 
 from meshwright.errors import StrategyError
@@ -84,6 +85,10 @@ def _modules() -> list[types.ModuleType]:
 # The package calls torch.cuda for streams and events and to name its device. On a CPU mesh the name `torch` inside
 # four of its modules stands for an object that answers these from torch.cpu and hands everything else on to torch.
 # torch itself, and everyone else's view of it, stays as it is, and the name is put back when the last manager goes.
+#
+# There, collectives that the package does not wait for at once are done when they return. It drops the tensors that it
+# gives them while they run, which streams of a GPU allow for; gloo works in a thread of its own, and torch knows of a
+# race between that and Python's deallocation (pytorch/pytorch#75529).
 
 
 class _CpuStream(torch.cpu.Stream):
@@ -121,15 +126,45 @@ class _CpuAsCuda:
 
 
 class _Torch(types.ModuleType):
-    """`torch` with some names replaced."""
+    """`torch`, or a part of it, with some names replaced."""
 
     def __init__(self, inner: Any, **replaced: Any) -> None:
-        super().__init__("torch")
+        super().__init__(inner.__name__)
         self.__dict__.update(replaced)
         self._inner = inner
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_inner"], name)
+
+
+class _Done:
+    """The handle of a collective that is done."""
+
+    def wait(self) -> bool:
+        return True
+
+
+def _waited_for(collective: Callable[..., Any]) -> Callable[..., _Done | None]:
+    """A collective of torch.distributed that is done when it returns; `async_op` chooses what it returns alone."""
+
+    @functools.wraps(collective)
+    def call(*args: Any, async_op: bool = False, **options: Any) -> _Done | None:
+        collective(*args, **options)
+        return _Done() if async_op else None
+
+    return call
+
+
+@contextmanager
+def _coalesced(*args: Any, async_ops: bool = False, **options: Any) -> Iterator[_Done]:
+    """torch's `_coalescing_manager`, whose collectives are done when the context is left."""
+    with torch_coalescing_manager(*args, **options):
+        yield _Done()
+
+
+_ASYNCHRONOUS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+_COALESCING = "_coalescing_manager"
+"""The name under which a module of the package has torch's."""
 
 
 def _cpu_torch(module: str) -> _Torch:
@@ -143,7 +178,8 @@ def _cpu_torch(module: str) -> _Torch:
 
     if module == "megatron_fsdp.utils":
         return _Torch(torch, cuda=_CpuAsCuda("cpu"))
-    return _Torch(torch, cuda=_CpuAsCuda(0), device=device, tensor=tensor)
+    distributed = _Torch(dist, **{name: _waited_for(getattr(dist, name)) for name in _ASYNCHRONOUS})
+    return _Torch(torch, cuda=_CpuAsCuda(0), device=device, tensor=tensor, distributed=distributed)
 
 
 _cpu_users = 0
@@ -155,7 +191,7 @@ def hold_cpu_torch(owner: object) -> weakref.finalize[..., Any]:
     if _cpu_users == 0:
         _log.info("Megatron-FSDP runs on the CPU: what its modules call of torch.cuda is answered by torch.cpu.")
         for module in _modules():
-            module.torch = _cpu_torch(module.__name__)  # type: ignore[attr-defined]
+            _replace(module, _cpu_torch(module.__name__), _coalesced)
     _cpu_users += 1
     return weakref.finalize(owner, _release_cpu_torch)
 
@@ -165,7 +201,13 @@ def _release_cpu_torch() -> None:
     _cpu_users -= 1
     if _cpu_users == 0:
         for module in _modules():
-            module.torch = torch  # type: ignore[attr-defined]
+            _replace(module, torch, torch_coalescing_manager)
+
+
+def _replace(module: Any, torch_: Any, coalescing_manager: Any) -> None:
+    module.torch = torch_
+    if hasattr(module, _COALESCING):
+        setattr(module, _COALESCING, coalescing_manager)
 
 
 @contextmanager

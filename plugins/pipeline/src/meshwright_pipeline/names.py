@@ -155,11 +155,14 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _holders(name: str, cut: Cut, split: Sequence[range]) -> set[int]:
-    """The stages that hold a parameter under this name."""
+    """The stages that hold a parameter or buffer under this name."""
     if name in cut.loose:
         return {0}
     block = next((index for index, each in enumerate(cut.blocks) if name.startswith(f"{each}.")), None)
     if block is not None:
         return {stage for stage, blocks in enumerate(split) if block in blocks}
     module = name.rpartition(".")[0]
+    if module not in cut.outside:
+        # Buffers of a module without parameters, which takes no memory worth saving.
+        return set(range(len(split)))
     return {stage for stage, blocks in enumerate(split) if cut.runs_in(module, blocks)}
