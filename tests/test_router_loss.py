@@ -114,8 +114,6 @@ def _refused(kind: str) -> str:
     stack, degrees = resolve("fsdp2", MeshSizes(**sizes), world.size)
     manager = stack.build(Mesh(degrees, world))
     model = _model(CASE)
-    if kind == "no coefficient":
-        model.config.router_aux_loss_coef = None
     if kind == "another loss":
         forward = model.forward
 
@@ -140,7 +138,6 @@ def _refused(kind: str) -> str:
     ("kind", "text"),
     [
         ("pipeline", "which pipelines and loops by hand do not add"),
-        ("no coefficient", "has no router_aux_loss_coef"),
         ("another loss", "so its statistics over ranks are not known"),
     ],
 )
