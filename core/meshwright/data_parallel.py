@@ -26,6 +26,7 @@ from .layout import ModelLayout, model_layout
 from .loss import target_loss_sum, targets
 from .mesh import Mesh
 from .norms import check_clip, scale_to_norm, total_grad_norm
+from .router_loss import RouterLoss
 from .state import (
     DTENSORS,
     OptimizerState,
@@ -85,6 +86,9 @@ class DataParallelManager(StrategyManager):
         self._optimizer: Optimizer | None = None
         self._parallelized = False
         self._plan_is_checked = False
+        self._router_loss: RouterLoss | None = None
+        self._router_loss_is_checked = False
+        self._microbatches = 1
 
     # -- what a strategy says
 
@@ -150,12 +154,14 @@ class DataParallelManager(StrategyManager):
     def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
         if self._parallelized:
             raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
-        check_trainable(model, may_be_frozen=self.in_pipeline)
+        adds_router_loss = not self.in_pipeline and self.mesh.degrees.cp == 1
+        check_trainable(model, may_be_frozen=self.in_pipeline, router_loss=adds_router_loss)
         if not self.in_pipeline:
             self.check_model(model)
         check_reduce_dtype(model, getattr(self.config, "reduce_dtype", None))
         self.layout = model_layout(model)
         self._config = getattr(model, "config", None)
+        self._router_loss = RouterLoss(self._config) if asks_for_router_loss(model) else None
         self._forward_options = forward_options(model)
         if weights is None and is_meta(model):
             weights = deferred_weights(model, self.mesh)
@@ -194,6 +200,7 @@ class DataParallelManager(StrategyManager):
         if not self.module.training:
             self.module.train()
         losses = []
+        self._microbatches = len(microbatches)
         with self.attention_switched(), self.around_step(microbatches):
             self.check_context(microbatches)
             self.choose_loss(microbatches[0])
@@ -212,6 +219,7 @@ class DataParallelManager(StrategyManager):
         self._require_model()
         self._check_step(microbatches, num_tokens)
         was_training = self.module.training
+        self._microbatches = len(microbatches)
         self.module.eval()
         try:
             with self.attention_switched(), self.around_step(microbatches), torch.no_grad():
@@ -303,15 +311,27 @@ class DataParallelManager(StrategyManager):
         return nullcontext() if self.context_parallel is None else self.context_parallel.switched()
 
     def share_of_loss(self, batch: Batch, num_tokens: Tensor) -> Tensor:
-        """The forward of one microbatch: the sum of its token losses over the token count of the step.
+        """The forward of one microbatch: the sum of its token losses over the token count of the step, and its share of
+        the router loss where the model's configuration asks for one.
 
         Args:
             batch: as `divide` gives it.
         """
         inputs, targets_BS = self.without_targets(self.on_device(batch))
+        outputs: list[Any] = []
+
+        def logits() -> Tensor:
+            outputs.append(self.outputs(inputs))
+            given: Tensor = outputs[0].logits
+            return given
+
         if self.tensor_parallel is not None:
-            return self.tensor_parallel.target_loss_sum(lambda: self._logits(inputs), targets_BS) / num_tokens
-        return target_loss_sum(self._logits(inputs), targets_BS) / num_tokens
+            loss = self.tensor_parallel.target_loss_sum(logits, targets_BS) / num_tokens
+        else:
+            loss = target_loss_sum(logits(), targets_BS) / num_tokens
+        if self._router_loss is None:
+            return loss
+        return loss + self._router_share(self._router_loss, outputs[0], inputs.get("attention_mask"))
 
     def without_targets(self, batch: Batch) -> tuple[Batch, Tensor]:
         """What the model is called with, of a microbatch as `divide` gives it, and the label of each position."""
@@ -319,9 +339,11 @@ class DataParallelManager(StrategyManager):
             return self.context_parallel.without_targets(batch)
         return {name: tensor for name, tensor in batch.items() if name != "labels"}, targets(batch["labels"])
 
-    def _logits(self, inputs: Batch) -> Tensor:
-        logits: Tensor = self.outputs(inputs).logits
-        return logits
+    def _router_share(self, router_loss: RouterLoss, outputs: Any, mask: Tensor | None) -> Tensor:
+        if not self._router_loss_is_checked:
+            self.mesh.world.together(lambda: router_loss.check(outputs, mask))
+            self._router_loss_is_checked = True
+        return router_loss.share(outputs, mask, group=self.mesh.group("dp_cp"), microbatches=self._microbatches)
 
     def outputs(self, inputs: Batch) -> Any:
         """What the module returns for a microbatch without labels, on this rank's device."""
@@ -343,7 +365,7 @@ class DataParallelManager(StrategyManager):
         length = min(shape[1], multiple * -(-_FEW_TOKENS // multiple))
         few = {name: tensor[:1, :length] if tensor.shape[:2] == shape else tensor[:1] for name, tensor in batch.items()}
         inputs, _ = self.without_targets(self.on_device(self.divide(few)))
-        parallel.choose_loss(lambda: self._logits(inputs))
+        parallel.choose_loss(lambda: self.outputs(inputs).logits)
 
     def check_context(self, microbatches: Sequence[Batch]) -> None:
         """Before the first step: refuse a model that context parallelism would train wrongly.
@@ -458,18 +480,26 @@ class DataParallelManager(StrategyManager):
 _FEW_TOKENS = 8
 
 
-def check_trainable(model: nn.Module, *, may_be_frozen: bool = False) -> None:
+def asks_for_router_loss(model: nn.Module) -> bool:
+    """Whether the model's configuration asks for a router loss beside the token loss."""
+    return bool(getattr(getattr(model, "config", None), "output_router_logits", False))
+
+
+def check_trainable(model: nn.Module, *, may_be_frozen: bool = False, router_loss: bool = False) -> None:
     """Refuse what would train wrongly or not at all.
+
+    Args:
+        router_loss: the caller adds the router loss where the configuration asks for one.
 
     Raises:
         ModelError: on all ranks alike, since all hold the same model.
     """
     if not may_be_frozen and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("no parameter of the model requires a gradient. Unfreeze what is to be trained.")
-    if getattr(getattr(model, "config", None), "output_router_logits", False):
+    if asks_for_router_loss(model) and not router_loss:
         raise ModelError(
-            "config.output_router_logits=True asks for a router loss beside the token loss, which is not supported "
-            "yet. Set it to False to train on the token loss alone."
+            "config.output_router_logits=True asks for a router loss beside the token loss, which pipelines, context "
+            "parallelism and loops by hand do not add. Set it to False to train on the token loss alone."
         )
 
 

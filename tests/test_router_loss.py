@@ -1,0 +1,147 @@
+"""The router loss: that of transformers on one process, and the same on many, whatever the strategy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright import Mesh, MeshSizes, ModelError, count_tokens, open_world, optimizer_factory, resolve
+from meshwright.contract import IGNORED_LABEL, Batch
+from meshwright.testing import Case, pool
+from meshwright.testing.models import case_model
+from meshwright.testing.parity import Outcome, difference, full_weights, share
+
+CASE = Case(model_type="mixtral", tied=None, steps=2, sequences=16)
+
+
+def _model(case: Case, coefficient: float = 0.3) -> nn.Module:
+    model = case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64)
+    model.config.output_router_logits = True
+    model.config.router_aux_loss_coef = model.router_aux_loss_coef = coefficient
+    return model
+
+
+def _padded(batch: Batch) -> Batch:
+    """Sequences of different lengths, by an attention mask."""
+    ids = batch["input_ids"]
+    lengths = 8 + ids[:, :1] % 9
+    mask = torch.arange(ids.shape[1]) < lengths
+    return {**batch, "attention_mask": mask.long(), "labels": batch["labels"].where(mask, IGNORED_LABEL)}
+
+
+def _train(
+    strategy: str, config: Mapping[str, Any], sizes: Mapping[str, Any], case: Case, padded: bool, shares: int | None
+) -> Outcome:
+    """Train; `single` sees the microbatches of so many ranks as one."""
+    world = open_world("cpu")
+    stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size, config=config)
+    manager = stack.build(Mesh(degrees, world))
+    manager.parallelize(_model(case))
+    manager.build_optimizer(optimizer_factory(case.optimizer))
+    losses, norms, eval_losses = [], [], []
+    for step in range(case.steps):
+        if shares is None:
+            microbatches = share(case, step, manager.mesh.data_rank, manager.mesh.data_size)
+        else:
+            each = [share(case, step, rank, shares) for rank in range(shares)]
+            microbatches = [
+                {key: torch.cat([part[key] for part in parts]) for key in parts[0]} for parts in zip(*each, strict=True)
+            ]
+        if padded:
+            microbatches = [_padded(batch) for batch in microbatches]
+        num_tokens = count_tokens(microbatches, manager.mesh)
+        losses.append(float(manager.forward_backward(microbatches, num_tokens=num_tokens)))
+        norms.append(float(manager.clip_grad_norm(case.max_norm)))
+        manager.optimizer_step()
+        eval_losses.append(float(manager.eval_loss(microbatches, num_tokens=num_tokens)))
+    return Outcome(losses, norms, eval_losses, full_weights(manager))
+
+
+@functools.cache
+def _expected(case: Case, padded: bool, shares: int) -> Outcome:
+    return pool(1).run(_train, "single", {}, {}, case, padded, shares)[0]
+
+
+LAYOUTS = [
+    ("single", 1, {}, {}, 1),
+    ("ddp", 2, {}, {}, 2),
+    ("ddp", 2, {"engine": "bucketed"}, {}, 2),
+    ("megatron_fsdp", 2, {}, {}, 2),
+    ("fsdp2", 2, {"activation_checkpointing": "full"}, {}, 2),
+    ("fsdp2", 4, {}, {"dp_replicate_size": 2}, 4),
+    ("fsdp2", 4, {"sequence_parallel": True}, {"tp_size": 2}, 2),
+    ("fsdp2", 4, {}, {"ep_size": 4}, 4),
+    ("fsdp2", 4, {}, {"ep_size": 4, "tp_size": 2}, 2),
+]
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "config", "sizes", "shares"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(("microbatches", "padded"), [(1, True), (2, False)])
+def test_statistics_are_those_of_all_ranks(
+    strategy: str,
+    ranks: int,
+    config: dict[str, Any],
+    sizes: dict[str, int],
+    shares: int,
+    microbatches: int,
+    padded: bool,
+) -> None:
+    case = Case(**{**vars(CASE), "microbatches": microbatches})
+    found = pool(ranks).run(_train, strategy, config, sizes, case, padded, None)
+    assert difference(found, _expected(case, padded, shares)).worst <= 1e-9
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "gpt_oss", "olmoe"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_loss_is_that_of_the_models_own_forward(model_type: str, padded: bool) -> None:
+    case = Case(model_type=model_type, tied=None, steps=1)
+    found = pool(1).run(_train, "single", {}, {}, case, padded, 1)[0]
+    (batch,) = share(case, 0, 0, 1)
+    given = _padded(batch) if padded else batch
+    own = _model(case)(**given)
+    assert own.aux_loss.item() * 0.3 > 0.1
+    assert found.losses == [pytest.approx(own.loss.item(), abs=1e-12)]
+
+
+def _refused(kind: str) -> str:
+    world = open_world("cpu")
+    sizes = {"pipeline": {"pp_size": 2}, "context": {"cp_size": 2}}.get(kind, {})
+    stack, degrees = resolve("fsdp2", MeshSizes(**sizes), world.size)
+    manager = stack.build(Mesh(degrees, world))
+    model = _model(CASE)
+    if kind == "another loss":
+        forward = model.forward
+
+        def other(*args: Any, **kwargs: Any) -> Any:
+            outputs = forward(*args, **kwargs)
+            outputs.aux_loss = outputs.aux_loss * 2
+            return outputs
+
+        model.forward = other
+    microbatches = share(CASE, 0, manager.mesh.data_rank, manager.mesh.data_size)
+
+    def train() -> None:
+        manager.parallelize(model)
+        manager.forward_backward(microbatches, num_tokens=count_tokens(microbatches, manager.mesh))
+
+    with pytest.raises(ModelError) as caught:
+        train()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("pipeline", "which pipelines, context parallelism and loops by hand do not add"),
+        ("context", "which pipelines, context parallelism and loops by hand do not add"),
+        ("another loss", "so its statistics over ranks are not known"),
+    ],
+)
+def test_what_cannot_be_added_is_refused_on_all_ranks(kind: str, text: str) -> None:
+    found = pool(2).run(_refused, kind)
+    assert all(text in each for each in found)
