@@ -73,9 +73,15 @@ def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor
     return funcol.wait_tensor(_reduce_scatter(tensor.contiguous(), "sum", dim % tensor.dim(), group))
 
 
-def all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Entry r of the first dim, which has one for each rank, goes to rank r of the group; see `all_reduce`."""
-    return funcol.wait_tensor(funcol.all_to_all_single(tensor.contiguous(), None, None, group))
+def all_to_all(
+    tensor: Tensor, group: dist.ProcessGroup, sends: list[int] | None = None, receives: list[int] | None = None
+) -> Tensor:
+    """The first dim in parts, one to each rank of the group and one from each; see `all_reduce`.
+
+    Args:
+        sends, receives: lengths of the parts, by rank; None: all are equal.
+    """
+    return funcol.wait_tensor(funcol.all_to_all_single(tensor.contiguous(), receives, sends, group))
 
 
 # torch 2.13 has new names for them, and warns of the old ones.
@@ -115,6 +121,14 @@ def is_attention(op: Any) -> bool:
     Tried with torch 2.11 (by reading) and 2.13.
     """
     return str(op).startswith(("aten._scaled_dot_product_", "aten.scaled_dot_product_", "flex_attention"))
+
+
+def is_choice(op: Any) -> bool:
+    """Whether an operator chooses the largest of candidates, values and indices, as routers choose experts.
+
+    Tried with torch 2.11 (by reading) and 2.13.
+    """
+    return str(op) == "aten.topk.default"
 
 
 def is_communication(op: Any) -> bool:

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._compat import all_to_all
+
 LocalExperts: TypeAlias = "Callable[[Tensor, Tensor, Tensor], Tensor]"
 """The model's own forward on this rank's experts: rows (R, D), index (R, 1) below L, weights (R, 1) to rows (R, D)."""
 
@@ -37,11 +39,11 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.sends, ctx.receives, ctx.group = sends, receives, group
-        return _exchanged(rows, sends, receives, group)
+        return all_to_all(rows, group, sends, receives)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(grad, ctx.receives, ctx.sends, ctx.group), None, None, None
+        return all_to_all(grad, ctx.group, ctx.receives, ctx.sends), None, None, None
 
 
 def dispatched(
@@ -68,8 +70,7 @@ def dispatched(
     ids = torch.where((index_TK >= 0) & (index_TK < count), index_TK, count).flatten()
     order = torch.argsort(ids, stable=True)
     sent_RL = torch.bincount(ids, minlength=count + 1)[:count].view(ranks, count // ranks)
-    received_RL = torch.empty_like(sent_RL)
-    dist.all_to_all_single(received_RL, sent_RL, group=group)
+    received_RL = all_to_all(sent_RL, group)
     sends, receives = torch.stack([sent_RL.sum(1), received_RL.sum(1)]).tolist()
     order = order[: sum(sends)]
 
@@ -91,9 +92,3 @@ def _computed(experts: LocalExperts, rows: Tensor, local: Tensor) -> Tensor:
     # and backward comes by the exchanges.
     row = rows.sum(0, keepdim=True)
     return experts(row, local.new_zeros(1, 1), row.new_ones(1, 1))[:0]
-
-
-def _exchanged(rows: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup) -> Tensor:
-    result = rows.new_empty(sum(receives), rows.shape[1])
-    dist.all_to_all_single(result, rows.contiguous(), receives, sends, group=group)
-    return result

@@ -136,7 +136,8 @@ class FSDP2Manager(DataParallelManager):
             self.expert_parallel.apply()
         if self.tensor_parallel is not None:
             self.tensor_parallel.apply(separate_names(find_units(model, self.layout)))
-        checkpoint_blocks(model, self.layout, self.config.activation_checkpointing)
+        keep_choices = self.expert_parallel is not None
+        checkpoint_blocks(model, self.layout, self.config.activation_checkpointing, keep_choices=keep_choices)
         self.maybe_compile(model)
 
     def maybe_compile(self, model: nn.Module) -> None:
