@@ -28,7 +28,15 @@ from meshwright.expert_parallel import check_expert_parallel, find_experts
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.models import case_model, tiny_model
 from meshwright.testing.observe import Observer
-from meshwright.testing.parity import Outcome, difference, full_weights, share, train_steps, training_step
+from meshwright.testing.parity import (
+    Outcome,
+    build_manager,
+    difference,
+    full_weights,
+    share,
+    train_steps,
+    training_step,
+)
 from meshwright.testing.zoo import zoo_config
 
 EP2, EP4 = {"ep_size": 2}, {"ep_size": 4}
@@ -186,6 +194,49 @@ def test_parity_of_layouts(sizes: dict[str, int], config: dict[str, Any], case: 
 )
 def test_parity_of_cases_on_both_meshes(case: Case) -> None:
     assert_parity("fsdp2", case, world_size=4, sizes=EP2)
+
+
+CP2 = {"cp_size": 2}
+
+
+@pytest.mark.parametrize("sizes", [CP2 | EP2, CP2 | EP4, CP2 | EP4 | {"tp_size": 2}], ids=str)
+@pytest.mark.parametrize("config", [{}, {"activation_checkpointing": "full", "cp_attention": "ulysses"}], ids=str)
+def test_parity_with_context_parallelism(sizes: dict[str, int], config: dict[str, Any]) -> None:
+    # Ranks of cp have different tokens of the same sequences, and share experts.
+    assert_parity("fsdp2", HARD, world_size=4, config=config, sizes=sizes)
+
+
+@pytest.mark.parametrize("sizes", [EP4, EP2 | {"tp_size": 2}], ids=str)
+def test_parity_with_offloaded_experts(sizes: dict[str, int]) -> None:
+    config = {"offload_policy": {"pin_memory": False}, "reshard_after_forward": True}
+    assert_parity("fsdp2", HARD, world_size=4, config=config, sizes=sizes)
+
+
+MIXED = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
+
+
+def _mixed(sizes: Mapping[str, int]) -> tuple[set[torch.dtype], Outcome]:
+    """What experts compute in, and how the model trains."""
+    case = Case(model_type="mixtral", dtype="float32", steps=2)
+    manager = build_manager("fsdp2", MIXED, sizes, case)
+    seen: set[torch.dtype] = set()
+    for each in find_experts(manager.model_parts[0]):
+        module = manager.model_parts[0].get_submodule(each.name)
+        module.register_forward_pre_hook(lambda module, args: seen.update([args[0].dtype, module.down_proj.dtype]))
+        module.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
+    losses, norms, eval_losses = train_steps(manager, case, range(case.steps))
+    # What the optimizer steps keeps its precision.
+    assert {parameter.dtype for parameter in manager.model_parts[0].parameters()} == {torch.float32}
+    return seen, Outcome(losses, norms, eval_losses, full_weights(manager))
+
+
+@pytest.mark.parametrize("sizes", [EP4, EP2], ids=str)
+def test_mixed_precision_of_experts_is_that_without_expert_parallelism(sizes: dict[str, int]) -> None:
+    ((_, alone),) = pool(1).run(_mixed, {})
+    for seen, found in pool(4).run(_mixed, sizes):
+        assert seen == {torch.bfloat16}
+        assert found.losses == pytest.approx(alone.losses, rel=2e-3)
+        assert found.norms == pytest.approx(alone.norms, rel=2e-2)
 
 
 @pytest.mark.parametrize("config", [{"sequence_parallel": True}], ids=["sp"])
