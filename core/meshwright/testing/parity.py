@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..batch import count_tokens
 from ..checkpoint import load_checkpoint, save_checkpoint
@@ -259,6 +260,35 @@ def train_from_checkpoint(
     losses, norms, eval_losses = train_steps(manager, case, steps)
     save_checkpoint(manager, target, step=steps.stop)
     return Outcome(losses, norms, eval_losses, full_weights(manager))
+
+
+def unshard_between_steps(
+    strategy: str, config: Mapping[str, Any], sizes: Mapping[str, Any], case: Case
+) -> tuple[bool, float, bool, bool]:
+    """The task of one rank: training with and without `unshard` after the first step.
+
+    Returns:
+        Whether the model had plain parameters then; how far its logits were from those of a plain model with the same
+        weights; whether both generated the same; and whether training went on as without it, bit for bit.
+    """
+    runs = []
+    for is_interrupted in (False, True):
+        manager = build_manager(strategy, config, sizes, case)
+        train_steps(manager, case, range(1))
+        if is_interrupted:
+            single = case_model(case.model_type, tied=case.tied, seed=0, dtype=getattr(torch, case.dtype))
+            single.load_state_dict(full_weights(manager))
+            options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+            with manager.unshard() as (model,), torch.no_grad():
+                plain = not any(isinstance(p, DTensor) for p in model.parameters())
+                ids = global_batch(case, 0)["input_ids"][:2]
+                apart = float((model(input_ids=ids).logits - single(input_ids=ids).logits).abs().max())
+                told, expected = (each.generate(ids, **options) for each in (model, single))
+                same = bool(torch.equal(told, expected))
+        runs.append((train_steps(manager, case, range(1, 3))[0], full_weights(manager)))
+    (losses, weights), (again, weights_again) = runs
+    is_same = losses == again and all(torch.equal(weights[name], weights_again[name]) for name in weights)
+    return plain, apart, same, is_same
 
 
 @functools.lru_cache(maxsize=256)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from meshwright import ModelError, OptimizerConfig, count_tokens, deferred
 from meshwright.loss import token_loss_sum
@@ -26,6 +26,7 @@ from meshwright.testing.parity import (
     share,
     train_steps,
     training_step,
+    unshard_between_steps,
 )
 from meshwright_fsdp2 import fsdp2_strategy_parallelize, unshard_fsdp2_model
 
@@ -218,33 +219,12 @@ def test_a_rank_holds_its_part_of_both_axes_and_no_more() -> None:
 # -- whole weights
 
 
-def _unshard(config: dict[str, Any]) -> tuple[bool, float, list[int], bool]:
-    case = Case()
-    runs = []
-    for is_interrupted in (False, True):
-        manager = build_manager("fsdp2", config, TP2, case)
-        train_steps(manager, case, range(1))
-        if is_interrupted:
-            single = tiny_model()
-            single.load_state_dict(full_weights(manager))
-            with manager.unshard() as (model,), torch.no_grad():
-                plain = not any(isinstance(p, DTensor) for p in model.parameters())
-                ids = global_batch(case, 0)["input_ids"][:2]
-                apart = float((model(input_ids=ids).logits - single(input_ids=ids).logits).abs().max())
-                told = model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
-                same = bool(torch.equal(told, single.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)))
-        runs.append((train_steps(manager, case, range(1, 3))[0], full_weights(manager)))
-    (losses, weights), (again, weights_again) = runs
-    is_same = losses == again and all(torch.equal(weights[name], weights_again[name]) for name in weights)
-    return plain, apart, [int(same)], is_same
-
-
 @pytest.mark.parametrize("config", [{}, SP], ids=["tp", "sp"])
 def test_unshard_gives_a_plain_model_and_changes_nothing(config: dict[str, Any]) -> None:
-    for plain, apart, same, is_same in pool(4).run(_unshard, config):
+    for plain, apart, same, is_same in pool(4).run(unshard_between_steps, "fsdp2", config, TP2, Case()):
         assert plain
         assert apart < 1e-12
-        assert same == [1]
+        assert same
         assert is_same
 
 

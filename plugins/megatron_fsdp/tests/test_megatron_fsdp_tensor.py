@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from meshwright import MeshwrightError, OptimizerConfig
@@ -14,7 +13,7 @@ from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.cells import Cell
 from meshwright.testing.collectives import measure_collectives
 from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import build_manager, full_weights, global_batch, train_steps, training_step
+from meshwright.testing.parity import build_manager, train_steps, training_step, unshard_between_steps
 
 TP2 = {"tp_size": 2}
 HSDP = {"tp_size": 2, "dp_replicate_size": 2}
@@ -171,30 +170,9 @@ def test_bf16_with_float32_weights_follows_one_rank_of_the_same_precision() -> N
 # -- whole weights
 
 
-def _unshard(config: dict[str, Any]) -> tuple[bool, float, bool, bool]:
-    case = Case()
-    runs = []
-    for is_interrupted in (False, True):
-        manager = build_manager("megatron_fsdp", config, TP2, case)
-        train_steps(manager, case, range(1))
-        if is_interrupted:
-            single = tiny_model()
-            single.load_state_dict(full_weights(manager))
-            with manager.unshard() as (model,), torch.no_grad():
-                plain = not any(isinstance(p, DTensor) for p in model.parameters())
-                ids = global_batch(case, 0)["input_ids"][:2]
-                apart = float((model(input_ids=ids).logits - single(input_ids=ids).logits).abs().max())
-                told = model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
-                same = bool(torch.equal(told, single.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)))
-        runs.append((train_steps(manager, case, range(1, 3))[0], full_weights(manager)))
-    (losses, weights), (again, weights_again) = runs
-    is_same = losses == again and all(torch.equal(weights[name], weights_again[name]) for name in weights)
-    return plain, apart, same, is_same
-
-
 @pytest.mark.parametrize("config", [{}, SP | {"zero_dp_strategy": 1}], ids=str)
 def test_unshard_gives_a_plain_model_and_changes_nothing(config: dict[str, Any]) -> None:
-    for plain, apart, same, is_same in pool(4).run(_unshard, config):
+    for plain, apart, same, is_same in pool(4).run(unshard_between_steps, "megatron_fsdp", config, TP2, Case()):
         assert plain
         assert apart < 1e-12
         assert same
