@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from meshwright import Mesh, MeshSizes, RankError, StrategyError, count_tokens, open_world
 from meshwright.loss import token_loss_sum
-from meshwright.testing import Case, pool
+from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, full_weights, share
 from meshwright_megatron_fsdp import MegatronFSDPConfig, MegatronFSDPManager, megatron_fsdp_strategy_parallelize
@@ -279,6 +279,34 @@ def _error_of(what: str) -> str:
 def test_stock_calls_that_fail_and_ours_that_are_right(what: str, told: str, config: dict[str, Any]) -> None:
     assert all(told in each for each in pool(2).run(_error_of, what))
     assert max(pool(2).run(_ours, config, {})) < 1e-5
+
+
+def _shared_by_three() -> str:
+    owner = _Owner()
+    release = hold_cpu_torch(owner)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for layer in model[1:]:
+        layer.weight = model[0].weight
+    wrapped = package().fully_shard_model(
+        model,
+        device_mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "tp")),
+        dp_shard_dim="shard",
+        tp_dim="tp",
+        fsdp_unit_modules=[nn.Linear],
+        device=torch.device("cpu"),
+    )
+    try:
+        wrapped(torch.ones(2, 4))
+    except AssertionError as error:
+        return str(error)
+    finally:
+        release()
+    return "no error"
+
+
+def test_a_parameter_that_three_modules_share_is_lost_by_the_stock_call_and_kept_by_ours() -> None:
+    assert pool(2).run(_shared_by_three) == ["Raw parameter 2.weight not found in module."] * 2
+    assert_parity("megatron_fsdp", Case(model_type="prophetnet", tied=None, unshard_after=True), world_size=2)
 
 
 def _refusal(config: dict[str, Any], sizes: dict[str, int]) -> str:

@@ -292,7 +292,7 @@ def wrap(
     config = inner.DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=_BUCKET_ELEMENTS, **options)
     used = {parameter.dtype for parameter in model.parameters()} | {dtypes.main_params, dtypes.main_grads}
     with _float64_buffers() if torch.float64 in used else nullcontext():
-        fsdp = inner.MegatronFSDP(
+        fsdp = _wrapper()(
             model,
             index,
             config,
@@ -312,6 +312,21 @@ def wrap(
         if group.hfsdp_helper_gbuf is not None:
             group.hfsdp_helper_gbuf.gradient_scaling_factor = group.main_grad_buffer.gradient_scaling_factor
     return fsdp
+
+
+@functools.cache
+def _wrapper() -> Any:
+    """The package's MegatronFSDP, for models in which any number of modules share a parameter."""
+    inner: Any = importlib.import_module("megatron_fsdp.megatron_fsdp")
+
+    class MegatronFSDP(inner.MegatronFSDP):
+        def _reestablish_shared_weights(self, old_params: dict[str, Any], new_params: dict[str, Any]) -> None:
+            # The package gives the new parameter to one more module each time, and stops after the first.
+            stale = {id(p) for p in old_params.values()} - {id(p) for p in new_params.values()}
+            while any(id(parameter) in stale for parameter in self.module.parameters()):
+                super()._reestablish_shared_weights(old_params, new_params)
+
+    return MegatronFSDP
 
 
 def has_nccl_allocator() -> bool:
