@@ -123,6 +123,8 @@ def serve():
 
 
 def main():
+    # A shell starts what it runs in the background with SIGINT ignored, and so do we inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.argv[1] == "serve":
         return serve()
     case, nproc, started_s = globals()[sys.argv[1]], int(sys.argv[2]), time.time()

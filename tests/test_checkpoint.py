@@ -107,11 +107,13 @@ def _pairs(names: list[str], daily: tuple[int, ...]) -> list[Any]:
     ]
 
 
+@pytest.mark.daily(11)
 @pytest.mark.parametrize(("source", "target"), _pairs(list(LAYOUTS), (1, 4, 7)))
 def test_any_layout_goes_on_from_what_any_other_has_saved(source: str, target: str, saved: Any) -> None:
     _check_goes_on(LAYOUTS[target], saved(source), CASE.model_type)
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(("source", "target"), _pairs(list(EXPERT_LAYOUTS), (2,)))
 def test_experts_go_on_in_any_layout_from_any_other(source: str, target: str, saved: Any) -> None:
     _check_goes_on(EXPERT_LAYOUTS[target], saved(source, EXPERTS), EXPERTS)

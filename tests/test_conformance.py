@@ -39,6 +39,7 @@ def _marks(cell: Cell) -> list[pytest.MarkDecorator]:
     return [] if daily and not cell.name.startswith("enable_compile") else [pytest.mark.slow]
 
 
+@pytest.mark.daily(70)
 @pytest.mark.parametrize(
     "cell",
     [pytest.param(cell, id=f"{name}-{cell}", marks=_marks(cell)) for name in STRATEGIES for cell in conformance(name)],
@@ -47,6 +48,7 @@ def test_strategy_passes(cell: Cell) -> None:
     cell.check()
 
 
+@pytest.mark.daily(10)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", pytest.param("megatron_fsdp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model_type", DIFFERENT_IN_KIND)
 def test_architectures_that_differ_in_kind(strategy: str, model_type: str) -> None:

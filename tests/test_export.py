@@ -56,6 +56,7 @@ def _train_and_export(strategy: str, sizes: dict[str, int], case: Case, root: st
     return full_weights(manager)
 
 
+@pytest.mark.daily(6)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_ranks_or_one_process_write_what_save_pretrained_would(layout: str, case: str, tmp_path: Path) -> None:

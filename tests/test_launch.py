@@ -191,7 +191,10 @@ def test_ctrl_c_during_the_imports_is_silent():
     assert job.stdout.readline() == "warming up\n"
     time.sleep(0.5)  # both the parent and the fork server are importing torch now
     os.killpg(job.pid, signal.SIGINT)
-    _, err = job.communicate(timeout=PROMPT_S)  # until the last process that could write to stderr is gone
+    try:
+        _, err = job.communicate(timeout=PROMPT_S)  # until the last process that could write to stderr is gone
+    finally:
+        job.kill()
     assert (job.returncode, err) == (130, "")
 
 

@@ -60,6 +60,7 @@ def check_loaded(found: dict[str, Tensor], directory: Path) -> None:
         assert torch.equal(found[name], weight), name
 
 
+@pytest.mark.daily(8)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_are_the_plain_models_and_train_like_it(layout, tied, tmp_path):
@@ -88,6 +89,7 @@ def _trained_wide(path: str, strategy: str, sizes: dict[str, Any], case: Case) -
     return _outcome(_zoo_manager(path, case.model_type, strategy, sizes), case)
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}, {"dp_replicate_size": 2}, {"ep_size": 2}], ids=str)
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_experts_that_a_checkpoint_holds_one_by_one_are_sharded_and_train(model_type, sizes, tmp_path):

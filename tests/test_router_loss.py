@@ -80,6 +80,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(("strategy", "ranks", "config", "sizes", "shares"), LAYOUTS, ids=str)
 @pytest.mark.parametrize(("microbatches", "padded"), [(1, True), (2, False)])
 def test_statistics_are_those_of_all_ranks(

@@ -54,6 +54,7 @@ def test_every_parameter_lies_on_both_axes() -> None:
         assert along_tp["model.embed_tokens.weight"] == along_tp["lm_head.weight"] == Shard(0)
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     ("config", "case"),
     [
@@ -74,6 +75,7 @@ def test_parity_on_two_axes(config: dict[str, Any], case: Case) -> None:
     assert_parity("fsdp2", case, world_size=4, config=config, sizes=TP2)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("config", [{}, SP], ids=["tp", "sp"])
 def test_parity_on_three_axes(config: dict[str, Any]) -> None:
     assert_parity("fsdp2", HARD, world_size=8, config=config, sizes=TP2 | {"dp_replicate_size": 2})

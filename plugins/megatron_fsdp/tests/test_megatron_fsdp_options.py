@@ -18,6 +18,7 @@ BLOCKS = 3
 UNITS = BLOCKS + 1
 
 
+@pytest.mark.daily(5)
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [

@@ -75,6 +75,7 @@ def test_every_schedule_over_fsdp2(schedule: str) -> None:
     _over("fsdp2", case, 4, {"pp_schedule": schedule}, dp_size=2)
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     ("strategy", "options", "sizes"),
     [
@@ -106,6 +107,7 @@ FIRST_BLOCK_ALONE = [
 ]
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("model_type", "options", "sizes"),
     [
@@ -148,6 +150,7 @@ def test_the_distributed_optimizer_divides_what_no_stages_share() -> None:
     _over("ddp", Case(layers=5), 4, {**options, "pp_schedule": "interleaved1f1b"}, dp_size=2)
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     "case",
     [
