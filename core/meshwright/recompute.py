@@ -64,7 +64,9 @@ def checkpoint_blocks(model: nn.Module, layout: ModelLayout, mode: Mode | bool, 
 
 def _recomputed(block: nn.Module, contexts: Sequence[Contexts]) -> Callable[..., Any]:
     original = block.forward
-    options = {"context_fn": functools.partial(_combined, contexts)} if contexts else {}
+    # torch.compile takes the modes themselves and nothing around them.
+    function = functools.partial(_combined, contexts) if len(contexts) > 1 else next(iter(contexts), None)
+    options = {} if function is None else {"context_fn": function}
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
