@@ -65,8 +65,8 @@ def build(plan: Plan, world: World) -> StrategyManager:
     """A sharded model after one step, so that the optimizer has state."""
     stack, degrees = resolve("fsdp2", MeshSizes(), world.size)
     manager = stack.build(Mesh(degrees, world))
+    config = llama(plan.hidden, plan.layers, plan.vocab)
     with torch.device("meta"):
-        config = llama(plan.hidden, plan.layers, plan.vocab)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     manager.parallelize(model)
     manager.build_optimizer(optimizer_factory(OptimizerConfig()))

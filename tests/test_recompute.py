@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright._compat import is_attention, is_communication, is_matrix_product
+from meshwright._compat import is_attention, is_choice, is_communication, is_matrix_product
 from meshwright.errors import ConfigError, ModelError
 from meshwright.layout import layout_by_structure
 from meshwright.loss import token_loss_sum
@@ -164,3 +164,5 @@ def test_canary_operators_have_the_names_by_which_they_are_known() -> None:
     assert not is_attention(aten.softmax.int)
     assert all(map(is_communication, (collectives.all_reduce.default, collectives.wait_tensor.default)))
     assert not is_communication(aten.mm.default)
+    assert is_choice(aten.topk.default)
+    assert not is_choice(aten.sort.default)

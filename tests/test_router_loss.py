@@ -17,12 +17,13 @@ from meshwright.testing.models import case_model
 from meshwright.testing.parity import Outcome, difference, full_weights, share
 
 CASE = Case(model_type="mixtral", tied=None, steps=2, sequences=16)
+COEFFICIENT = 0.3
 
 
-def _model(case: Case, coefficient: float = 0.3) -> nn.Module:
+def _model(case: Case) -> nn.Module:
     model = case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64)
     model.config.output_router_logits = True
-    model.config.router_aux_loss_coef = model.router_aux_loss_coef = coefficient
+    model.config.router_aux_loss_coef = model.router_aux_loss_coef = COEFFICIENT
     return model
 
 
@@ -105,7 +106,7 @@ def test_the_loss_is_that_of_the_models_own_forward(model_type: str, padded: boo
     (batch,) = share(case, 0, 0, 1)
     given = _padded(batch) if padded else batch
     own = _model(case)(**given)
-    assert own.aux_loss.item() * 0.3 > 0.1
+    assert own.aux_loss.item() * COEFFICIENT > 0.1
     assert found.losses == [pytest.approx(own.loss.item(), abs=1e-12)]
 
 

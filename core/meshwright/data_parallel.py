@@ -88,7 +88,6 @@ class DataParallelManager(StrategyManager):
         self._plan_is_checked = False
         self._router_loss: RouterLoss | None = None
         self._router_loss_is_checked = False
-        self._microbatches = 1
 
     # -- what a strategy says
 
@@ -200,14 +199,13 @@ class DataParallelManager(StrategyManager):
         if not self.module.training:
             self.module.train()
         losses = []
-        self._microbatches = len(microbatches)
         with self.attention_switched(), self.around_step(microbatches):
             self.check_context(microbatches)
             self.choose_loss(microbatches[0])
             for index, batch in enumerate(microbatches):
                 is_last = index == len(microbatches) - 1
                 with self.sync_gradients(is_last=is_last):
-                    loss = self.share_of_loss(self.divide(batch), num_tokens)
+                    loss = self.share_of_loss(self.divide(batch), num_tokens, microbatches=len(microbatches))
                     loss.backward()
                 self.after_backward(is_last=is_last)
                 losses.append(loss.detach())
@@ -219,12 +217,14 @@ class DataParallelManager(StrategyManager):
         self._require_model()
         self._check_step(microbatches, num_tokens)
         was_training = self.module.training
-        self._microbatches = len(microbatches)
         self.module.eval()
         try:
             with self.attention_switched(), self.around_step(microbatches), torch.no_grad():
                 self.check_context(microbatches)
-                losses = [self.share_of_loss(self.divide(batch), num_tokens) for batch in microbatches]
+                losses = [
+                    self.share_of_loss(self.divide(batch), num_tokens, microbatches=len(microbatches))
+                    for batch in microbatches
+                ]
         finally:
             self.module.train(was_training)
             self.after_eval()
@@ -310,12 +310,13 @@ class DataParallelManager(StrategyManager):
         """Around all forwards and backwards of a step or evaluation: attention knows of context parallelism."""
         return nullcontext() if self.context_parallel is None else self.context_parallel.switched()
 
-    def share_of_loss(self, batch: Batch, num_tokens: Tensor) -> Tensor:
+    def share_of_loss(self, batch: Batch, num_tokens: Tensor, *, microbatches: int = 1) -> Tensor:
         """The forward of one microbatch: the sum of its token losses over the token count of the step, and its share of
         the router loss where the model's configuration asks for one.
 
         Args:
             batch: as `divide` gives it.
+            microbatches: of the step; for the router loss alone, which pipelines do not add.
         """
         inputs, targets_BS = self.without_targets(self.on_device(batch))
         outputs: list[Any] = []
@@ -331,19 +332,17 @@ class DataParallelManager(StrategyManager):
             loss = target_loss_sum(logits(), targets_BS) / num_tokens
         if self._router_loss is None:
             return loss
-        return loss + self._router_share(self._router_loss, outputs[0], inputs.get("attention_mask"))
+        router_loss, mask = self._router_loss, inputs.get("attention_mask")
+        if not self._router_loss_is_checked:
+            self.mesh.world.together(lambda: router_loss.check(outputs[0], mask))
+            self._router_loss_is_checked = True
+        return loss + router_loss.share(outputs[0], mask, group=self.mesh.group("dp_cp"), microbatches=microbatches)
 
     def without_targets(self, batch: Batch) -> tuple[Batch, Tensor]:
         """What the model is called with, of a microbatch as `divide` gives it, and the label of each position."""
         if self.context_parallel is not None:
             return self.context_parallel.without_targets(batch)
         return {name: tensor for name, tensor in batch.items() if name != "labels"}, targets(batch["labels"])
-
-    def _router_share(self, router_loss: RouterLoss, outputs: Any, mask: Tensor | None) -> Tensor:
-        if not self._router_loss_is_checked:
-            self.mesh.world.together(lambda: router_loss.check(outputs, mask))
-            self._router_loss_is_checked = True
-        return router_loss.share(outputs, mask, group=self.mesh.group("dp_cp"), microbatches=self._microbatches)
 
     def outputs(self, inputs: Batch) -> Any:
         """What the module returns for a microbatch without labels, on this rank's device."""

@@ -127,7 +127,7 @@ class _Keep(TorchDispatchMode):
 
 
 class _Reuse(TorchDispatchMode):
-    """Gives what was kept, in the same order; once more for each recomputation, of which pipelines may need two."""
+    """Gives what was kept, in the same order."""
 
     def __init__(self, kept: Sequence[tuple[Tensor, ...]]) -> None:
         super().__init__()
