@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright import StrategySpec, hookimpl
+from meshwright import Batch, StrategySpec, hookimpl
 from meshwright.norms import scale_to_norm, total_grad_norm
 from meshwright_ddp import DDPConfig
 from meshwright_ddp.manager import DDPManager
@@ -35,10 +37,10 @@ class DividedTwice(FSDP2Manager):
             unit.set_gradient_divide_factor(float(self.mesh.degrees.dp))
         return module
 
-    def share_of_loss(self, batch: object, num_tokens: Tensor) -> Tensor:
-        return super().share_of_loss(batch, num_tokens) * self.mesh.degrees.dp
+    def share_of_loss(self, batch: Batch, num_tokens: Tensor, *, microbatches: int = 1) -> Tensor:
+        return super().share_of_loss(batch, num_tokens, microbatches=microbatches) * self.mesh.degrees.dp
 
-    def _sum_over_ranks(self, losses: list[Tensor]) -> Tensor:
+    def _sum_over_ranks(self, losses: Sequence[Tensor]) -> Tensor:
         return super()._sum_over_ranks([loss / self.mesh.degrees.dp for loss in losses])
 
 
