@@ -101,6 +101,15 @@ def test_sizes_choose_one_layout() -> None:
         conformance("fsdp2", sizes={"tp_size": 3})
 
 
+def test_sizes_may_call_for_a_strategy_that_wraps_the_named_one() -> None:
+    cells = {cell.name: cell for cell in conformance("fsdp2", sizes={"pp_size": 2, "cp_size": 2})}
+    assert {cell.layout for cell in cells.values()} == {"pp=2 x cp=2"}
+    assert cells["ragged masks"].case.layers == 5
+    assert cells["ragged masks"].run().status == "passed"
+    # The ranks of a pipeline hold the same data: there is no other data rank.
+    assert cells["a rank without tokens"].run().status == "does not apply"
+
+
 def test_every_option_is_tried_or_said_to_be_open() -> None:
     from meshwright_ddp import DDPConfig
 

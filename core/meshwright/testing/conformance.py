@@ -22,7 +22,8 @@ from ..contract import ROUNDS_ANEW, StrategySpec
 from ..errors import ConfigError
 from ..registry import get_strategy
 from ..runfile import OptimizerConfig, ScheduleConfig
-from ..sizes import CLAIMABLE_AXES, MeshSizes
+from ..sizes import CLAIMABLE_AXES, Degrees, MeshSizes
+from ..stack import resolve
 from ..validation import validated
 from .cells import Cell, Kind, register
 from .models import case_reason
@@ -53,7 +54,8 @@ def conformance(
             divided.
         device: cpu or cuda.
         plugin: a module that brings the strategy, where its package is not installed.
-        sizes: for MeshSizes: one layout of `ranks` ranks instead of all that the claims allow.
+        sizes: for MeshSizes: one layout of `ranks` ranks instead of all that the claims allow; an axis that another
+            strategy shards by wrapping this one may be among them, such as `pp_size`.
 
     Raises:
         StrategyError: there is no such strategy.
@@ -90,7 +92,7 @@ def conformance(
     return [
         Cell(spec.name, layout, count, sizes, name, case, {**fixed, **extra}, kind, device, plugin, reason)
         for layout, count, sizes, main in layouts
-        for name, case, extra, kind, reason in _cases(spec, count, sizes, main, fixed)
+        for name, case, extra, kind, reason in _cases(spec, _degrees(spec, count, sizes), main, fixed)
     ]
 
 
@@ -125,8 +127,12 @@ def _expert_layouts(spec: StrategySpec, ranks: int) -> Iterator[tuple[str, int, 
 
 
 def _layout(spec: StrategySpec, ranks: int, sizes: Mapping[str, int]) -> tuple[str, int, dict[str, int], bool]:
-    degrees = validated(MeshSizes, sizes, where="sizes").resolve(ranks, spec.axes)
-    return str(degrees), ranks, dict(sizes), True
+    return str(_degrees(spec, ranks, sizes)), ranks, dict(sizes), True
+
+
+def _degrees(spec: StrategySpec, ranks: int, sizes: Mapping[str, int]) -> Degrees:
+    """Of the strategy, and of those that wrap it where it does not claim an axis itself."""
+    return resolve(spec.name, validated(MeshSizes, sizes, where="sizes"), ranks)[1]
 
 
 def _sizes(degrees: Mapping[str, int], spec: StrategySpec) -> dict[str, int]:
@@ -143,18 +149,12 @@ def _sizes(degrees: Mapping[str, int], spec: StrategySpec) -> dict[str, int]:
 _Entry = tuple[str, Case, dict[str, Any], Kind, str | None]
 
 
-def _data_ranks(spec: StrategySpec, ranks: int, sizes: Mapping[str, int]) -> int:
-    return MeshSizes(**sizes).resolve(ranks, spec.axes).dp
-
-
-def _cases(
-    spec: StrategySpec, ranks: int, sizes: Mapping[str, int], main: bool, fixed: Mapping[str, Any]
-) -> Iterator[_Entry]:
-    data_ranks = _data_ranks(spec, ranks, sizes)
+def _cases(spec: StrategySpec, degrees: Degrees, main: bool, fixed: Mapping[str, Any]) -> Iterator[_Entry]:
+    ranks, data_ranks = degrees.world_size, degrees.dp
     # Two stages on each rank of a pipeline, and one block too many to divide evenly.
-    layers = 2 * ranks + 1 if "pp" in spec.axes else None
+    layers = 2 * degrees.pp + 1 if degrees.pp > 1 or "pp" in spec.axes else None
     base, routed = Case(layers=layers), Case(model_type="routed", layers=layers)
-    has_experts = sizes.get("ep_size", 1) > 1
+    has_experts = degrees.ep > 1
     if has_experts:
         base = replace(base, model_type=EXPERTS)
     yield _entry("ragged masks", base)
