@@ -44,15 +44,20 @@ def unwraps_itself(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
 
+def freeze() -> None:
+    """Have the garbage collector leave out what exists by now, as `gc.freeze`; `forget_meshes` still finds it."""
+    _FROZEN.extend(_caches())
+    gc.freeze()
+
+
 def forget_meshes() -> None:
     """Empty the caches in which torch keeps the layouts of DTensors, and with them meshes whose groups are gone.
 
     Each gloo group has threads of its own, and they go on polling. Private because torch, which expects one mesh in the
     life of a process, has no public call for it. Tried with torch 2.11 (by reading) and 2.13.
     """
-    for each in gc.get_objects():
-        if type(each) is functools._lru_cache_wrapper and (each.__module__ or "").startswith("torch.distributed."):
-            each.cache_clear()
+    for cache in (*_FROZEN, *_caches()):
+        cache.cache_clear()
     for module, name in (
         (torch._C, "_clear_DTensor_sharding_propagator_cache"),
         (_redistribute, "clear_redistribute_planner_cache"),
@@ -60,3 +65,12 @@ def forget_meshes() -> None:
         clear = getattr(module, name, None)
         if clear is not None:
             clear()
+
+
+_FROZEN: list[Any] = []
+
+
+def _caches() -> list[Any]:
+    """Of functions in torch.distributed, where the garbage collector looks."""
+    wrappers = [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]
+    return [each for each in wrappers if (each.__module__ or "").startswith("torch.distributed.")]

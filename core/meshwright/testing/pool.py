@@ -144,11 +144,11 @@ def _serve(rank: int, size: int, connection: Connection) -> None:
     import torch.distributed as dist
 
     from ..mesh import open_world
-    from ._compat import forget_meshes
+    from ._compat import forget_meshes, freeze
 
     torch.set_num_threads(1)
     # What is imported by now is never garbage: looking through it took a fifth of a task.
-    gc.freeze()
+    freeze()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     while True:
         try:
