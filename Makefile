@@ -15,7 +15,7 @@ train: .venv/installed
 	$(BIN)/python examples/load_back.py runs/stdlib
 
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 lint: .venv/installed
 	$(BIN)/ruff check .
