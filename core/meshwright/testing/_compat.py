@@ -44,6 +44,10 @@ def unwraps_itself(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
 
+_FROZEN: list[Any] = []
+"""Caches that `gc.get_objects` no longer tells of."""
+
+
 def freeze() -> None:
     """Have the garbage collector leave out what exists by now, as `gc.freeze`; `forget_meshes` still finds it."""
     _FROZEN.extend(_caches())
@@ -65,9 +69,6 @@ def forget_meshes() -> None:
         clear = getattr(module, name, None)
         if clear is not None:
             clear()
-
-
-_FROZEN: list[Any] = []
 
 
 def _caches() -> list[Any]:

@@ -166,8 +166,8 @@ def _serve(rank: int, size: int, connection: Connection) -> None:
             return
         except Exception:
             connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
-        # Models and their hooks form cycles that hold process groups, each with polling threads of its own. What a
-        # first collection frees in C++ (graphs of autograd) may have held cycles that only another one finds.
+        # Models and their hooks form cycles that hold process groups, each with polling threads of its own. After some
+        # tasks, as of pipelines over fsdp2, a first collection leaves groups that only another one finds.
         forget_meshes()
         for _ in range(3):
             gc.collect()
