@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := -e '.[all,dev]' -e plugins/fsdp2 -e plugins/ddp -e plugins/megatron_fsdp -e plugins/pipeline
 
-.PHONY: train test lint types check clean
+.PHONY: train test test-versions lint types check clean
 
 .venv/installed: pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 	$(PYTHON) -m venv .venv
@@ -17,6 +17,9 @@ train: .venv/installed
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
+test-versions: .venv/installed
+	$(BIN)/python tests/versions.py
+
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -28,4 +31,4 @@ types: .venv/installed
 check: lint types test
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .versions runs

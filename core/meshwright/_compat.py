@@ -345,15 +345,19 @@ def mask_maker(implementation: str) -> Callable[..., Tensor]:
 def for_documents(function: Callable[..., Tensor], positions_BS: Tensor) -> tuple[Callable[..., Tensor], bool]:
     """A mask function that keeps documents apart, whose positions restart; and whether there are several.
 
-    As transformers itself does it for sequences without an attention mask; the functions are not documented.
-    Tried with transformers 5.23.
+    As transformers itself does it for sequences without an attention mask; the functions are not documented. Up to 5.22
+    mask functions see the places of tokens in the row, from 5.23 on those in the document: it matters to attention in
+    chunks. Tried with transformers 5.17 and 5.23.
     """
-    from transformers.masking_utils import find_packed_sequence_indices, packed_sequence_compatibility_function
+    from transformers import masking_utils
 
-    documents = find_packed_sequence_indices(positions_BS)
+    documents = masking_utils.find_packed_sequence_indices(positions_BS)
     if documents is None:
         return function, False
-    return packed_sequence_compatibility_function(function, positions_BS, documents), True
+    remapping = getattr(masking_utils, "packed_sequence_compatibility_function", None)
+    if remapping is not None:
+        return remapping(function, positions_BS, documents), True
+    return masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(documents)), True
 
 
 def is_left_out_of_files(model: nn.Module, name: str) -> bool:

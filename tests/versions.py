@@ -1,0 +1,147 @@
+"""Run the tests that hang on versions under each set of versions that the packages promise.
+
+    make test-versions                                   # all, each in an environment of its own under .versions
+    python tests/versions.py --only "oldest transformers"
+
+Writes what passed, with the date, to docs/versions.md. An environment takes up to 5 GB: builds of torch other than the
+pinned one come with CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENTS = ROOT / ".versions"
+RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
+PAGE = ROOT / "docs" / "versions.md"
+PLUGINS = ("fsdp2", "ddp", "megatron_fsdp", "pipeline")
+PACKAGES = ["-e", ".[all,dev]", *(word for name in PLUGINS for word in ("-e", f"plugins/{name}"))]
+TESTS = [
+    "tests/test_compat.py",
+    "tests/test_parity.py",
+    "tests/test_state.py",
+    "tests/test_checkpoint.py",
+    "tests/test_tensor_parallel.py",
+    "tests/test_context_parallel.py",
+    "tests/test_expert_parallel.py",
+    "tests/test_loading.py",
+    "tests/test_pretrained.py",
+    "tests/test_compile.py",
+    "tests/test_optim.py",
+    "plugins/fsdp2/tests/test_fsdp2.py",
+    "plugins/fsdp2/tests/test_fsdp2_compat.py",
+    "plugins/ddp/tests/test_ddp_compat.py",
+    "plugins/ddp/tests/test_ddp_torch.py",
+    "plugins/ddp/tests/test_ddp_optimizer.py",
+    "plugins/megatron_fsdp/tests/test_megatron_fsdp_compat.py",
+    "plugins/megatron_fsdp/tests/test_megatron_fsdp.py",
+    "plugins/pipeline/tests/test_split.py",
+]
+
+
+@dataclass(frozen=True)
+class Versions:
+    """What is installed together."""
+
+    name: str
+    torch: str
+    transformers: str
+    megatron_fsdp: str = "0.6.1"
+
+    def pins(self) -> list[str]:
+        return [
+            f"torch=={self.torch}",
+            f"transformers=={self.transformers}",
+            f"megatron-fsdp=={self.megatron_fsdp}",
+        ]
+
+
+MATRIX = [
+    Versions("pinned", "2.13.0", "5.23.0"),
+    Versions("oldest transformers", "2.13.0", "5.17.0"),
+    Versions("newest torch", "2.14.1", "5.23.0"),
+    Versions("oldest torch", "2.12.1", "5.17.0"),
+]
+
+
+def environment(versions: Versions) -> Path:
+    """The Python of an environment with these versions; made if it is not there."""
+    directory = ENVIRONMENTS / versions.name.replace(" ", "-")
+    python, done = directory / "bin" / "python", directory / "installed"
+    if not done.exists() or done.read_text() != str(versions):
+        shutil.rmtree(directory, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", directory], check=True)
+        install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        subprocess.run([*install, *versions.pins(), *PACKAGES], cwd=ROOT, check=True)
+        done.write_text(str(versions))
+    return python
+
+
+def try_versions(versions: Versions, tests: list[str]) -> dict[str, object]:
+    """Run the tests; how many passed, failed and were skipped, and the names of those that failed."""
+    ran = subprocess.run(
+        [environment(versions), "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    last = ran.stdout.strip().splitlines()[-1] if ran.stdout.strip() else ran.stderr.strip()[-200:]
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE)
+    print(f"{versions.name}: {last}", *failed, sep="\n  ", flush=True)
+    return {
+        "torch": versions.torch,
+        "transformers": versions.transformers,
+        "megatron-fsdp": versions.megatron_fsdp,
+        "date": datetime.date.today().isoformat(),
+        **{word: counts.get(word, 0) for word in ("passed", "failed", "skipped")},
+        "tests that failed": failed,
+    }
+
+
+def page(results: dict[str, dict[str, object]]) -> str:
+    lines = [
+        "# Versions that were run",
+        "",
+        "`make test-versions` runs the tests of compatibility, parity, state, loading and each axis with each of",
+        "these, on CPU over gloo. The ranges in the packages' `pyproject.toml` are bounded by what passed.",
+        "",
+        "| | torch | transformers | megatron-fsdp | passed | failed | skipped | date |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    columns = ("torch", "transformers", "megatron-fsdp", "passed", "failed", "skipped", "date")
+    lines += [f"| {name} | {' | '.join(str(each[key]) for key in columns)} |" for name, each in results.items()]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=[each.name for each in MATRIX], help="one set of versions")
+    parser.add_argument("--keep", action="store_true", help="leave environments in .versions for the next time")
+    parser.add_argument("tests", nargs="*", default=TESTS)
+    arguments = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for versions in MATRIX:
+        if arguments.only in (None, versions.name):
+            results[versions.name] = try_versions(versions, arguments.tests)
+    if arguments.tests == TESTS:
+        names = [each.name for each in MATRIX]
+        results = {name: results[name] for name in names if name in results}
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        PAGE.write_text(page(results), encoding="utf-8")
+    if not arguments.keep:
+        shutil.rmtree(ENVIRONMENTS, ignore_errors=True)
+    if any(each["failed"] for each in results.values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
