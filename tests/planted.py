@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from meshwright import Batch, StrategySpec, hookimpl
+from meshwright.contract import OptimizerFactory
 from meshwright.norms import scale_to_norm, total_grad_norm
+from meshwright.state import OptimizerState, ShardedState, TensorKind
 from meshwright_ddp import DDPConfig
 from meshwright_ddp.manager import DDPManager
 from meshwright_fsdp2 import FSDP2Config
@@ -75,6 +81,94 @@ class DriftingCopies(DDPManager):
                 next(self.trainable()).mul_(1 + 1e-6)
 
 
+class _Alias(Optimizer):
+    """Steps another optimizer, whose groups it has from the start on."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__([dict(group) for group in inner.param_groups], inner.defaults)
+        self.param_groups = inner.param_groups
+        self._inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        self._inner.step()
+
+
+class AliasedGroups(DDPManager):
+    """Gives schedules groups that loading replaces."""
+
+    def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
+        return _Alias(super().build_optimizer(factory))
+
+
+class AfterLoading(DDPManager):
+    """Loads right, and then does something about it."""
+
+    @contextmanager
+    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
+        with super().loading(optimizer) as target:
+            yield target
+        self.spoil()
+
+    def spoil(self) -> None: ...
+
+
+class LosesDecay(AfterLoading):
+    """Does not decay weights after loading."""
+
+    def spoil(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.0
+
+
+class LosesSteps(AfterLoading):
+    """Counts the steps of Adam anew after loading."""
+
+    def spoil(self) -> None:
+        for values in self.optimizer.state.values():
+            values["step"].zero_()
+
+
+class KeepsRates(AfterLoading):
+    """Makes the first step after loading with the rate of the schedule's start."""
+
+    def spoil(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"]
+
+
+class SwapsGroups(DDPManager):
+    """Loads the settings of parameter groups in the wrong order."""
+
+    @contextmanager
+    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
+        if optimizer is not None:
+            names = [group["params"] for group in optimizer.groups]
+            optimizer.groups = [
+                {**group, "params": other} for group, other in zip(optimizer.groups, reversed(names), strict=True)
+            ]
+        with super().loading(optimizer) as target:
+            yield target
+
+
+class OwnSchedule(DDPManager):
+    """Follows a schedule of its own, which is in no checkpoint."""
+
+    def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
+        optimizer = super().build_optimizer(factory)
+        self._own = LambdaLR(optimizer, lambda step: min(step, (11 - step) / 10))
+        # The same rates as those of the schedule that is given, as long as nothing is loaded.
+        optimizer.register_step_pre_hook(self._set)
+        return optimizer
+
+    def _set(self, *_: Any) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self._own.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+    def optimizer_step(self) -> None:
+        super().optimizer_step()
+        self._own.step()
+
+
 @hookimpl
 def register_strategies() -> list[StrategySpec]:
     sharded = frozenset({"dp_replicate", "dp_shard"})
@@ -85,4 +179,10 @@ def register_strategies() -> list[StrategySpec]:
         StrategySpec("local_norm", "Clips by a local norm.", sharded, FSDP2Config, LocalNorm),
         StrategySpec("loses_microbatches", "Forgets microbatches.", copies, DDPConfig, LosesMicrobatches),
         StrategySpec("drifting_copies", "Lets copies drift.", copies, DDPConfig, DriftingCopies),
+        StrategySpec("aliased_groups", "Keeps old groups.", copies, DDPConfig, AliasedGroups),
+        StrategySpec("loses_decay", "Forgets decay.", copies, DDPConfig, LosesDecay),
+        StrategySpec("loses_steps", "Forgets steps.", copies, DDPConfig, LosesSteps),
+        StrategySpec("keeps_rates", "Forgets rates.", copies, DDPConfig, KeepsRates),
+        StrategySpec("swaps_groups", "Swaps groups.", copies, DDPConfig, SwapsGroups),
+        StrategySpec("own_schedule", "Forgets its schedule.", copies, DDPConfig, OwnSchedule),
     ]

@@ -32,6 +32,8 @@ DAILY = {
 
 def _marks(cell: Cell) -> list[pytest.MarkDecorator]:
     """Every cell of every layout takes a while: in daily runs, those of a layout with each axis, and no compilation."""
+    if cell.name == "resume":
+        return [pytest.mark.slow]  # see test_every_strategy_goes_on_with_the_rates_that_it_reports
     if cell.strategy == "megatron_fsdp" or (cell.strategy, cell.layout) == ("fsdp2", "dp_shard=4"):
         return [] if cell.name in DAILY.get(cell.layout, ()) else [pytest.mark.slow]
     layouts = ("dp_shard=2 x tp=2", "ep=4", "tp=2 x ep=4")
@@ -70,6 +72,12 @@ def _named(strategy: str, names: list[str]) -> dict[str, Result]:
         ("local_norm", ["dp_shard=4-norm_1", "dp_shard=4-norm_inf"], ["dp_replicate=4-norm_1"]),
         ("loses_microbatches", ["dp_replicate=4-accumulation_2"], ["dp_replicate=4-ragged_masks"]),
         ("drifting_copies", ["dp_replicate=2-ragged_masks"], ["one_rank-ragged_masks"]),
+        ("aliased_groups", ["dp_replicate=2-resume"], ["dp_replicate=2-ragged_masks"]),
+        ("own_schedule", ["dp_replicate=2-resume"], []),
+        ("swaps_groups", ["one_rank-resume"], ["one_rank-ragged_masks"]),
+        ("loses_decay", ["one_rank-resume"], ["one_rank-ragged_masks"]),
+        ("loses_steps", ["one_rank-resume"], ["one_rank-ragged_masks"]),
+        ("keeps_rates", ["one_rank-resume"], ["one_rank-ragged_masks"]),
     ],
 )
 def test_planted_bug_is_caught_where_it_acts(strategy: str, caught: list[str], unseen: list[str]) -> None:
@@ -79,6 +87,26 @@ def test_planted_bug_is_caught_where_it_acts(strategy: str, caught: list[str], u
         assert results[name].worst is None or results[name].worst > 1e-7
     for name in unseen:
         assert results[name].status == "passed", results[name]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout", "sizes"),
+    [
+        ("single", "one rank", None),
+        ("ddp", "dp_replicate=2", None),
+        ("fsdp2", "dp_shard=2", None),
+        ("megatron_fsdp", "dp_shard=2", None),
+        ("pipeline", "pp=2", None),
+        pytest.param("ddp", "pp=2 x dp_replicate=2", {"pp_size": 2, "dp_size": 2}, marks=pytest.mark.slow),
+        pytest.param("fsdp2", "pp=2 x dp_shard=2", {"pp_size": 2, "dp_size": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_every_strategy_goes_on_with_the_rates_that_it_reports(
+    strategy: str, layout: str, sizes: dict[str, int] | None
+) -> None:
+    (cell,) = (cell for cell in conformance(strategy, sizes=sizes) if (cell.layout, cell.name) == (layout, "resume"))
+    result = cell.run()
+    assert result.status == "passed", result
 
 
 def test_every_claimed_axis_is_tried_alone_and_in_pairs() -> None:

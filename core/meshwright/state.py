@@ -277,6 +277,9 @@ def _matching(
     numbers: Mapping[str, int],
 ) -> dict[str, Any]:
     """The saved settings of a parameter group, with the numbers of its parameters."""
+    if not group["params"]:
+        # This rank steps none of the group's parameters.
+        return dict(group)
     mine = [names[parameter] for parameter in group["params"]]
     found = [each for each in saved if not set(mine).isdisjoint(each["params"])]
     # A strategy may step parameters in several groups that another steps in one.

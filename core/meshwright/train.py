@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .batch import count_tokens
 from .contract import Batch, StrategyManager
 from .errors import TrainingError
+from .rates import check_rates, groups_stepped
 from .registry import Registry, get_registry
 
 
@@ -30,7 +31,7 @@ class StepResult:
     grad_norm: float
     """Total norm before clipping."""
     learning_rate: float
-    """Of the first parameter group, during the step."""
+    """Of this rank's first parameter group, during the step; what stepped is seen to have used it."""
     num_tokens: int
     """Unmasked targets of the global batch."""
     seconds: float
@@ -93,7 +94,8 @@ def fit(
 
     Raises:
         BatchError: a step's microbatches do not fit together (on all ranks).
-        TrainingError: loss or gradient is not finite (on all ranks); the parameters are those before that step.
+        TrainingError: loss or gradient is not finite (on all ranks); the parameters are those before that step. Or an
+            optimizer stepped with another learning rate than the schedule's.
     """
     registry = registry or get_registry()
     held_out_tokens = count_tokens(loop.held_out, manager.mesh) if loop.held_out else None
@@ -126,15 +128,17 @@ def train_step(manager: StrategyManager, scheduler: LRScheduler, loop: Loop, ste
             f"step {step + 1}: the loss is {loss_value} and the gradient norm {norm_value}. The parameters were not "
             f"changed by this step. Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the step's data."
         )
-    learning_rate = scheduler.get_last_lr()[0]
-    manager.optimizer_step()
+    scheduled = scheduler.get_last_lr()
+    with groups_stepped() as stepped:
+        manager.optimizer_step()
+    check_rates(scheduled, stepped, step=step + 1)
     scheduler.step()
     return StepResult(
         step=step + 1,
         steps=loop.steps,
         loss=loss_value,
         grad_norm=norm_value,
-        learning_rate=learning_rate,
+        learning_rate=float(scheduled[0]),
         num_tokens=int(num_tokens),
         seconds=time.perf_counter() - start,
         rank=manager.mesh.rank,

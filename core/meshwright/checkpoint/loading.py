@@ -25,6 +25,7 @@ from .directory import (
 )
 from .planner import PieceLoadPlanner
 from .saving import own_group
+from .schedule import load_schedule
 from .values import MODEL, OPTIMIZER, decoded, flat, random_to_load, set_random_state
 
 
@@ -70,7 +71,8 @@ def load_checkpoint(
         for sharded in random.values():
             set_random_state(sharded.pieces[0].tensor)
     if scheduler is not None and manifest.scheduler is not None:
-        scheduler.load_state_dict(manifest.scheduler)
+        saved_schedule = decoded(manifest.scheduler)
+        world.together(lambda: load_schedule(scheduler, saved_schedule))
     return manifest
 
 

@@ -32,6 +32,7 @@ from .directory import (
 )
 from .ownership import Rectangle, divide
 from .planner import PieceSavePlanner
+from .schedule import note_rates
 from .values import RANDOM, flat, plain, random_state
 
 
@@ -57,6 +58,8 @@ class Saving:
         self._final = directory
         self._group = group
         self._world = manager.mesh.world
+        if scheduler is not None:
+            note_rates(scheduler)
         state = manager.sharded_state()
         if not with_optimizer:
             state = ShardedState(state.model)

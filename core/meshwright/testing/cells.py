@@ -17,7 +17,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ..batch import count_tokens
-from ..errors import MeshwrightError, RankError
+from ..errors import MeshwrightError, RankError, TrainingError
 from ..registry import get_registry, get_strategy
 from .parity import (
     TOLERANCE,
@@ -32,9 +32,10 @@ from .parity import (
     train_part,
 )
 from .pool import pool
+from .resumed import train_resumed, uninterrupted, wrong_rates
 
 Status = Literal["passed", "failed", "does not apply"]
-Kind = Literal["train", "architecture", "state", "checkpoint", "bad input"]
+Kind = Literal["train", "architecture", "state", "checkpoint", "resume", "bad input"]
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class Cell:
             "architecture": self._train,
             "state": self._state,
             "checkpoint": self._checkpoint,
+            "resume": self._resume,
             "bad input": self._bad_input,
         }
         return kinds[self.kind]()
@@ -186,12 +188,44 @@ class Cell:
             case = self.case if mine else replace(self.case, microbatches=1, shares=None)
             found = train(ranks, strategy, config, sizes, case, steps)
             if isinstance(found, str):
-                return found
+                return self._refused(found, steps)
             outcomes = found
             losses += outcomes[0].losses
             norms += outcomes[0].norms
         expected = reference(self.case, self.device)
         return self._compared([replace(each, losses=losses, norms=norms) for each in outcomes], expected)
+
+    def _resume(self) -> Result | str:
+        """Two steps under the strategy; then three each, from the checkpoint before, under it, `single` and it again.
+
+        See `resumed`.
+        """
+        strategies = [self.strategy, self.strategy, "single", self.strategy]
+        bounds = [0, 2, 5, 8, 11]
+        expected, outcomes = uninterrupted(self.case, self.device), []
+        losses: list[float] = []
+        norms: list[float] = []
+        with tempfile.TemporaryDirectory() as root:
+            for number, strategy in enumerate(strategies):
+                steps = range(bounds[number], bounds[number + 1])
+                mine = strategy == self.strategy
+                setting = (dict(self.config), dict(self.sizes), self.case) if mine else ({}, {}, self.case)
+                places = (f"{root}/{number - 1}" if number else None, f"{root}/{number}")
+                ranks = self.ranks if mine else 1
+                parts = self._run(ranks, train_resumed, strategy, *setting, steps, *places, self.device)
+                if isinstance(parts, str):
+                    return self._refused(parts, steps)
+                wrong = wrong_rates(parts, steps, expected)
+                if wrong:
+                    return Result(self, "failed", f"under {strategy}, {'resumed' if number else 'begun'}: {wrong}")
+                outcomes = [part.outcome for part in parts]
+                losses += outcomes[0].losses
+                norms += outcomes[0].norms
+        return self._compared([replace(each, losses=losses, norms=norms) for each in outcomes], expected.outcome)
+
+    def _refused(self, text: str, steps: range) -> Result | str:
+        """A strategy may refuse to begin with a case, but not to go on with what it has begun."""
+        return Result(self, "failed", f"refused to go on at step {steps.start + 1}: {text}") if steps.start else text
 
     def _compared(self, outcomes: Sequence[Outcome], expected: Outcome) -> Result:
         found = difference(list(outcomes), expected)
@@ -232,6 +266,9 @@ def _attempt(plugin: str | None, task: Callable[..., Any], args: tuple[Any, ...]
     register(plugin)
     try:
         return task(*args)
+    except TrainingError:
+        # Of training that went wrong, not of a case that is refused.
+        raise
     except MeshwrightError as error:
         return _Refusal(str(error))
 

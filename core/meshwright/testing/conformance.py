@@ -32,6 +32,12 @@ from .parity import Case
 EXPERTS = "mixtral"
 """The model of layouts with `ep`: four experts, two for each token."""
 
+DECAYING = ScheduleConfig(name="linear", warmup_steps=1)
+"""Another rate at each step."""
+
+RATES = (("*embed*", 3e-2, 0.0), ("*norm*", 2e-2, 0.2))
+"""Groups of their own, which the stages of a pipeline have in different numbers; see `Case.rates`."""
+
 
 def conformance(
     strategy: str,
@@ -158,6 +164,7 @@ def _cases(spec: StrategySpec, degrees: Degrees, main: bool, fixed: Mapping[str,
     if has_experts:
         base = replace(base, model_type=EXPERTS)
     yield _entry("ragged masks", base)
+    yield _entry("resume", replace(base, steps=11, schedule=DECAYING, rates=RATES), kind="resume")
     if not main:
         return
     uneven = (*range(1, data_ranks), 12 - sum(range(1, data_ranks))) if data_ranks <= 4 else None

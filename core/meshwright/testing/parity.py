@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from ..batch import count_tokens
 from ..checkpoint import load_checkpoint, save_checkpoint
-from ..contract import IGNORED_LABEL, Batch, StrategyManager
+from ..contract import IGNORED_LABEL, Batch, OptimizerFactory, StrategyManager
 from ..mesh import Mesh, open_world
 from ..optim import build_scheduler, optimizer_factory
 from ..runfile import OptimizerConfig, ScheduleConfig
@@ -48,6 +49,8 @@ class Case:
         max_norm, norm_type: clipping.
         frozen: shell patterns of parameters that do not train.
         optimizer: of the run file.
+        rates: (shell pattern, learning rate, weight decay) of parameters that have their own, in the order of their
+            groups; others have those of `optimizer`.
         dtype: of the model.
         eval_after: evaluate after each step, too.
         unshard_after: hold the full parameters for a moment after each step.
@@ -69,6 +72,7 @@ class Case:
     norm_type: float = 2.0
     frozen: tuple[str, ...] = ()
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-2, weight_decay=0.1))
+    rates: tuple[tuple[str, float, float], ...] = ()
     dtype: str = "float64"
     eval_after: bool = False
     unshard_after: bool = False
@@ -147,6 +151,27 @@ def build_manager(
     wrapper_config: Mapping[str, Any] | None = None,
 ) -> StrategyManager:
     """On every rank: the manager of `strategy` with the case's model and optimizer, ready to train."""
+    manager, optimizer = build_with_optimizer(
+        strategy, config, sizes, case, seed=seed, device=device, wrapper_config=wrapper_config
+    )
+    if case.schedule is not None:
+        scheduler = build_scheduler(case.schedule, optimizer, case.steps)
+        # Steps with the optimizer, so that the case trains alike in one part or in several.
+        optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    return manager
+
+
+def build_with_optimizer(
+    strategy: str,
+    config: Mapping[str, Any],
+    sizes: Mapping[str, Any],
+    case: Case,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    wrapper_config: Mapping[str, Any] | None = None,
+) -> tuple[StrategyManager, Optimizer]:
+    """As `build_manager`, and the optimizer, which follows no schedule yet."""
     world = open_world(device)
     stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size, config=config, wrapper_config=wrapper_config)
     manager = stack.build(Mesh(degrees, world))
@@ -156,12 +181,24 @@ def build_manager(
         if any(fnmatchcase(name, pattern) for pattern in case.frozen):
             parameter.requires_grad_(False)
     manager.parallelize(model)
-    optimizer = manager.build_optimizer(optimizer_factory(case.optimizer))
-    if case.schedule is not None:
-        scheduler = build_scheduler(case.schedule, optimizer, case.steps)
-        # Steps with the optimizer, so that the case trains alike in one part or in several.
-        optimizer.register_step_post_hook(lambda *_: scheduler.step())
-    return manager
+    return manager, manager.build_optimizer(_factory(case))
+
+
+def _factory(case: Case) -> OptimizerFactory:
+    """Groups as `case.rates` says, and one of the rest; or those of a run file."""
+    if not case.rates:
+        return optimizer_factory(case.optimizer)
+    cls = getattr(torch.optim, case.optimizer.name)
+
+    def factory(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Optimizer:
+        groups = [{"params": [], "lr": lr, "weight_decay": decay} for _, lr, decay in case.rates]
+        rest = {"params": [], "lr": case.optimizer.lr, "weight_decay": case.optimizer.weight_decay}
+        for name, parameter in named_parameters:
+            matching = (group for group, (each, *_) in zip(groups, case.rates, strict=True) if fnmatchcase(name, each))
+            next(matching, rest)["params"].append(parameter)
+        return cls([group for group in (*groups, rest) if group["params"]], **case.optimizer.options)
+
+    return factory
 
 
 def train_steps(manager: StrategyManager, case: Case, steps: range) -> tuple[list[float], list[float], list[float]]:

@@ -16,7 +16,8 @@ from transformers import get_scheduler
 from meshwright import MeshSizes, StrategyError, get_registry, resolve
 from meshwright.layout import model_layout, model_size
 from meshwright.runfile import OptimizerConfig
-from meshwright.testing import Case, pool
+from meshwright.testing import Case, conformance, pool
+from meshwright.testing.cells import register
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import (
     Outcome,
@@ -32,10 +33,8 @@ SOURCE = Path(__file__).parents[1] / "src"
 # Worker ranks get this process's sys.path and import this module to find their tasks, so they see the plugin too.
 if str(SOURCE) not in sys.path:
     sys.path.insert(0, str(SOURCE))
-if "zero1" not in get_registry().strategies:
-    from meshwright_zero1 import plugin
-
-    get_registry().register(plugin, name="meshwright-example-zero1")
+PLUGIN = None if "zero1" in get_registry().strategies else "meshwright_zero1.plugin"
+register(PLUGIN)
 
 TOLERANCE = 1e-9
 
@@ -206,6 +205,13 @@ def _saving_first(case: Case) -> Outcome:
     manager.load_state_dict(manager.state_dict(full=True), full=True)
     losses, norms, _ = train_steps(manager, case, range(case.steps))
     return Outcome(losses, norms, [], full_weights(manager))
+
+
+@pytest.mark.parametrize("layout", ["one rank", "dp_replicate=2"])
+def test_a_run_goes_on_from_a_checkpoint(layout: str) -> None:
+    (cell,) = (each for each in conformance("zero1", plugin=PLUGIN) if (each.layout, each.name) == (layout, "resume"))
+    result = cell.run()
+    assert result.status == "passed", result
 
 
 def test_saving_and_loading_before_the_first_step_changes_nothing() -> None:

@@ -5,12 +5,15 @@ broadcasts it. This module sums the gradients before that, and moves the state i
 Source: Rajbhandari et al. 2020, arXiv:1910.02054; torch.distributed.optim.ZeroRedundancyOptimizer.
 """
 
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from meshwright import DataParallelManager, StrategyError
 from meshwright.accumulate import WideSums
+from meshwright.state import OptimizerState, ShardedState, loading_optimizer, sharded_model, sharded_optimizer
 
 
 class Zero1Manager(DataParallelManager):
@@ -79,7 +82,14 @@ class Zero1Manager(DataParallelManager):
 
     def load_optimizer_state(self, saved, *, full):
         shared = self.from_first_rank if full else lambda value: value
-        saved_groups = shared(saved.get("param_groups", ()))
+        self.take_settings(shared(saved.get("param_groups", ())))
+        owned = [name for group in self.zero.optim.param_groups for name in self.names_in(group)]
+        # One parameter at a time, so that no rank holds them all.
+        each = ((name, shared(saved.get("state", {}).get(name))) for name in self.names.values())
+        values = {owned.index(name): value for name, value in each if name in owned and value is not None}
+        self.zero.optim.load_state_dict({**self.zero.optim.state_dict(), "state": values})
+
+    def take_settings(self, saved_groups):
         for group in self.zero.param_groups:  # Its settings reach the owned parameters with the next step.
             names = self.names_in(group)
             found = [each for each in saved_groups if not set(names).isdisjoint(each["params"])]
@@ -89,11 +99,30 @@ class Zero1Manager(DataParallelManager):
                     f"parameters as they were when the state was saved. The group holds: {', '.join(names)}."
                 )
             group.update({**found[0], "params": group["params"]})
-        owned = [name for group in self.zero.optim.param_groups for name in self.names_in(group)]
-        # One parameter at a time, so that no rank holds them all.
-        each = ((name, shared(saved.get("state", {}).get(name))) for name in self.names.values())
-        values = {owned.index(name): value for name, value in each if name in owned and value is not None}
-        self.zero.optim.load_state_dict({**self.zero.optim.state_dict(), "state": values})
+
+    def sharded_state(self):
+        state = ShardedState(sharded_model(self.model, self.parts))
+        if self.zero is not None:
+            state.optimizer = sharded_optimizer(self.zero.optim, self.names, self.parts)
+            # What is owned has its settings since the last step only.
+            state.optimizer.groups = [{**group, "params": self.names_in(group)} for group in self.zero.param_groups]
+        return state
+
+    @contextmanager
+    def loading(self, optimizer):
+        if optimizer is None:
+            with super().loading(None) as target:
+                yield target
+            return
+        self.take_settings(optimizer.groups)
+        owned = {name for group in self.zero.optim.param_groups for name in self.names_in(group)}
+        tensors, values = (
+            {name: each for name, each in every.items() if name in owned}
+            for every in (optimizer.tensors, optimizer.values)
+        )
+        mine = OptimizerState(tensors, values, optimizer.groups)
+        with loading_optimizer(self.zero.optim, self.names, mine, self.parts) as target:
+            yield ShardedState(sharded_model(self.model, self.parts), target)
 
     def names_in(self, group):
         return [self.names[parameter] for parameter in group["params"]]

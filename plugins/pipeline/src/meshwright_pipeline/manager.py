@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +42,7 @@ from .given import try_stages
 from .lent import lent_values
 from .loss import check_loss, loss_of
 from .names import Names, first_names
-from .optimizer import StageOptimizers
+from .optimizer import NoStages, StageOptimizers
 from .runtime import Run
 from .schedules import Action, Kind, Schedule, with_communication
 from .sharded import loading_stages, stages_state
@@ -209,21 +209,19 @@ class PipelineManager(StrategyManager):
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
         self._require_model()
-        optimizers = []
-        for stage in self._stages.values():
-            if any(True for _ in stage.manager.trainable()):
-                optimizers.append(stage.manager.build_optimizer(self._named(factory)))
-        self._optimizer = StageOptimizers(optimizers, self._step_stages) if optimizers else _no_optimizer()
+        trained = [stage.manager for stage in self._stages.values() if any(True for _ in stage.manager.trainable())]
+        for manager in trained:
+            manager.build_optimizer(self._named(factory))
+        rates: list[Any] = [None] * self.mesh.degrees.pp
+        mine = trained[0].optimizer.param_groups[0]["lr"] if trained else None
+        dist.all_gather_object(rates, mine, group=self.mesh.group("pp"))
+        rate = next((each for each in rates if each is not None), 0.0)
+        self._optimizer = StageOptimizers(trained) if trained else NoStages(rate)
         return self._optimizer
 
     def _named(self, factory: OptimizerFactory) -> OptimizerFactory:
         """The factory sees the names of the unwrapped model, so copies of one parameter get the same options."""
         return lambda named: factory([(self._names.canonical[name], parameter) for name, parameter in named])
-
-    def _step_stages(self) -> None:
-        for stage in self._stages.values():
-            if stage.manager.has_optimizer:
-                stage.manager.optimizer_step()
 
     def optimizer_step(self) -> None:
         if self._optimizer is None:
@@ -495,11 +493,16 @@ class PipelineManager(StrategyManager):
 
     def sharded_state(self) -> ShardedState:
         self._require_model()
-        return stages_state(self._managers, self._names)
+        state = stages_state(self._managers, self._names)
+        return ShardedState(state.model, OptimizerState()) if isinstance(self._optimizer, NoStages) else state
 
-    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> AbstractContextManager[ShardedState]:
+    @contextmanager
+    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
         self._require_model()
-        return loading_stages(self._managers, self._names, optimizer)
+        with loading_stages(self._managers, self._names, optimizer) as target:
+            yield target
+        if isinstance(self._optimizer, NoStages) and optimizer is not None:
+            self._optimizer.follow(optimizer.groups)
 
     @property
     def _managers(self) -> dict[int, DataParallelManager]:
@@ -582,8 +585,3 @@ def local_part(gradient: Tensor | None) -> Tensor:
     if gradient is None:
         raise StrategyError("a parameter has no gradient to be summed.")
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def _no_optimizer() -> Optimizer:
-    """For a rank whose stages are frozen."""
-    return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)

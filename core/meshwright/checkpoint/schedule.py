@@ -1,0 +1,61 @@
+"""The state of a learning-rate schedule, whatever parameter groups the rank that saved it had.
+
+torch's schedules keep lists with an entry for each group of their optimizer. Ranks of a pipeline, and other layouts,
+have other groups in another order; so each group brings its rates itself, as `lr` and `initial_lr` among its settings,
+and of the first rank's schedule all take what does not depend on groups.
+Source: torch.optim.lr_scheduler.LRScheduler, whose state this is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..errors import CheckpointError
+
+_OF_GROUPS = {"base_lrs": "initial_lr", "_last_lr": "lr"}
+_LISTS = ("lr_lambdas", "min_lrs", "max_lrs")
+"""Lists by group that groups do not bring."""
+
+
+def note_rates(scheduler: LRScheduler) -> None:
+    """Before saving: groups bring the rates that the schedule starts from, also where someone has changed these."""
+    for group, rate in zip(scheduler.optimizer.param_groups, getattr(scheduler, "base_lrs", ()), strict=False):
+        group["initial_lr"] = rate
+
+
+def load_schedule(scheduler: LRScheduler, saved: Mapping[str, Any]) -> None:
+    """Load a schedule's state; its optimizer has been loaded before.
+
+    Raises:
+        CheckpointError: the schedule says different things of different groups in a way that no group brings, and this
+            rank has another number of groups; nothing is changed.
+    """
+    scheduler.load_state_dict(_of_groups(saved, scheduler.optimizer.param_groups))
+
+
+def _of_groups(saved: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    state = dict(saved)
+    for key, setting in _OF_GROUPS.items():
+        if key in state and all(setting in group for group in groups):
+            state[key] = [_copied(group[setting]) for group in groups]
+    for key in _LISTS:
+        values = state.get(key)
+        if not isinstance(values, list) or len(values) == len(groups):
+            continue
+        if not values or any(value != values[0] for value in values):
+            raise CheckpointError(
+                f"the schedule's {key} differ between {len(values)} parameter groups, and this rank has {len(groups)}. "
+                f"Resume on the layout that the checkpoint was saved on."
+            )
+        state[key] = values[:1] * len(groups)
+    if "_schedulers" in state:
+        state["_schedulers"] = [_of_groups(each, groups) for each in state["_schedulers"]]
+    return state
+
+
+def _copied(rate: Any) -> Any:
+    return rate.clone() if isinstance(rate, Tensor) else rate
