@@ -191,8 +191,8 @@ def _factory(case: Case) -> OptimizerFactory:
     cls = getattr(torch.optim, case.optimizer.name)
 
     def factory(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Optimizer:
-        groups = [{"params": [], "lr": lr, "weight_decay": decay} for _, lr, decay in case.rates]
-        rest = {"params": [], "lr": case.optimizer.lr, "weight_decay": case.optimizer.weight_decay}
+        groups: list[dict[str, Any]] = [{"params": [], "lr": lr, "weight_decay": decay} for _, lr, decay in case.rates]
+        rest: dict[str, Any] = {"params": [], "lr": case.optimizer.lr, "weight_decay": case.optimizer.weight_decay}
         for name, parameter in named_parameters:
             matching = (group for group, (each, *_) in zip(groups, case.rates, strict=True) if fnmatchcase(name, each))
             next(matching, rest)["params"].append(parameter)

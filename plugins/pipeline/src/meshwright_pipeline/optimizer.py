@@ -31,7 +31,7 @@ class StageOptimizers(Optimizer):
         super().__init__([{"params": []}], dict(managers[0].optimizer.defaults))
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The groups of all stages; set values in them, not the list."""
         return [group for manager in self._managers for group in manager.optimizer.param_groups]
 
@@ -44,7 +44,7 @@ class StageOptimizers(Optimizer):
             )
 
     @property
-    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
+    def state(self) -> dict[Tensor, Any]:
         """The state of all stages' parameters; the mapping is a copy, its values are not."""
         return {p: values for manager in self._managers for p, values in manager.optimizer.state.items()}
 
