@@ -331,21 +331,19 @@ class Layout:
         assert not left, f"{self.run.directory}: {left} is left"
 
 
-def sweep(workplace: Path, kills: int, seed: int, layouts: list[str]) -> Iterator[tuple[Kill, int]]:
-    """Each kill, spread over layouts, and the number of runs that its layout has needed so far.
+def sweep(workplace: Path, kills: int, seed: int, name: str) -> Iterator[tuple[Kill, int]]:
+    """Each kill of a layout, and the number of runs that it has needed so far.
 
     Raises:
         AssertionError: a run did not end as one that was not killed.
     """
-    for index, name in enumerate(layouts):
-        count = kills * (index + 1) // len(layouts) - kills * index // len(layouts)
-        dice = random.Random(f"{seed} {name}")
-        layout = Layout(workplace, name, LAYOUTS[name], dice)
-        victims = [*VICTIMS] * (count // len(VICTIMS) + 1)
-        dice.shuffle(victims)
-        for number in range(count):
-            yield layout.kill(MOMENTS[number % len(MOMENTS)], victims[number]), layout.runs
-        layout.end()
+    dice = random.Random(f"{seed} {name}")
+    layout = Layout(workplace, name, LAYOUTS[name], dice)
+    victims = [*VICTIMS] * (kills // len(VICTIMS) + 1)
+    dice.shuffle(victims)
+    for number in range(kills):
+        yield layout.kill(MOMENTS[number % len(MOMENTS)], victims[number]), layout.runs
+    layout.end()
 
 
 def main() -> None:
@@ -355,25 +353,34 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     options = parser.parse_args()
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    report: dict[str, Any] = {
-        "command": f"python tests/kill_sweep.py --kills {options.kills} --seed {options.seed}",
+    layouts, report = options.layouts, _new_report(options.kills, options.seed)
+    with tempfile.TemporaryDirectory(prefix="meshwright-kill-") as workplace:
+        for index, name in enumerate(layouts):
+            count = options.kills * (index + 1) // len(layouts) - options.kills * index // len(layouts)
+            found = report["layouts"][name] = {"runs": 0, "result": "not ended"}
+            try:
+                for kill, runs in sweep(Path(workplace), count, options.seed, name):
+                    report["kills"].append(asdict(kill))
+                    found["runs"] = runs
+                    sys.stderr.write(f"{len(report['kills']):3} {kill}\n")
+                    _write(options.json, report)
+                found["result"] = "metrics and weights of a run that was not killed, bit for bit"
+            except AssertionError as error:
+                found["result"] = f"failed: {error}"
+            sys.stderr.write(f"{name}: {found['result']}\n")
+            _write(options.json, report)
+    sys.exit(any(each["result"].startswith("failed") for each in report["layouts"].values()))
+
+
+def _new_report(kills: int, seed: int) -> dict[str, Any]:
+    return {
+        "command": f"python tests/kill_sweep.py --kills {kills} --seed {seed}",
         "date": time.strftime("%Y-%m-%d"),
-        "versions": versions,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "steps": STEPS,
-        "same": False,
-        "runs": {},
+        "layouts": {},
         "kills": [],
     }
-    with tempfile.TemporaryDirectory(prefix="meshwright-kill-") as workplace:
-        for kill, runs in sweep(Path(workplace), options.kills, options.seed, options.layouts):
-            report["kills"].append(asdict(kill))
-            report["runs"][kill.layout] = runs
-            sys.stderr.write(f"{len(report['kills']):3} {kill}\n")
-            _write(options.json, report)
-    report["same"] = True
-    _write(options.json, report)
-    sys.stderr.write(f"{len(report['kills'])} kills: metrics and weights are those of runs that were not killed\n")
 
 
 def _write(path: Path | None, report: dict[str, Any]) -> None:

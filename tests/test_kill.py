@@ -54,5 +54,5 @@ def _found(layout: Layout) -> list[Path]:
 
 @pytest.mark.slow
 def test_random_kills(tmp_path: Path) -> None:
-    kills = [kill for kill, _ in sweep(tmp_path, 8, 3, ["fsdp2"])]
+    kills = [kill for kill, _ in sweep(tmp_path, 8, 3, "fsdp2")]
     assert len({kill.moment for kill in kills}) == 7
