@@ -198,6 +198,12 @@ def assert_statements(source: Source) -> Iterator[str]:
             yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
+def meaning_of_what_was_written(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("model_fields_set", "__pydantic_fields_set__"):
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
 def model_class_names(source: Source) -> Iterator[str]:
     yield from MODEL_CLASS.findall(source.text)
 
@@ -275,6 +281,7 @@ RULES: dict[Callable[[Source], Iterator[str]], list[tuple[str, str, str]]] = {
         ("meshwright", "mesh", "import torch\ntorch._dynamo.config.x = True"),
     ],
     assert_statements: [("meshwright", "mesh", "def f(x):\n    assert x > 0, 'bad'")],
+    meaning_of_what_was_written: [("meshwright_ddp", "config", "def f(c):\n    return 'x' in c.model_fields_set")],
     model_class_names: [
         ("meshwright", "layout", "from transformers import LlamaForCausalLM"),
         ("meshwright", "layout", "NAMES = ['GPT2LMHeadModel']"),

@@ -16,7 +16,6 @@ from meshwright import (
     MeshSizes,
     MeshwrightError,
     ModelError,
-    StrategyError,
     count_tokens,
     open_world,
     resolve,
@@ -401,10 +400,6 @@ def test_what_cannot_be_exchanged_is_refused_with_the_other_way() -> None:
     _refused_by(ModelError, "s_aux", ULYSSES, CP2, Case(model_type="gpt_oss", tied=None), {})
     _refused_by(ModelError, "6 of them on each rank", ULYSSES, CP4, Case(model_type="gpt2", tied=None), {}, ranks=4)
     _refused_by(ModelError, "Set cp_attention=allgather", ULYSSES, CP2, Case(model_type="gpt_oss", tied=None), {})
-
-
-def test_the_option_needs_the_axis() -> None:
-    _refused_by(StrategyError, "cp has one rank", ULYSSES, {}, Case(), {})
 
 
 @pytest.mark.parametrize(

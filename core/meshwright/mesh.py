@@ -232,15 +232,15 @@ class Mesh:
         return dict(pair.split(":", 1) for pair in pairs).get(self.device.type, "none")
 
     def check_backend(self, wanted: str) -> None:
-        """Refuse a backend that was asked for and is not the one that is used.
+        """Refuse a backend that is not the one that is used; "nccl", the default of configs, means any.
 
         Raises:
             MeshError: on all ranks alike.
         """
-        if wanted != self.backend:
+        if wanted not in ("nccl", self.backend):
             raise MeshError(
                 f"backend={wanted!r}, but the process group uses {self.backend!r} for {self.device.type}. "
-                f"Set backend={self.backend}, leave backend out, or start the process group with {wanted!r}."
+                f"Set backend={self.backend}, or start the process group with {wanted!r}."
             )
 
     @property

@@ -1,20 +1,48 @@
-"""Turn pydantic's findings into one ConfigError that names the key, the value, the rule and the nearest key."""
+"""Frozen values that a user writes, and what is wrong with one as a ConfigError that names key, value and rule.
+
+[Note: equal configs] A config means what its values say, never which of them were written: an option that is left out
+acts as one that is written as its default. Two configs are equal if their data are, and a config read from its own data
+(`to_dict`, `model_dump_json`) equals it. The data of an object, such as a policy or a function, is the mapping or the
+import path by which a file names it.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_serializer
 
 from .errors import ConfigError, nearest
 
 
 class FrozenModel(BaseModel):
-    """A frozen pydantic model that refuses unknown fields: nothing a user writes is dropped."""
+    """A frozen pydantic model that refuses unknown fields: nothing a user writes is dropped.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+    See [Note: equal configs].
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), ser_json_inf_nan="constants"
+    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values by name, objects kept as they are; not copied in depth."""
+        return dict(self)
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and isinstance(other, FrozenModel) and self._data() == other._data()
+
+    def __hash__(self) -> int:
+        # What holds other values has no hash; the rest tells most configs apart.
+        return hash((type(self), *(each for each in self._data().values() if isinstance(each, str | int | float))))
+
+    @model_serializer(mode="plain", when_used="json")
+    def _data(self) -> dict[str, Any]:
+        return {name: as_data(value) for name, value in self}
 
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -41,6 +69,39 @@ def validated(model_cls: type[ModelT], values: Mapping[str, Any], *, where: str)
             findings.setdefault(path, []).append(message)
         lines = [f"  {path}: {'; or '.join(dict.fromkeys(messages))}" for path, messages in findings.items()]
         raise ConfigError("\n".join([f"{where} is not valid:", *lines])) from None
+
+
+def as_data(value: Any) -> Any:
+    """A value of a config as a file would hold it; as it is where a file cannot.
+
+    A dtype by its name, a class or function by its import path, and a dataclass as the mapping of its fields, whose
+    `_target_` is its class.
+    """
+    if isinstance(value, Mapping):
+        return {key: as_data(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_data(each) for each in value]
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    if is_dataclass(value) and not isinstance(value, type):
+        of_class = {"_target_": _import_path(type(value))}
+        return of_class | {field.name: as_data(getattr(value, field.name)) for field in fields(value) if field.init}
+    return _import_path(value) if callable(value) else value
+
+
+def _import_path(value: Any) -> Any:
+    """Module and name of a class or function, the shortest that leads to it; the object itself where none does."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str):
+        return value
+    parts = module.split(".")
+    for count in range(1, len(parts) + 1):
+        holder: Any = sys.modules.get(".".join(parts[:count]))
+        for part in name.split("."):
+            holder = getattr(holder, part, None)
+        if holder is value:
+            return ".".join([*parts[:count], name])
+    return value
 
 
 def _finding(model_cls: type[BaseModel], finding: Any) -> tuple[str, str]:

@@ -6,6 +6,6 @@ sharded, or their gradients summed, over `dp_shard_cp`.
 
 from __future__ import annotations
 
-from .parallel import ContextParallel, check_context_options
+from .parallel import ContextParallel
 
-__all__ = ["ContextParallel", "check_context_options"]
+__all__ = ["ContextParallel"]

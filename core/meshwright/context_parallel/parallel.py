@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._compat import attention_setting, for_documents, mask_maker, nested_configs, register_attention, set_attention
 from ..contract import Batch
-from ..errors import BatchError, ModelError, StrategyError
+from ..errors import BatchError, ModelError
 from ..layout import ModelLayout
 from ..loss import targets
-from ..mesh import Mesh
 from .attention import attend
 from .division import local_part, positions
 from .mask import MaskFunction, PositionMask
@@ -295,19 +294,6 @@ def make_mask(
         is_causal=is_causal,
         arguments=arguments,
     )
-
-
-def check_context_options(config: Any, mesh: Mesh) -> None:
-    """Refuse the option of context parallelism, `cp_attention`, where `cp` has one rank.
-
-    Raises:
-        StrategyError: on all ranks alike.
-    """
-    if mesh.degrees.cp == 1 and "cp_attention" in config.model_fields_set:
-        raise StrategyError(
-            f"cp_attention={config.cp_attention!r} acts on context parallelism, but cp has one rank. "
-            f"Give the mesh a cp_size of 2 or more, or leave cp_attention out."
-        )
 
 
 def _check_configs(model: nn.Module, configs: list[Any]) -> None:

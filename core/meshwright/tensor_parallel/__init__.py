@@ -7,7 +7,7 @@ loops, `parallelize_tensors` does so.
 from __future__ import annotations
 
 from .division import Division
-from .parallel import TensorParallel, check_tensor_options, parallelize_tensors
+from .parallel import TensorParallel, parallelize_tensors
 from .plan import StyleName, get_hf_tp_shard_plan, translate_to_torch_parallel_style
 from .styles import STYLES
 
@@ -16,7 +16,6 @@ __all__ = [
     "Division",
     "StyleName",
     "TensorParallel",
-    "check_tensor_options",
     "get_hf_tp_shard_plan",
     "parallelize_tensors",
     "translate_to_torch_parallel_style",

@@ -24,7 +24,6 @@ from .._compat import all_reduce, is_elementwise, is_sharded
 from ..errors import ConfigError, ModelError, StrategyError
 from ..layout import ModelLayout, model_layout
 from ..loss import target_loss_sum, targets
-from ..mesh import Mesh
 from ..norms import each_norm
 from ..state import DTENSORS, Parts
 from .collectives import Copies, chunk_sizes
@@ -336,22 +335,6 @@ def parallelize_tensors(
     parallel = TensorParallel(model, model_layout(model), mesh, plan=plan, sequence_parallel=sequence_parallel)
     parallel.apply(separate)
     return parallel
-
-
-def check_tensor_options(config: Any, mesh: Mesh) -> None:
-    """Refuse options of tensor parallelism, `sequence_parallel` and `tp_plan`, where `tp` has one rank.
-
-    Raises:
-        StrategyError: on all ranks alike.
-    """
-    if mesh.degrees.tp > 1:
-        return
-    for option, value in (("sequence_parallel", config.sequence_parallel), ("tp_plan", config.tp_plan)):
-        if value:
-            raise StrategyError(
-                f"{option}={value!r} acts on tensor parallelism, but tp has one rank. "
-                f"Give the mesh a tp_size of 2 or more, or leave {option} out."
-            )
 
 
 def _check_own_styles(plan: Plan) -> None:

@@ -395,7 +395,8 @@ def _refusal(config: dict[str, Any], dtype: str = "float64") -> str:
         ({**BUCKETED, "grad_reduce_in_fp32": True}, "ModelError: grad_reduce_in_fp32=true is coarser"),
         ({**BUCKETED, "reduce_dtype": "float32"}, "ModelError: reduce_dtype=float32 is coarser"),
         ({**OVERLAP, "bucket_size": None, "num_buckets": 10**9}, "ModelError: num_buckets=1000000000, but the model"),
-        ({**BUCKETED, "backend": "nccl"}, "MeshError: backend='nccl', but the process group uses 'gloo' for cpu"),
+        ({**BUCKETED, "backend": "mpi"}, "MeshError: backend='mpi', but the process group uses 'gloo' for cpu"),
+        ({**BUCKETED, "backend": "nccl"}, "accepted"),
         ({**BUCKETED, "backend": "gloo"}, "accepted"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import jsonschema
@@ -81,6 +82,17 @@ def test_offload_policy_forms() -> None:
     assert offload(FSDP2Config(offload_policy={}), torch.device("cuda")) == CPUOffloadPolicy()
 
 
+def test_async_tensor_parallelism_sets_what_it_needs_and_says_so() -> None:
+    with pytest.warns(UserWarning, match="needs sequence_parallel=true and enable_compile=true, and has set so"):
+        config = FSDP2Config(enable_async_tensor_parallel=True)
+    assert (config.sequence_parallel, config.enable_compile) == (True, True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert FSDP2Config(**config.to_dict()) == config
+    with pytest.warns(UserWarning, match="needs enable_compile=true, and has set so"):
+        assert FSDP2Config(enable_async_tensor_parallel=True, sequence_parallel=True) == config
+
+
 def test_whole_numbers_and_truth_values_of_reshard_after_forward_are_not_confused() -> None:
     for value in (True, False, None, 2, 4):
         assert FSDP2Config(reshard_after_forward=value).reshard_after_forward is value
@@ -99,10 +111,8 @@ def test_whole_numbers_and_truth_values_of_reshard_after_forward_are_not_confuse
         ({"autocast_dtype": "float8"}, "'bfloat16' or 'float16'"),
         ({"autocast_dtype": torch.float64}, "'bfloat16' or 'float16'"),
         ({"fsdp2_forward_prefetch_depth": 2}, "Set enable_fsdp2_prefetch=true"),
-        ({"fsdp2_backward_prefetch_depth": 2}, "Set enable_fsdp2_prefetch=true"),
+        ({"fsdp2_backward_prefetch_depth": 3}, "Set enable_fsdp2_prefetch=true"),
         ({"enable_fsdp2_prefetch": True, "fsdp2_forward_prefetch_depth": 0}, "greater than or equal to 1"),
-        ({"enable_async_tensor_parallel": True}, "Set sequence_parallel=true"),
-        ({"enable_async_tensor_parallel": True, "sequence_parallel": True}, "Set enable_compile=true"),
         ({"mp_policy": "bfloat16"}, "must be a MixedPrecisionPolicy"),
         ({"mp_policy": CPUOffloadPolicy()}, "must be a MixedPrecisionPolicy"),
         ({"mp_policy": {"param_dtpye": "bfloat16"}}, "Did you mean 'param_dtype'"),

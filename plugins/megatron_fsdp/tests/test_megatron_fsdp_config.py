@@ -71,7 +71,6 @@ def test_every_field_tells_what_it_does() -> None:
         ({"suggested_communication_unit_size": 9, "zero_dp_strategy": 0}, "which ZeRO 0 does not do"),
         ({"suggested_communication_unit_size": 0}, "greater than or equal to 1"),
         ({"disable_symmetric_registration": True}, "acts only with nccl_ub"),
-        ({"calculate_per_token_loss": False}, "asks for an average over ranks"),
         ({"main_params_dtype": "float32", "preserve_fp32_weights": True}, "say the same thing"),
         ({"main_grads_dtype": "float32", "grad_reduce_in_fp32": True}, "say the same thing"),
         ({"reduce_dtype": "float64", "grad_reduce_in_fp32": True}, "say the same thing"),
@@ -93,6 +92,7 @@ def test_stages_go_by_number_or_by_megatron_cores_name(name: str, stage: int) ->
     assert MegatronFSDPConfig(data_parallel_sharding_strategy=name).zero == stage
     assert MegatronFSDPConfig(zero_dp_strategy=str(stage)).zero == stage
     assert MegatronFSDPConfig(zero_dp_strategy=stage, data_parallel_sharding_strategy=name).zero == stage
+    assert MegatronFSDPConfig(zero_dp_strategy=3, data_parallel_sharding_strategy=name).zero == stage
 
 
 @pytest.mark.parametrize("given", ["bfloat16", "torch.bfloat16", torch.bfloat16])

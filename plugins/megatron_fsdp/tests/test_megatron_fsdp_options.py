@@ -197,8 +197,9 @@ def test_gradients_are_summed_unless_average_in_collective(average: bool) -> Non
         assert set(ops) == {average}
 
 
-def test_calculate_per_token_loss_holds_anyway() -> None:
-    assert_parity("megatron_fsdp", Case(), world_size=2, config={"calculate_per_token_loss": True})
+@pytest.mark.parametrize("value", [True, False])
+def test_calculate_per_token_loss_holds_anyway(value: bool) -> None:
+    assert_parity("megatron_fsdp", Case(), world_size=2, config={"calculate_per_token_loss": value})
 
 
 # -- gradients that are not finite
@@ -264,7 +265,7 @@ def _refusal(config: dict[str, Any], sizes: dict[str, int], dtype: str) -> str:
         ({"outer_dp_sharding_strategy": 1}, {}, "float64", "dp_replicate, which has one rank"),
         ({"nccl_ub": True}, {}, "float64", "but the mesh is on the CPU. Set nccl_ub=false"),
         ({"nccl_ub": True, "disable_symmetric_registration": True}, {}, "float64", "but the mesh is on the CPU"),
-        ({"backend": "nccl"}, {}, "float64", "MeshError: backend='nccl', but the process group uses 'gloo' for cpu"),
+        ({"backend": "mpi"}, {}, "float64", "MeshError: backend='mpi', but the process group uses 'gloo' for cpu"),
         ({"main_params_dtype": "float32"}, {}, "float64", "is coarser than the model's parameters (torch.float64)"),
         ({"main_grads_dtype": "bfloat16"}, {}, "float32", "is coarser than the model's parameters (torch.float32)"),
         ({"reduce_dtype": "float32"}, {}, "float64", "reduce_dtype=float32 is coarser"),
@@ -282,4 +283,5 @@ def test_what_cannot_act_on_this_mesh_or_model_is_refused_on_all_ranks(
 
 
 def test_the_backend_that_is_used_is_accepted() -> None:
-    assert pool(2).run(_refusal, {"backend": "gloo"}, {}, "float64") == ["accepted"] * 2
+    for backend in ("gloo", "nccl"):
+        assert pool(2).run(_refusal, {"backend": backend}, {}, "float64") == ["accepted"] * 2

@@ -198,8 +198,6 @@ def _refusal(config: dict[str, Any], sizes: dict[str, int], case: Case, steps: i
 @pytest.mark.parametrize(
     ("config", "sizes", "model_type", "told"),
     [
-        (SP, {}, "llama", "StrategyError: sequence_parallel=True acts on tensor parallelism, but tp has one rank"),
-        ({"tp_plan": {"lm_head": "colwise_gather_output"}}, {}, "llama", "but tp has one rank"),
         ({"tp_plan": {"lm_hed": "colwise"}}, TP2, "llama", "ConfigError: tp_plan names 'lm_hed'"),
         (
             {"tp_plan": {"lm_head": ColwiseParallel()}},
@@ -216,7 +214,7 @@ def _refusal(config: dict[str, Any], sizes: dict[str, int], case: Case, steps: i
             "StrategyError: the tensor-parallel plan replicates model.layers.0.mlp.act_fn",
         ),
     ],
-    ids=["sp", "plan", "name", "torch", "unsummed"],
+    ids=["name", "torch", "unsummed"],
 )  # fmt: skip
 def test_what_is_refused_on_all_ranks(
     config: dict[str, Any], sizes: dict[str, int], model_type: str, told: str

@@ -203,7 +203,8 @@ def test_a_file_says_how_many_stages_there_are_and_where(tmp_path):
         ({"pp_microbatch_size": 2}, 6, 3),
         ({"pp_batch_size": 4}, 8, 4),
         ({"pp_batch_size": 4, "pp_microbatch_size": 2}, 8, 2),
-        ({"pp_batch_size": 1}, 8, 1),
+        ({"pp_batch_size": 1}, 8, 8),
+        ({"pp_batch_size": 1, "pp_microbatch_size": 2}, 8, 4),
     ],
 )
 def test_number_of_microbatches(values, sequences, microbatches):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -134,12 +134,17 @@ class DistributedDataParallelConfig(StrategyConfig):
         fields = type(self).model_fields.items()
         return [name for name, info in fields if getattr(self, name) != info.get_default(call_default_factory=True)]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The options as they are."""
-        return dict(self)
-
     @model_validator(mode="after")
-    def _check_combinations(self) -> DistributedDataParallelConfig:
+    def _check_combinations(self) -> Self:
+        self.check_combinations()
+        return self
+
+    def check_combinations(self) -> None:
+        """Refuse options that do not go together.
+
+        Raises:
+            ValueError: names them; pydantic makes a finding of it.
+        """
         if self.use_custom_fsdp:
             warnings.warn(
                 "use_custom_fsdp is the old name of use_megatron_fsdp and will go away. Set use_megatron_fsdp=true.",
@@ -148,7 +153,7 @@ class DistributedDataParallelConfig(StrategyConfig):
             )
         changed = self.changed
         if self.hands_over:
-            return self
+            return
         for name in _MEGATRON_FSDP_ONLY:
             if name in changed:
                 raise ValueError(
@@ -169,7 +174,6 @@ class DistributedDataParallelConfig(StrategyConfig):
                 raise ValueError(f"{one} and {two} do not go together: {reason}. Leave one out")
         if self.grad_reduce_in_fp32 and self.reduce_dtype == "float64":
             raise ValueError("grad_reduce_in_fp32 and reduce_dtype=float64 differ. Leave one out")
-        return self
 
 
 _BUCKETED_ONLY = tuple(name for name in DistributedDataParallelConfig.model_fields if name != "reduce_dtype")
@@ -190,8 +194,8 @@ class DDPConfig(DistributedDataParallelConfig):
     )
     backend: str = Field(
         "nccl",
-        description="Backend of the process group for the mesh's device, checked where it is given. Left at its "
-        "default it means what the device uses: nccl on CUDA, gloo on a CPU.",
+        description="Backend of the process group for the mesh's device, which is checked. nccl means what the device "
+        "uses: nccl on CUDA, gloo on a CPU.",
     )
     bucket_cap_mb: int = Field(25, ge=1, description="Size of a gradient bucket [MiB].")
     gradient_as_bucket_view: bool = Field(False, description="Let gradients be views of the buckets: one copy less.")
@@ -232,24 +236,16 @@ class DDPConfig(DistributedDataParallelConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_engine(cls, values: Any) -> Any:
-        # Before anything else is judged: what an option needs is of no interest where its engine is not used.
-        if not isinstance(values, Mapping):
-            return values
-        engine = values.get("engine", "torch")
-        foreign, home = (_TORCH_ONLY, "torch") if engine == "bucketed" else (_BUCKETED_ONLY, "bucketed")
-        if values.get("use_megatron_fsdp") or values.get("use_custom_fsdp"):
-            return values
-        for name in foreign:
-            if name in values and values[name] != cls.model_fields[name].get_default(call_default_factory=True):
-                raise ValueError(
-                    f"{name}={values[name]} is an option of the {home} engine, but engine={engine}. "
-                    f"Set engine={home}, or leave {name} out"
-                )
+    def _of_reference(cls, values: Any) -> Any:
+        # The reference's class has the options of the bucketed engine alone.
+        if isinstance(values, DistributedDataParallelConfig) and not isinstance(values, cls):
+            return {**values.to_dict(), "engine": "bucketed"}
         return values
 
-    @model_validator(mode="after")
-    def _check_hook_goes_with(self) -> DDPConfig:
+    def check_combinations(self) -> None:
+        # Before anything else is judged: what an option needs is of no interest where its engine is not used.
+        self._check_engine()
+        super().check_combinations()
         if self.comm_hook is not None and self.reduce_dtype is not None:
             raise ValueError(
                 f"comm_hook={self.comm_hook} rounds what reduce_dtype={self.reduce_dtype} would sum exactly. "
@@ -257,7 +253,17 @@ class DDPConfig(DistributedDataParallelConfig):
             )
         if self.comm_hook_options and self.comm_hook != "power_sgd":
             raise ValueError("comm_hook_options are those of power_sgd. Set comm_hook=power_sgd, or leave them out")
-        return self
+
+    def _check_engine(self) -> None:
+        foreign, home = (_TORCH_ONLY, "torch") if self.engine == "bucketed" else (_BUCKETED_ONLY, "bucketed")
+        if self.hands_over:
+            return
+        for name in self.changed:
+            if name in foreign:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is an option of the {home} engine, but engine={self.engine}. "
+                    f"Set engine={home}, or leave {name} out"
+                )
 
 
 _SHARED = ("engine", "activation_checkpointing", "backend", "reduce_dtype")

@@ -36,8 +36,7 @@ class DDPManager(DataParallelManager):
 
     def __init__(self, config: DDPConfig, mesh: Mesh) -> None:
         super().__init__(config, mesh)
-        if "backend" in config.model_fields_set:
-            mesh.check_backend(config.backend)
+        mesh.check_backend(config.backend)
 
     @property
     def _shards(self) -> Shards | None:

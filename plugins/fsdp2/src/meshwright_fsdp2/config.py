@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -86,13 +87,13 @@ class FSDP2Config(StrategyConfig):
     )
     backend: str = Field(
         "nccl",
-        description="Backend of the process group for the mesh's device, checked where it is given. Left at its "
-        "default it means what the device uses: nccl on CUDA, gloo on a CPU.",
+        description="Backend of the process group for the mesh's device, which is checked. nccl means what the device "
+        "uses: nccl on CUDA, gloo on a CPU.",
     )
-    enable_async_tensor_parallel: bool = Field(
+    enable_async_tensor_parallel: Annotated[bool, ROUNDS_ANEW] = Field(
         False,
-        description="Overlap communication of tensor parallelism with its matrix products. CUDA only; needs "
-        "sequence_parallel and enable_compile.",
+        description="Overlap communication of tensor parallelism with its matrix products. CUDA only; sets "
+        "sequence_parallel and enable_compile, with a warning where they are false.",
     )
     enable_compile: Annotated[bool, ROUNDS_ANEW] = Field(False, description="Compile each block with torch.compile.")
     enable_fsdp2_prefetch: bool = Field(
@@ -109,10 +110,6 @@ class FSDP2Config(StrategyConfig):
         "many ranks, from which backward gathers.",
         json_schema_extra={"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 2}, {"type": "null"}]},
     )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The options as they are, policy objects kept; not copied in depth."""
-        return dict(self)
 
     @field_validator("reshard_after_forward", mode="before")
     @classmethod
@@ -152,18 +149,19 @@ class FSDP2Config(StrategyConfig):
     def _check_combinations(self) -> FSDP2Config:
         if not self.enable_fsdp2_prefetch:
             for depth in ("fsdp2_forward_prefetch_depth", "fsdp2_backward_prefetch_depth"):
-                if depth in self.model_fields_set:
+                if getattr(self, depth) != type(self).model_fields[depth].default:
                     raise ValueError(
                         f"{depth}={getattr(self, depth)} acts only with enable_fsdp2_prefetch. "
                         f"Set enable_fsdp2_prefetch=true, or leave {depth} out"
                     )
         if self.enable_async_tensor_parallel:
-            for needed in ("sequence_parallel", "enable_compile"):
-                if not getattr(self, needed):
-                    raise ValueError(
-                        f"enable_async_tensor_parallel=true acts only with {needed}. "
-                        f"Set {needed}=true, or enable_async_tensor_parallel=false"
-                    )
+            missing = [name for name in ("sequence_parallel", "enable_compile") if not getattr(self, name)]
+            for name in missing:
+                # The config is frozen for its users.
+                object.__setattr__(self, name, True)
+            if missing:
+                told = " and ".join(f"{name}=true" for name in missing)
+                warnings.warn(f"enable_async_tensor_parallel=true needs {told}, and has set so.", stacklevel=2)
         theirs = policy_value(self.mp_policy, "reduce_dtype")
         if self.reduce_dtype and theirs is not None and dtype_name(theirs) != self.reduce_dtype:
             raise ValueError(

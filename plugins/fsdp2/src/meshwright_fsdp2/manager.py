@@ -21,15 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.compile import compile_blocks
-from meshwright.context_parallel import ContextParallel, check_context_options
+from meshwright.context_parallel import ContextParallel
 from meshwright.contract import Batch, OptimizerFactory
 from meshwright.data_parallel import DataParallelManager
 from meshwright.errors import MeshError, StrategyError
 from meshwright.expert_parallel import ExpertParallel, check_expert_parallel
+from meshwright.idle import tell_idle_options
 from meshwright.mesh import Mesh
 from meshwright.optim import split_by_mesh
 from meshwright.recompute import checkpoint_blocks
-from meshwright.tensor_parallel import TensorParallel, check_tensor_options
+from meshwright.tensor_parallel import TensorParallel
 
 from . import policies
 from ._compat import overlap_tensor_parallel, reduce_now
@@ -70,9 +71,9 @@ class FSDP2Manager(DataParallelManager):
         if moe_mesh is not None:
             device_mesh.check_expert_mesh(moe_mesh)
         super().__init__(config, device_mesh)
-        if "backend" in config.model_fields_set:
-            device_mesh.check_backend(config.backend)
+        device_mesh.check_backend(config.backend)
         check_options(config, device_mesh)
+        tell_idle_options(config, device_mesh)
         self._mp_policy = policies.mixed_precision(config)
         self._offload_policy = policies.offload(config, self.mesh.device)
 
@@ -147,7 +148,7 @@ class FSDP2Manager(DataParallelManager):
             if self.tensor_parallel is not None:
                 # Outside of what is traced: compiled code sees plain tensors.
                 self.tensor_parallel.localize_blocks()
-            if self.config.enable_async_tensor_parallel:
+            if self.config.enable_async_tensor_parallel and self.mesh.degrees.tp > 1:
                 overlap_tensor_parallel(self.mesh.group("tp"))
 
     @property
@@ -236,7 +237,7 @@ def check_options(config: FSDP2Config, mesh: Mesh) -> None:
     Raises:
         StrategyError, MeshError: on all ranks alike.
     """
-    if config.enable_async_tensor_parallel and mesh.device.type == "cpu":
+    if config.enable_async_tensor_parallel and mesh.degrees.tp > 1 and mesh.device.type == "cpu":
         raise StrategyError(
             "enable_async_tensor_parallel=true overlaps kernels of a GPU, but the mesh is on the CPU. "
             "Set enable_async_tensor_parallel=false."
@@ -246,8 +247,6 @@ def check_options(config: FSDP2Config, mesh: Mesh) -> None:
             f"enable_compile=true traces blocks, in which ep_size={mesh.degrees.ep} sends tokens by counts that only "
             f"their values tell. Set enable_compile=false, or use ep_size=1."
         )
-    check_tensor_options(config, mesh)
-    check_context_options(config, mesh)
     reshard, shards = config.reshard_after_forward, mesh.degrees.dp_shard * mesh.degrees.cp
     if isinstance(reshard, int) and not isinstance(reshard, bool) and (reshard > shards or shards % reshard):
         cp = " x cp" if mesh.degrees.cp > 1 else ""

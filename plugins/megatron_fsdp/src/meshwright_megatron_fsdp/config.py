@@ -88,8 +88,8 @@ class MegatronFSDPConfig(StrategyConfig):
     )
     calculate_per_token_loss: bool = Field(
         False,
-        description="The loss is per token and gradients are summed under every strategy, so true holds anyway; "
-        "false is refused where it is asked for.",
+        description="Nothing hangs on it: the loss is per token of the global batch and gradients are summed under "
+        "every strategy.",
     )
     keep_fp8_transpose_cache: bool = Field(
         False, description="For float8 parameters of TransformerEngine, which are not supported: true is refused."
@@ -107,11 +107,13 @@ class MegatronFSDPConfig(StrategyConfig):
     )
     backend: str = Field(
         "nccl",
-        description="Backend of the process group for the mesh's device, checked where it is given. Left at its "
-        "default it means what the device uses: nccl on CUDA, gloo on a CPU.",
+        description="Backend of the process group for the mesh's device, which is checked. nccl means what the device "
+        "uses: nccl on CUDA, gloo on a CPU.",
     )
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = Field(
-        None, description="zero_dp_strategy by Megatron-Core's name; null: what zero_dp_strategy says."
+        None,
+        description="zero_dp_strategy by Megatron-Core's name, which goes before its default; null: what "
+        "zero_dp_strategy says.",
     )
     outer_dp_sharding_strategy: Literal[0, 1, "no_shard", "optim"] = Field(
         0, description="Over dp_replicate: 0 or no_shard: copies. 1 or optim: optimizer state is sharded; ZeRO 3 only."
@@ -151,10 +153,6 @@ class MegatronFSDPConfig(StrategyConfig):
         """Whether optimizer state is sharded over dp_replicate, too."""
         return self.outer_dp_sharding_strategy in (1, "optim")
 
-    def to_dict(self) -> dict[str, Any]:
-        """The options as they are; not copied in depth."""
-        return dict(self)
-
     @field_validator("activation_checkpointing", mode="before")
     @classmethod
     def _check_switch(cls, value: Any) -> Any:
@@ -181,7 +179,7 @@ class MegatronFSDPConfig(StrategyConfig):
     @model_validator(mode="after")
     def _check_combinations(self) -> MegatronFSDPConfig:
         stage, named = self.zero, self.data_parallel_sharding_strategy
-        if named and "zero_dp_strategy" in self.model_fields_set and self.zero_dp_strategy != stage:
+        if self.zero_dp_strategy not in (stage, type(self).model_fields["zero_dp_strategy"].default):
             raise ValueError(
                 f"zero_dp_strategy={self.zero_dp_strategy} and data_parallel_sharding_strategy={named}, which is "
                 f"{stage}, differ. Give one"
@@ -211,11 +209,6 @@ class MegatronFSDPConfig(StrategyConfig):
             raise ValueError(
                 "disable_symmetric_registration=true acts only with nccl_ub. "
                 "Set nccl_ub=true, or disable_symmetric_registration=false"
-            )
-        if self.calculate_per_token_loss is False and "calculate_per_token_loss" in self.model_fields_set:
-            raise ValueError(
-                "calculate_per_token_loss=false asks for an average over ranks, but the loss is per token of the "
-                "global batch under every strategy. Set calculate_per_token_loss=true, or leave it out"
             )
         for option, value in (
             ("main_params_dtype", self.preserve_fp32_weights),

@@ -18,13 +18,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshwright.context_parallel import ContextParallel, check_context_options
+from meshwright.context_parallel import ContextParallel
 from meshwright.contract import OptimizerFactory
 from meshwright.data_parallel import DataParallelManager
 from meshwright.errors import MeshError, ModelError, StrategyError
+from meshwright.idle import tell_idle_options
 from meshwright.mesh import Mesh
 from meshwright.recompute import checkpoint_blocks
-from meshwright.tensor_parallel import Division, TensorParallel, check_tensor_options
+from meshwright.tensor_parallel import Division, TensorParallel
 from meshwright.weights import is_meta
 
 from ._compat import (
@@ -77,9 +78,9 @@ class MegatronFSDPManager(DataParallelManager):
             raise MeshError("moe_mesh is not supported yet: experts are not sharded over ep. Leave it out.")
         super().__init__(config, device_mesh)
         package()
-        if "backend" in config.model_fields_set:
-            device_mesh.check_backend(config.backend)
+        device_mesh.check_backend(config.backend)
         check_options(config, device_mesh)
+        tell_idle_options(config, device_mesh)
 
     def shard(self, model: nn.Module) -> nn.Module:
         config, mesh = self.config, self.mesh
@@ -228,8 +229,6 @@ def check_options(config: MegatronFSDPConfig, mesh: Mesh) -> None:
     Raises:
         StrategyError: on all ranks alike.
     """
-    check_tensor_options(config, mesh)
-    check_context_options(config, mesh)
     if mesh.degrees.dp_replicate > 1 and config.zero == 0:
         raise StrategyError(
             f"ZeRO 0 copies everything, and Megatron-FSDP cannot do so over two axes (dp_replicate="

@@ -31,7 +31,7 @@ class PipelineConfig(FrozenModel):
     pp_schedule: str | None = Field(
         "1f1b",
         description="GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV, in "
-        "any case, with or without separators. Leave it out, or null, with pp_schedule_csv.",
+        "any case, with or without separators. Its default or null with pp_schedule_csv.",
         examples=[*SCHEDULES],
     )
     pp_schedule_csv: str | None = Field(
@@ -44,7 +44,7 @@ class PipelineConfig(FrozenModel):
         1,
         ge=1,
         description="Sequences of one run of the schedule on each data-parallel rank; a step with more makes several "
-        "runs. Left out: all sequences of a step in one run.",
+        "runs. 1: all sequences of a step in one run.",
     )
     layers_per_stage: int | None = Field(
         None,
@@ -91,9 +91,11 @@ class PipelineConfig(FrozenModel):
         None, ge=1, description="Tokens of each sequence; others are refused. null: any, and it may change by the step."
     )
 
-    def to_dict(self) -> dict[str, Any]:
-        """The options as they are, callables kept; not copied in depth."""
-        return dict(self)
+    @property
+    def run_size(self) -> int | None:
+        """Sequences of one run of the schedule; None: all of a step."""
+        # A run of one sequence would be no pipeline, so the reference's default can only mean that none is set.
+        return None if self.pp_batch_size == 1 else self.pp_batch_size
 
     @field_validator("dtype", mode="before")
     @classmethod
@@ -134,7 +136,7 @@ class PipelineConfig(FrozenModel):
                 schedule_rule(self.pp_schedule)
             except ConfigError as error:
                 raise ValueError(str(error)) from None
-        elif "pp_schedule" in self.model_fields_set and self.pp_schedule is not None and not names_file:
+        elif self.pp_schedule not in (None, type(self).model_fields["pp_schedule"].default) and not names_file:
             raise ValueError(f"pp_schedule={self.pp_schedule!r} and pp_schedule_csv are two schedules. Give one")
         if self.layers_per_stage is None and self.round_virtual_stages_to_pp_multiple is not None:
             raise ValueError(
@@ -143,7 +145,7 @@ class PipelineConfig(FrozenModel):
             )
         if self.layers_per_stage is not None and self.module_fqns_per_model_part is not None:
             raise ValueError("layers_per_stage and module_fqns_per_model_part both divide the model. Give one")
-        if "pp_batch_size" in self.model_fields_set and self.pp_batch_size % self.pp_microbatch_size:
+        if self.run_size is not None and self.run_size % self.pp_microbatch_size:
             raise ValueError(
                 f"pp_batch_size={self.pp_batch_size} does not divide into microbatches of "
                 f"pp_microbatch_size={self.pp_microbatch_size}. Use one of {_divisors(self.pp_batch_size)}"
@@ -225,10 +227,8 @@ def number_of_microbatches(config: PipelineConfig, *, sequences: int) -> int:
     Raises:
         ConfigError: the sequences do not divide into microbatches, or into runs of the size that is set.
     """
-    batch, size = config.pp_batch_size, config.pp_microbatch_size
-    if "pp_batch_size" not in config.model_fields_set:
-        batch = sequences
-    elif sequences % batch:
+    batch, size = config.run_size or sequences, config.pp_microbatch_size
+    if sequences % batch:
         raise ConfigError(
             f"{sequences} sequences of a step on each data-parallel rank do not divide into runs of "
             f"pp_batch_size={batch}. Use one of {_divisors(sequences)}, or leave it out to run all together."
@@ -241,7 +241,7 @@ def number_of_microbatches(config: PipelineConfig, *, sequences: int) -> int:
     if config.pp_schedule_csv is None:
         return batch // size
     microbatches = microbatches_in_csv(config.pp_schedule_csv)
-    if "pp_batch_size" in config.model_fields_set and batch // size != microbatches:
+    if config.run_size is not None and batch // size != microbatches:
         raise ConfigError(
             f"pp_batch_size={batch} is {batch // size} microbatches of {size}, but "
             f"pp_schedule_csv={config.pp_schedule_csv!r} runs {microbatches}. "

@@ -349,8 +349,7 @@ class PipelineManager(StrategyManager):
     @property
     def _least_microbatches(self) -> int:
         """Some number of microbatches that the schedule takes."""
-        is_set = "pp_batch_size" in self.config.model_fields_set
-        sequences = self.config.pp_batch_size if is_set else self.config.pp_microbatch_size
+        sequences = self.config.run_size or self.config.pp_microbatch_size
         return number_of_microbatches(self.config, sequences=sequences)
 
     def _run_length(self, pieces: int) -> int:

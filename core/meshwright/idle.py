@@ -1,0 +1,32 @@
+"""Options that have nothing to act on, since the axis that they are about has one rank.
+
+They are no error: the same run file is debugged on one rank. By definition nothing of them is dropped.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch.distributed as dist
+from pydantic import BaseModel
+
+from .mesh import Mesh
+
+_OPTIONS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"tp": ("sequence_parallel", "tp_plan", "enable_async_tensor_parallel"), "cp": ("cp_attention",)}
+)
+
+
+def tell_idle_options(config: BaseModel, mesh: Mesh) -> None:
+    """Warn on the first rank of options along `tp` and `cp` that are set while the axis has one rank."""
+    fields = type(config).model_fields
+    for axis, options in _OPTIONS_OF.items():
+        if getattr(mesh.degrees, axis) > 1:
+            continue
+        idle = [name for name in options if name in fields and getattr(config, name) != fields[name].default]
+        if idle and dist.get_rank() == 0:
+            told = " and ".join(f"{name}={getattr(config, name)}" for name in idle)
+            verb = "acts" if len(idle) == 1 else "act"
+            warnings.warn(f"{told} {verb} on nothing here: {axis}_size is 1.", stacklevel=2)
