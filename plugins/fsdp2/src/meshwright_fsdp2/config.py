@@ -12,6 +12,8 @@ from meshwright.contract import ROUNDS_ANEW, StrategyConfig
 from meshwright.errors import ConfigError, nearest
 from meshwright.imports import check_import
 
+AXES = frozenset({"dp_replicate", "dp_shard", "cp", "tp", "ep"})
+"""What the strategy shards."""
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 _POLICIES: Mapping[str, Mapping[str, str]] = {
     "MixedPrecisionPolicy": {

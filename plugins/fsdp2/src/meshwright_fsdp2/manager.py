@@ -26,6 +26,7 @@ from meshwright.contract import Batch, OptimizerFactory
 from meshwright.data_parallel import DataParallelManager
 from meshwright.errors import MeshError, StrategyError
 from meshwright.expert_parallel import ExpertParallel, check_expert_parallel
+from meshwright.given_mesh import as_mesh
 from meshwright.idle import tell_idle_options
 from meshwright.mesh import Mesh
 from meshwright.optim import split_by_mesh
@@ -34,7 +35,7 @@ from meshwright.tensor_parallel import TensorParallel
 
 from . import policies
 from ._compat import overlap_tensor_parallel, reduce_now
-from .config import FSDP2Config
+from .config import AXES, FSDP2Config
 from .packed import check_not_packed, without_packed_check
 from .sharding import Sharding, shard_units
 from .units import Unit, find_units, separate_names
@@ -46,11 +47,11 @@ class FSDP2Manager(DataParallelManager):
 
     Args:
         config: options.
-        device_mesh: a `meshwright.mesh.Mesh`, which knows the degrees and the ranks along every axis.
+        device_mesh: a `meshwright.mesh.Mesh`, or a DeviceMesh of torch; see `meshwright.given_mesh.as_mesh`.
         moe_mesh: the expert mesh, to be checked against the one that follows from the degrees; None: that one.
 
     Raises:
-        MeshError: the mesh is none of meshwright's, or has another backend than the config says.
+        MeshError: a DeviceMesh that is not understood, or another backend than the config says.
         StrategyError: an option cannot act on this mesh.
         ConfigError: a policy cannot be made.
     """
@@ -61,19 +62,14 @@ class FSDP2Manager(DataParallelManager):
     expert_parallel: ExpertParallel | None = None
     """What divides experts along `ep`, where it has more than one rank."""
 
-    def __init__(self, config: FSDP2Config, device_mesh: Mesh, moe_mesh: DeviceMesh | None = None) -> None:
-        if not isinstance(device_mesh, Mesh):
-            raise MeshError(
-                f"FSDP2Manager takes a meshwright.Mesh, not a {type(device_mesh).__name__}. Make one with "
-                f"Mesh(MeshSizes(...).resolve(world.size), world), or use fsdp2_strategy_parallelize, which takes a "
-                f"DeviceMesh."
-            )
+    def __init__(self, config: FSDP2Config, device_mesh: Mesh | DeviceMesh, moe_mesh: DeviceMesh | None = None) -> None:
+        mesh = as_mesh(device_mesh, AXES, moe_mesh)
         if moe_mesh is not None:
-            device_mesh.check_expert_mesh(moe_mesh)
-        super().__init__(config, device_mesh)
-        device_mesh.check_backend(config.backend)
-        check_options(config, device_mesh)
-        tell_idle_options(config, device_mesh)
+            mesh.check_expert_mesh(moe_mesh)
+        super().__init__(config, mesh)
+        mesh.check_backend(config.backend)
+        check_options(config, mesh)
+        tell_idle_options(config, mesh)
         self._mp_policy = policies.mixed_precision(config)
         self._offload_policy = policies.offload(config, self.mesh.device)
 

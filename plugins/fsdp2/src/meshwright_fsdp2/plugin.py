@@ -8,7 +8,7 @@ from meshwright.contract import Estimate, ModelSize, StrategySpec
 from meshwright.hookspecs import hookimpl
 from meshwright.sizes import Degrees
 
-from .config import FSDP2Config
+from .config import AXES, FSDP2Config
 
 if TYPE_CHECKING:
     from meshwright.mesh import Mesh
@@ -41,7 +41,7 @@ def register_strategies() -> list[StrategySpec]:
             name="fsdp2",
             aliases=("fsdp", "fully_shard"),
             summary="Shards parameters, gradients, optimizer state (torch fully_shard); HSDP; TP, CP and experts.",
-            axes=frozenset({"dp_replicate", "dp_shard", "cp", "tp", "ep"}),
+            axes=AXES,
             config_cls=FSDP2Config,
             build=build,
             estimate=estimate,

@@ -12,6 +12,8 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, mo
 
 from meshwright.contract import StrategyConfig
 
+AXES = frozenset({"dp_replicate", "dp_shard", "cp", "tp"})
+"""What the strategy shards."""
 STAGES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Megatron-Core's names of the ZeRO stages 0 to 3."""
 

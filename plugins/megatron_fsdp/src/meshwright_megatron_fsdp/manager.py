@@ -22,6 +22,7 @@ from meshwright.context_parallel import ContextParallel
 from meshwright.contract import OptimizerFactory
 from meshwright.data_parallel import DataParallelManager
 from meshwright.errors import MeshError, ModelError, StrategyError
+from meshwright.given_mesh import as_mesh
 from meshwright.idle import tell_idle_options
 from meshwright.mesh import Mesh
 from meshwright.recompute import checkpoint_blocks
@@ -38,7 +39,7 @@ from ._compat import (
     wait_for_gathers,
     wrap,
 )
-from .config import STAGES, MegatronFSDPConfig
+from .config import AXES, STAGES, MegatronFSDPConfig
 from .precision import find_dtypes
 from .reduction import Reduction
 from .shards import Shards
@@ -57,30 +58,28 @@ class MegatronFSDPManager(DataParallelManager):
 
     Args:
         config: options.
-        device_mesh: a `meshwright.mesh.Mesh`, which knows the degrees and the ranks along every axis.
+        device_mesh: a `meshwright.mesh.Mesh`, or a DeviceMesh of torch; see `meshwright.given_mesh.as_mesh`.
         moe_mesh: must be None: experts are not sharded along a mesh of their own yet.
 
     Raises:
-        MeshError: the mesh is none of meshwright's, or has another backend than the config says.
+        MeshError: a DeviceMesh that is not understood, or another backend than the config says.
         StrategyError: megatron-fsdp is missing or of another version, or an option cannot act on this mesh.
     """
 
     config: MegatronFSDPConfig
     shards_on_meta: ClassVar[bool] = True
 
-    def __init__(self, config: MegatronFSDPConfig, device_mesh: Mesh, moe_mesh: DeviceMesh | None = None) -> None:
-        if not isinstance(device_mesh, Mesh):
-            raise MeshError(
-                f"MegatronFSDPManager takes a meshwright.Mesh, not a {type(device_mesh).__name__}. Make one with "
-                f"Mesh(MeshSizes(...).resolve(world.size), world)."
-            )
+    def __init__(
+        self, config: MegatronFSDPConfig, device_mesh: Mesh | DeviceMesh, moe_mesh: DeviceMesh | None = None
+    ) -> None:
         if moe_mesh is not None:
             raise MeshError("moe_mesh is not supported yet: experts are not sharded over ep. Leave it out.")
-        super().__init__(config, device_mesh)
+        mesh = as_mesh(device_mesh, AXES)
+        super().__init__(config, mesh)
         package()
-        device_mesh.check_backend(config.backend)
-        check_options(config, device_mesh)
-        tell_idle_options(config, device_mesh)
+        mesh.check_backend(config.backend)
+        check_options(config, mesh)
+        tell_idle_options(config, mesh)
 
     def shard(self, model: nn.Module) -> nn.Module:
         config, mesh = self.config, self.mesh

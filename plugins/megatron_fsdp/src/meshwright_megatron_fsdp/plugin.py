@@ -8,7 +8,7 @@ from meshwright.contract import Estimate, ModelSize, StrategySpec
 from meshwright.hookspecs import hookimpl
 from meshwright.sizes import Degrees
 
-from .config import MegatronFSDPConfig
+from .config import AXES, MegatronFSDPConfig
 
 if TYPE_CHECKING:
     from meshwright.mesh import Mesh
@@ -47,7 +47,7 @@ def register_strategies() -> list[StrategySpec]:
             name="megatron_fsdp",
             aliases=("nvfsdp", "mfsdp"),
             summary="Shards with NVIDIA's Megatron-FSDP, ZeRO 0 to 3; HSDP; tensor and context axes; on a CPU, too.",
-            axes=frozenset({"dp_replicate", "dp_shard", "cp", "tp"}),
+            axes=AXES,
             config_cls=MegatronFSDPConfig,
             build=build,
             estimate=estimate,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -30,10 +31,12 @@ from meshwright.data_parallel import (
     forward_options,
 )
 from meshwright.errors import BatchError, ConfigError, ModelError, StrategyError
+from meshwright.given_mesh import as_mesh
 from meshwright.layout import ModelLayout, model_layout
 from meshwright.mesh import Mesh
 from meshwright.norms import check_clip
-from meshwright.sizes import Degrees
+from meshwright.registry import get_strategy
+from meshwright.sizes import CLAIMABLE_AXES, Degrees
 from meshwright.state import OptimizerState, ShardedState, TensorKind
 from meshwright.weights import Weights, deferred_weights, is_meta
 
@@ -58,17 +61,30 @@ class PipelineManager(StrategyManager):
 
     Args:
         config: options.
-        mesh: of all ranks.
-        inner: makes a manager of the inner strategy on the mesh of a stage.
+        device_mesh: of all ranks; a `meshwright.mesh.Mesh`, or a DeviceMesh of torch with an axis `pp`, see
+            `meshwright.given_mesh.as_mesh`.
+        inner: makes a manager of the inner strategy on the mesh of a stage; or a strategy's name, with its defaults.
 
     Raises:
+        MeshError: a DeviceMesh that is not understood.
         ConfigError: an option that cannot act.
         StrategyError: the inner strategy cannot run in a pipeline.
     """
 
     config: PipelineConfig
 
-    def __init__(self, config: PipelineConfig, mesh: Mesh, inner: Callable[[Mesh], StrategyManager]) -> None:
+    def __init__(
+        self,
+        config: PipelineConfig,
+        device_mesh: Mesh | DeviceMesh,
+        inner: Callable[[Mesh], StrategyManager] | str = "single",
+    ) -> None:
+        if isinstance(inner, str):
+            spec = get_strategy(inner)
+            inner, axes = (lambda mesh: spec.build(spec.config_cls(), mesh)), spec.axes | {"pp"}
+        else:
+            axes = frozenset(CLAIMABLE_AXES)
+        mesh = as_mesh(device_mesh, axes)
         check_options(config, mesh.degrees)
         self.config, self.mesh = config, mesh
         self._loss = loss_of(config.loss_fn)

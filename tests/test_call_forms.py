@@ -1,0 +1,110 @@
+"""The call forms of the reference: managers on a DeviceMesh of torch, under the axis names of its documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from meshwright import Degrees, Mesh, MeshError, open_world, optimizer_factory
+from meshwright.errors import MeshwrightError
+from meshwright.testing import Case, pool
+from meshwright.testing.models import case_model
+from meshwright.testing.parity import TOLERANCE, Outcome, difference, full_weights, reference, train_steps
+from meshwright_fsdp2 import FSDP2Config, FSDP2Manager
+from meshwright_megatron_fsdp import MegatronFSDPConfig, MegatronFSDPManager
+from meshwright_pipeline import PipelineConfig, PipelineManager
+
+CASE = Case()
+ROOT = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+def _manager(strategy: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    """As the reference's documents call it."""
+    device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    if strategy == "fsdp2":
+        config = FSDP2Config(sequence_parallel="tp" in names and shape[-1] > 1)
+        return FSDP2Manager(config, device_mesh=device_mesh, moe_mesh=None)
+    if strategy == "megatron_fsdp":
+        return MegatronFSDPManager(MegatronFSDPConfig(zero_dp_strategy=3), device_mesh=device_mesh)
+    return PipelineManager(PipelineConfig(pp_schedule="1f1b"), device_mesh=device_mesh, inner="fsdp2")
+
+
+def _train(strategy: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Outcome:
+    manager = _manager(strategy, shape, names)
+    manager.parallelize(case_model(CASE.model_type, tied=CASE.tied, seed=0, dtype=torch.float64, layers=CASE.layers))
+    manager.build_optimizer(optimizer_factory(CASE.optimizer))
+    return Outcome(*train_steps(manager, CASE, range(CASE.steps)), full_weights(manager))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shape", "names"),
+    [
+        ("fsdp2", (1, 1, 2, 1, 1), ROOT),
+        ("fsdp2", (1, 2), ("data_parallel", "tensor_parallel")),
+        ("fsdp2", (1, 2, 1, 1, 2), ROOT),
+        ("megatron_fsdp", (1, 2, 1), ("dp", "cp", "tp")),
+        ("pipeline", (2, 1), ("pp", "dp_shard")),
+    ],
+    ids=str,
+)
+def test_a_manager_on_a_device_mesh_trains_as_one_process(
+    strategy: str, shape: tuple[int, ...], names: tuple[str, ...]
+) -> None:
+    ranks = int(torch.tensor(shape).prod())
+    outcomes = pool(ranks).run(_train, strategy, shape, names)
+    assert difference(outcomes, reference(CASE)).worst <= TOLERANCE
+
+
+def _expert_degree() -> int:
+    device_mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("pp", "dp_shard", "tp"))
+    moe_mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("pp", "ep_shard", "ep"))
+    return FSDP2Manager(FSDP2Config(), device_mesh=device_mesh, moe_mesh=moe_mesh).mesh.degrees.ep
+
+
+def test_a_mesh_for_experts_tells_their_degree() -> None:
+    assert pool(2).run(_expert_degree) == [2, 2]
+
+
+def _refused(shape: tuple[int, ...], names: tuple[str, ...], part: str | None) -> str:
+    whole = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    try:
+        FSDP2Manager(FSDP2Config(), device_mesh=whole[part] if part else whole)
+    except MeshwrightError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "part", "told"),
+    [
+        ((2, 1), ("rows", "tp"), None, "unknown axis 'rows'. Known: pp, dp_replicate"),
+        ((2, 1), ("tp", "dp"), None, "accepted"),
+        ((2, 1), ("pp", "dp"), None, "does not shard pp"),
+        ((1, 2), ("tp", "dp"), "tp", "takes all 2 ranks in order"),
+    ],
+    ids=str,
+)
+def test_a_device_mesh_that_is_not_understood_is_refused_on_all_ranks(
+    shape: tuple[int, ...], names: tuple[str, ...], part: str | None, told: str
+) -> None:
+    texts = pool(2).run(_refused, shape, names, part)
+    assert all(told in text for text in texts), texts
+
+
+def _unclaimed_axis() -> str:
+    world = open_world("cpu")
+    with pytest.raises(MeshError) as caught:
+        FSDP2Manager(FSDP2Config(), Mesh(Degrees(pp=world.size), world))
+    return str(caught.value)
+
+
+def test_a_manager_refuses_a_mesh_with_an_axis_that_it_does_not_shard() -> None:
+    assert pool(2).run(_unclaimed_axis)[0].startswith("the mesh is pp=2, but this strategy does not shard pp")
+
+
+def test_what_is_no_mesh_is_refused() -> None:
+    with pytest.raises(MeshError, match="not a str"):
+        FSDP2Manager(FSDP2Config(), "dp")  # type: ignore[arg-type]
