@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import modeling_flash_attention_utils as flash
 
-from meshwright import Degrees, Mesh, MeshError, open_world, optimizer_factory
+import meshwright as mw
+import meshwright_fsdp2.packed
+import meshwright_megatron_fsdp
+from meshwright import Degrees, Mesh, MeshError, ModelError, open_world, optimizer_factory
 from meshwright.errors import MeshwrightError
 from meshwright.testing import Case, pool
-from meshwright.testing.models import case_model
+from meshwright.testing.models import case_model, tiny_model
 from meshwright.testing.parity import TOLERANCE, Outcome, difference, full_weights, reference, train_steps
+from meshwright_ddp import DDPConfig, DDPManager, DistributedDataParallelConfig
+from meshwright_ddp.bucketed import BucketedDataParallel
 from meshwright_fsdp2 import FSDP2Config, FSDP2Manager
 from meshwright_megatron_fsdp import MegatronFSDPConfig, MegatronFSDPManager
 from meshwright_pipeline import PipelineConfig, PipelineManager
@@ -29,6 +36,8 @@ def _manager(strategy: str, shape: tuple[int, ...], names: tuple[str, ...]) -> A
         return FSDP2Manager(config, device_mesh=device_mesh, moe_mesh=None)
     if strategy == "megatron_fsdp":
         return MegatronFSDPManager(MegatronFSDPConfig(zero_dp_strategy=3), device_mesh=device_mesh)
+    if strategy == "ddp":
+        return DDPManager(DistributedDataParallelConfig(use_distributed_optimizer=True), device_mesh=device_mesh)
     return PipelineManager(PipelineConfig(pp_schedule="1f1b"), device_mesh=device_mesh, inner="fsdp2")
 
 
@@ -46,6 +55,7 @@ def _train(strategy: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Out
         ("fsdp2", (1, 2), ("data_parallel", "tensor_parallel")),
         ("fsdp2", (1, 2, 1, 1, 2), ROOT),
         ("megatron_fsdp", (1, 2, 1), ("dp", "cp", "tp")),
+        ("ddp", (2,), ("data_parallel",)),
         ("pipeline", (2, 1), ("pp", "dp_shard")),
     ],
     ids=str,
@@ -92,6 +102,59 @@ def test_a_device_mesh_that_is_not_understood_is_refused_on_all_ranks(
 ) -> None:
     texts = pool(2).run(_refused, shape, names, part)
     assert all(told in text for text in texts), texts
+
+
+def _from_config(theirs: bool) -> tuple[str, list[float]]:
+    config: Any = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    if not theirs:
+        config = DDPConfig(engine="bucketed", grad_reduce_in_fp32=True)
+    hf_config = tiny_model().config
+    manager: Any = mw.from_config(hf_config, "ddp", config=config, dtype="float32", device="cpu")
+    manager.build_optimizer(optimizer_factory(CASE.optimizer))
+    return manager.config.engine, train_steps(manager, CASE, range(2))[0]
+
+
+def test_from_config_takes_the_references_class() -> None:
+    found = pool(2).run(_from_config, True)
+    assert found == pool(2).run(_from_config, False)
+    assert found[0][0] == "bucketed"
+
+
+def _gradient_dtype() -> tuple[str, str]:
+    world = open_world("cpu")
+    mesh = Mesh(Degrees(dp_replicate=world.size), world)
+    engines = [
+        BucketedDataParallel(tiny_model(dtype=torch.bfloat16), DistributedDataParallelConfig(**options), mesh)
+        for options in ({}, {"grad_reduce_in_fp32": True})
+    ]
+    plain, wide = (str(engine.buffers[0].gradients.dtype) for engine in engines)
+    return plain, wide
+
+
+def test_the_bucketed_class_called_directly_reduces_in_the_dtype_of_its_config() -> None:
+    assert pool(2).run(_gradient_dtype) == [("torch.bfloat16", "torch.float32")] * 2
+
+
+def test_names_of_the_reference_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert issubclass(FSDP2Config, mw.DistributedConfig)
+    assert meshwright_megatron_fsdp.HAVE_NVFSDP is True
+    packed = torch.tensor([[0, 1, 2, 0, 1]])
+    monkeypatch.setattr(meshwright_fsdp2.packed, "_for_good", ExitStack())
+    patch: Any = meshwright_fsdp2._patch_is_packed_sequence_for_training
+    before = bool(flash._is_packed_sequence(packed, 1))
+    patch()
+    assert (before, flash._is_packed_sequence(packed, 1)) == (True, False)
+    meshwright_fsdp2.packed._for_good.close()
+    patch.cache_clear()
+    assert bool(flash._is_packed_sequence(packed, 1))
+    # Without a process group there is nothing to end.
+    meshwright_fsdp2._destroy_dist_connection()
+
+
+def test_a_model_without_a_plan_raises_what_the_reference_says() -> None:
+    with pytest.raises(AssertionError, match="no tensor-parallel plan of its own") as caught:
+        meshwright_fsdp2.get_hf_tp_shard_plan(torch.nn.Linear(2, 2))
+    assert isinstance(caught.value, ModelError)
 
 
 def _unclaimed_axis() -> str:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .checkpoint import load_checkpoint as load_checkpoint
     from .checkpoint import save_checkpoint as save_checkpoint
     from .contract import Batch as Batch
+    from .contract import DistributedConfig as DistributedConfig
     from .contract import Estimate as Estimate
     from .contract import ModelSize as ModelSize
     from .contract import OptimizerFactory as OptimizerFactory
@@ -63,6 +64,7 @@ _MODULE_OF = {
     "load_checkpoint": "checkpoint",
     "save_checkpoint": "checkpoint",
     "Batch": "contract",
+    "DistributedConfig": "contract",
     "Estimate": "contract",
     "ModelSize": "contract",
     "OptimizerFactory": "contract",

@@ -57,6 +57,10 @@ class StrategyConfig(FrozenModel):
     )
 
 
+DistributedConfig = StrategyConfig
+"""The reference's name for the options of any strategy but a pipeline."""
+
+
 @dataclass(frozen=True)
 class ModelSize:
     """What an estimate needs to know of a model."""

@@ -107,10 +107,6 @@ class DataParallelManager(StrategyManager):
         """Around forward and backward of one microbatch; defers the reduction unless `is_last`."""
         return nullcontext()
 
-    def around_forward(self) -> AbstractContextManager[None]:
-        """Around each forward of the module, in training and in evaluation."""
-        return nullcontext()
-
     def after_backward(self, *, is_last: bool) -> None:
         """Called after each microbatch's backward."""
 
@@ -347,7 +343,7 @@ class DataParallelManager(StrategyManager):
     def outputs(self, inputs: Batch) -> Any:
         """What the module returns for a microbatch without labels, on this rank's device."""
         running = nullcontext(inputs) if self.context_parallel is None else self.context_parallel.running(inputs)
-        with self.around_forward(), running as given:
+        with running as given:
             return self.module(**given, **self._forward_options)
 
     def on_device(self, batch: Batch) -> dict[str, Tensor]:

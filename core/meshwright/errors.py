@@ -6,6 +6,7 @@
       StrategyError           a strategy cannot be used
         UnknownStrategyError  no strategy of that name is installed
       ModelError              the model cannot be built, loaded or parallelized
+        MissingPlanError      it has no tensor-parallel plan of its own
       DataError               corpus, tokenizer or split cannot be used
       BatchError              the microbatches of a step are malformed or differ in number between ranks
       TrainingError           training cannot go on (a loss or gradient that is not finite)
@@ -46,6 +47,10 @@ class UnknownStrategyError(StrategyError):
 
 class ModelError(MeshwrightError):
     """The model cannot be built, loaded or parallelized."""
+
+
+class MissingPlanError(ModelError, AssertionError):
+    """A model has no tensor-parallel plan of its own; an AssertionError too, which the reference raises."""
 
 
 class DataError(MeshwrightError):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from .contract import Estimate, ModelSize, StrategyManager, StrategySpec
 from .errors import ConfigError, MeshError, nearest
@@ -132,6 +132,11 @@ def _layer(spec: StrategySpec, config: Mapping[str, Any] | BaseModel | None, whe
     if isinstance(config, spec.config_cls):
         return Layer(spec, config)
     if isinstance(config, BaseModel):
+        try:
+            # Some classes take another's values, such as those of a reference's class.
+            return Layer(spec, spec.config_cls.model_validate(config))
+        except ValidationError:
+            pass
         raise ConfigError(f"strategy {spec.name!r} takes a {spec.config_cls.__name__}, not a {type(config).__name__}.")
     return Layer(spec, validated(spec.config_cls, config or {}, where=f"{where} of {spec.name!r}"))
 

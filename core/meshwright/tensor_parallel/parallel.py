@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import all_reduce, is_elementwise, is_sharded
-from ..errors import ConfigError, ModelError, StrategyError
+from ..errors import ModelError, StrategyError
 from ..layout import ModelLayout, model_layout
 from ..loss import target_loss_sum, targets
 from ..norms import each_norm
@@ -35,6 +35,7 @@ from .plan import Plan, StyleName, find_plan, keep_small_layers_whole, text_conf
 from .sequence import SequenceParts, find_parts
 from .stream import Stream
 from .styles import PACKED_PARTS, STYLES, Forward
+from .torch_styles import use_own_styles
 
 
 class TensorParallel:
@@ -47,14 +48,16 @@ class TensorParallel:
         plan: see `meshwright.tensor_parallel.plan.find_plan`.
         sequence_parallel: shard the positions between the parallel parts of blocks.
         plain: make parameters plain tensors, this rank's parts, for strategies that take no DTensors. `divisions` tells
-            what they are parts of, and gradients are whole where parameters are replicated.
+            what they are parts of, and gradients are whole where parameters are replicated. Styles of torch in the plan
+            are replaced by ours, and turn sequence parallelism on where their layouts say so.
         leave: modules with parameters that are divided otherwise, as DTensors when `apply` is called.
 
     Attributes:
         divisions: how each parameter is divided, by each of its names.
 
     Raises:
-        ConfigError: the plan names what does not exist, or a style of torch where parameters are to be plain.
+        ConfigError: the plan names what does not exist, or, where parameters are to be plain, a style of torch that
+            has no equal.
         ModelError: the model does not fit the plan or the number of ranks. Both before any collective and before the
             model is changed.
     """
@@ -83,7 +86,7 @@ class TensorParallel:
         for name in leave:
             self._plan.drop(name, model)
         if plain:
-            _check_own_styles(self._plan)
+            sequence_parallel = use_own_styles(self._plan, model, layout) or sequence_parallel
         keep_small_layers_whole(self._plan, model, self.size)
         self._heads = check_heads(model, self._plan, self.size, self.rank)
         placements = _placements(model, layout, self._plan, self._heads, self.size)
@@ -335,15 +338,6 @@ def parallelize_tensors(
     parallel = TensorParallel(model, model_layout(model), mesh, plan=plan, sequence_parallel=sequence_parallel)
     parallel.apply(separate)
     return parallel
-
-
-def _check_own_styles(plan: Plan) -> None:
-    for name, style in plan.modules.items():
-        if isinstance(style, ParallelStyle):
-            raise ConfigError(
-                f"{plan.source} gives {name} the style {type(style).__name__} of torch, which makes DTensors, but this "
-                f"strategy takes plain parameters. Give the style's name, such as colwise or rowwise."
-            )
 
 
 def _run_with_groups(

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from ..errors import ConfigError, ModelError, nearest
+from ..errors import ConfigError, MissingPlanError, ModelError, nearest
 from ..imports import import_class_from_path
 from ..layout import ModelLayout, model_layout
 from ..registry import Registry, get_registry
@@ -144,13 +144,13 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
         Style by module name; `*` stands for a number.
 
     Raises:
-        ModelError: the model has no plan.
+        MissingPlanError: the model has no plan.
         ConfigError: a style of the plan has no equal in torch; see `translate_to_torch_parallel_style`.
     """
     layout = model_layout(model)
     own: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     if not own:
-        raise ModelError(
+        raise MissingPlanError(
             f"{type(model).__name__} has no tensor-parallel plan of its own (tp_plan). Give one as a dict."
         )
     named = {_wildcards(name) for name, _ in model.named_modules()}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from meshwright import ConfigError, FrozenModel, MeshSizes, StrategyError, StrategySpec, hookimpl, resolve
-from meshwright.testing import Case, pool
-from meshwright.testing.parity import build_manager
-from meshwright_ddp import DDPConfig, DistributedDataParallelConfig
+from meshwright import ConfigError, MeshSizes, StrategyError, resolve
+from meshwright_ddp import DDPConfig, DDPManager, DistributedDataParallelConfig
+from meshwright_ddp.bucketed import BucketedDataParallel
 
 REFERENCE = {
     "grad_reduce_in_fp32": False,
@@ -127,68 +127,20 @@ def test_use_custom_fsdp_is_an_old_name_and_warns() -> None:
         assert DDPConfig(use_custom_fsdp=True).hands_over
 
 
-# -- handing over
+# -- the reference's class
 
 
-class _Target(FrozenModel):
-    """Some options of megatron_fsdp, for a strategy of its name that only keeps what it is given."""
-
-    zero_dp_strategy: int = 3
-    overlap_grad_reduce: bool = True
-    preserve_fp32_weights: bool = True
-
-
-class _Kept:
-    def __init__(self, config: _Target, mesh: Any) -> None:
-        self.config, self.mesh = config, mesh
+def test_the_references_class_is_taken_for_the_bucketed_engine() -> None:
+    theirs = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
+    stack, _ = resolve("ddp", MeshSizes(), 1, config=theirs)
+    assert stack.inner.config == DDPConfig(engine="bucketed", **theirs.to_dict())
+    with pytest.raises(ConfigError, match="takes a DDPConfig, not a MeshSizes"):
+        resolve("ddp", MeshSizes(), 1, config=MeshSizes())
 
 
-class _Plugin:
-    @hookimpl
-    def register_strategies(self) -> list[StrategySpec]:
-        return [StrategySpec("megatron_fsdp", "Keeps.", frozenset({"dp_shard"}), _Target, _Kept)]  # type: ignore[arg-type]
-
-
-def _handed_over(config: dict[str, Any]) -> Any:
-    from meshwright import Mesh, get_registry, open_world
-
-    if "megatron_fsdp" not in get_registry().strategies:
-        get_registry().register(_Plugin(), name="keeps")
-    world = open_world("cpu")
-    stack, degrees = resolve("ddp", MeshSizes(), world.size, config=config)
-    try:
-        kept: Any = stack.build(Mesh(degrees, world))
-    except StrategyError as error:
-        return str(error)
-    return kept.config.model_dump(), kept.mesh.degrees.dp_shard, kept.mesh.degrees.dp_replicate
-
-
-def _without_target() -> str:
-    try:
-        build_manager("ddp", {"use_megatron_fsdp": True}, {}, Case())
-    except StrategyError as error:
-        return str(error)
-    return "accepted"
-
-
-def test_megatron_fsdp_gets_the_options_under_its_own_names_and_all_ranks_on_dp_shard() -> None:
-    from meshwright import get_registry
-
-    if "megatron_fsdp" in get_registry().strategies:
-        pytest.skip("the strategy itself is installed")
-    answers = pool(2).run(_without_target)
-    assert len(set(answers)) == 1
-    assert "meshwright[megatron-fsdp]" in answers[0]
-    config = {
-        "use_megatron_fsdp": True,
-        "data_parallel_sharding_strategy": "optim_grads",
-        "preserve_fp32_weights": False,
-    }
-    expected = {"zero_dp_strategy": 2, "overlap_grad_reduce": True, "preserve_fp32_weights": False}
-    try:
-        assert pool(2).run(_handed_over, config) == [(expected, 2, 1)] * 2
-        (text, _) = pool(2).run(_handed_over, {**config, "fsdp_double_buffer": True})
-        assert "fsdp_double_buffer=True is no option of megatron_fsdp" in text
-    finally:
-        # The workers know a strategy now that is not installed.
-        pool(2).close()
+def test_direct_calls_refuse_what_another_manager_does() -> None:
+    for config in (DDPConfig(use_megatron_fsdp=True), DistributedDataParallelConfig(use_megatron_fsdp=True)):
+        with pytest.raises(StrategyError, match="which another manager runs"):
+            DDPManager(config, None)  # type: ignore[arg-type]
+        with pytest.raises(StrategyError, match="which another manager runs"):
+            BucketedDataParallel(torch.nn.Linear(2, 2), config, None)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import meshwright_fsdp2
-from meshwright import MeshError, MeshwrightError, StrategyError, deferred
+from meshwright import MeshError, MeshwrightError, deferred
 from meshwright.loss import token_loss_sum
 from meshwright.testing import Case, pool
 from meshwright.testing.models import tiny_model
@@ -150,14 +151,54 @@ def _refused(names: tuple[str, ...], options: dict[str, Any]) -> str:
     ("names", "options", "texts"),
     [
         (("dp",), {}, [MeshError.__name__, "'data_parallel'", "('dp',)"]),
-        (("data_parallel",), {"sequence_parallel": True}, [StrategyError.__name__, "'tensor_parallel'"]),
-        (("data_parallel",), {"tp_shard_plan": "mine.plan"}, [StrategyError.__name__, "'tensor_parallel'"]),
     ],
     ids=str,
 )
 def test_refusals(names: tuple[str, ...], options: dict[str, Any], texts: list[str]) -> None:
     for found in pool(2).run(_refused, names, options):
         assert all(text in found for text in texts), found
+
+
+def _unnamed_axis(names: tuple[str, ...]) -> str:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
+    try:
+        fsdp2_strategy_parallelize(tiny_model(), mesh)
+    except MeshwrightError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def test_an_axis_of_two_ranks_that_the_function_was_not_told_of_is_refused() -> None:
+    for names in (("data_parallel", "context_parallel"), ("data_parallel", "tp")):
+        for found in pool(2).run(_unnamed_axis, names):
+            assert found.startswith("MeshError: the mesh {'data_parallel': 1, '" + names[1] + "': 2} has 2 ranks")
+            assert "dp_cp_mesh_name" in found
+    assert pool(2).run(_unnamed_axis, ("data_parallel", "tensor_parallel")) == ["accepted"] * 2
+
+
+def _idle_tensor_options() -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fsdp2_strategy_parallelize(tiny_model(), mesh, sequence_parallel=True)
+    return [str(each.message) for each in caught if "on nothing here" in str(each.message)]
+
+
+def test_tensor_options_act_on_nothing_at_one_rank_and_the_first_rank_says_so() -> None:
+    first, second = pool(2).run(_idle_tensor_options)
+    assert len(first) == 1
+    assert "no axis 'tensor_parallel' has 2 or more ranks" in first[0]
+    assert second == []
+
+
+def _without_stack() -> bool:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    apply_fsdp_sharding_recursively(model, init_device_mesh("cpu", (1,)), None)
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def test_a_module_without_a_stack_is_left_to_the_caller() -> None:
+    assert pool(1).run(_without_stack) == [False]
 
 
 def _recursively() -> tuple[list[str], list[str], list[bool]]:

@@ -26,6 +26,7 @@ from meshwright import (
     open_world,
     resolve,
 )
+from meshwright.loss import token_loss_sum
 from meshwright.testing import Case, assert_parity, count_collectives, pool
 from meshwright.testing.models import tiny_model
 from meshwright.testing.observe import Observer
@@ -467,6 +468,65 @@ def test_the_check_for_packed_sequences_answers_false_in_steps_only_and_packed_d
             assert "position_ids restart" in text
             assert "Set patch_is_packed_sequence=false" in text
             assert "found on rank 1" in text
+
+
+def _packed_by_hand() -> tuple[list[bool], str, tuple[int, ...]]:
+    manager = build_manager("fsdp2", {"patch_is_packed_sequence": True}, {}, Case())
+    module, answers = manager.module, []
+    packed, ids = torch.tensor([[0, 1, 2, 0, 1]]), torch.arange(8)[None]
+    module.model.layers[0].register_forward_hook(lambda *_: answers.append(bool(flash._is_packed_sequence(packed, 1))))
+    module(input_ids=ids, position_ids=torch.arange(8)[None]).logits.sum().backward()
+    answers.append(bool(flash._is_packed_sequence(packed, 1)))
+    restarting = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3] if manager.mesh.rank == 1 else list(range(8))])
+    with pytest.raises(BatchError) as caught:
+        module(ids, position_ids=restarting)
+    with manager.unshard() as (model,), torch.no_grad():
+        # One rank alone, with the positions of a padded prompt.
+        positions = torch.tensor([[1, 1, 0, 1, 2, 3, 4, 5]])
+        shape = model(ids, position_ids=positions).logits.shape if manager.mesh.rank == 0 else ids.shape
+    return answers[:2], str(caught.value), tuple(shape[:2])
+
+
+def test_the_check_for_packed_sequences_answers_false_when_the_module_is_called_by_hand() -> None:
+    (first, second) = pool(2).run(_packed_by_hand)
+    assert first[0] == second[0] == [False, True]
+    assert first[1] == second[1]
+    assert "position_ids restart" in first[1]
+    assert "found on rank 1" in first[1]
+    assert first[2] == second[2] == (1, 8)
+
+
+def _dtypes_by_hand(config: dict[str, Any]) -> tuple[torch.dtype, float]:
+    case = Case(dtype="float32")
+    manager = build_manager("fsdp2", config, {}, case)
+    dtypes: list[torch.dtype] = []
+    manager.model_parts[0].model.layers[0].self_attn.q_proj.register_forward_hook(
+        lambda module, args, output: dtypes.append(output.dtype)
+    )
+    (batch,) = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
+    tokens = count_tokens([batch], manager.mesh)
+    by_hand = token_loss_sum(manager.module(input_ids=batch["input_ids"]).logits, batch["labels"]) / tokens
+    torch.distributed.all_reduce(by_hand.detach_())
+    return dtypes[0], abs(float(by_hand) - float(manager.eval_loss([batch], num_tokens=tokens)))
+
+
+def test_autocast_acts_when_the_module_is_called_by_hand() -> None:
+    for dtype, apart in pool(2).run(_dtypes_by_hand, {"autocast_dtype": "bfloat16"}):
+        assert dtype is torch.bfloat16
+        assert apart < 1e-6
+    assert pool(2).run(_dtypes_by_hand, {})[0][0] is torch.float32
+
+
+def _compiled_once() -> tuple[bool, bool]:
+    manager = build_manager("fsdp2", {"enable_compile": True}, {}, Case())
+    blocks = [*manager.model_parts[0].model.layers]
+    before = [block.forward for block in blocks]
+    manager.maybe_compile(manager.model_parts[0])
+    return before == [block.forward for block in blocks], hasattr(before[0], "_torchdynamo_orig_callable")
+
+
+def test_maybe_compile_after_parallelize_compiles_nothing_again() -> None:
+    assert pool(1).run(_compiled_once) == [(True, True)]
 
 
 # -- dtypes of a model

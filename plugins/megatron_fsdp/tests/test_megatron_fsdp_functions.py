@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from meshwright import MeshwrightError
+from meshwright import ConfigError, MeshwrightError, model_layout
 from meshwright.loss import token_loss_sum
+from meshwright.tensor_parallel.plan import find_plan
+from meshwright.tensor_parallel.torch_styles import use_own_styles
 from meshwright.testing import pool
 from meshwright.testing.models import tiny_model
-from meshwright_megatron_fsdp import megatron_fsdp_strategy_parallelize, nvfsdp_strategy_parallelize
+from meshwright_megatron_fsdp import HAVE_NVFSDP, megatron_fsdp_strategy_parallelize, nvfsdp_strategy_parallelize
 
 
 def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -51,6 +56,112 @@ def _loop(options: dict[str, Any]) -> float:
 )
 def test_a_loop_by_hand_equals_one_process_and_keeps_the_groups(options: dict[str, Any]) -> None:
     assert max(pool(2).run(_loop, options)) < 1e-11
+
+
+WHOLE, POSITIONS = Replicate(), Shard(1)
+LAYER = "model.layers.*"
+PLAN: dict[str, Any] = {
+    "model.embed_tokens": RowwiseParallel(input_layouts=WHOLE),
+    **{f"{LAYER}.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+    f"{LAYER}.self_attn.o_proj": RowwiseParallel(),
+    f"{LAYER}.mlp.gate_proj": ColwiseParallel(),
+    f"{LAYER}.mlp.up_proj": ColwiseParallel(),
+    f"{LAYER}.mlp.down_proj": RowwiseParallel(),
+    "lm_head": ColwiseParallel(output_layouts=WHOLE),
+}
+ON_POSITIONS: dict[str, Any] = PLAN | {
+    "model.embed_tokens": RowwiseParallel(input_layouts=WHOLE, output_layouts=POSITIONS),
+    f"{LAYER}.input_layernorm": SequenceParallel(),
+    f"{LAYER}.post_attention_layernorm": SequenceParallel(),
+    "model.norm": SequenceParallel(),
+    f"{LAYER}.self_attn.o_proj": RowwiseParallel(output_layouts=POSITIONS),
+    f"{LAYER}.mlp.down_proj": RowwiseParallel(output_layouts=POSITIONS),
+    "lm_head": ColwiseParallel(input_layouts=POSITIONS, output_layouts=Shard(-1), use_local_output=False),
+}
+
+
+def _by_position(name: str, form: str) -> float:
+    """How far the model is from one process after three steps; `form` says how the function is called."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    shape = (1, 2, 1) if form == "context" else (1, 1, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data_parallel", "context_parallel", "tensor_parallel"))
+    model, alone = tiny_model(seed=0), tiny_model(seed=0)
+    function: Any = {"nvfsdp": nvfsdp_strategy_parallelize, "megatron": megatron_fsdp_strategy_parallelize}[name]
+    plan = {"context": None, "tensor": PLAN, "positions": ON_POSITIONS}[form]
+    module, optimizer = function(model, mesh, _optimizer(model), ["LlamaDecoderLayer"], plan, "optim_grads", False)
+    reference = _optimizer(alone)
+    for step in range(3):
+        ids = torch.randint(131, (2, 6), generator=torch.Generator().manual_seed(step))
+        # What the loop does over the context axis is its affair; here each of its ranks has another sequence.
+        mine = ids[rank : rank + 1] if form == "context" else ids
+        (token_loss_sum(module(input_ids=mine).logits, mine) / (5 * ranks)).backward()
+        optimizer.step()
+        reference.zero_grad()
+        (token_loss_sum(alone(input_ids=ids).logits, ids) / (5 * ranks)).backward()
+        reference.step()
+    with torch.no_grad():
+        return float((module(input_ids=ids).logits - alone(input_ids=ids).logits).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [("nvfsdp", "context"), ("megatron", "context"), ("nvfsdp", "tensor"), ("nvfsdp", "positions")]
+)
+def test_arguments_by_position_a_context_axis_and_torch_styles_train_as_one_process(name: str, form: str) -> None:
+    assert max(pool(2).run(_by_position, name, form)) < 1e-11
+
+
+def test_the_signature_is_that_of_the_reference() -> None:
+    defaults = {name: p.default for name, p in inspect.signature(nvfsdp_strategy_parallelize).parameters.items()}
+    empty = inspect.Parameter.empty
+    assert list(defaults.items()) == [
+        ("model", empty),
+        ("device_mesh", empty),
+        ("optimizer", None),
+        ("nvfsdp_unit_modules", None),
+        ("tp_shard_plan", None),
+        ("data_parallel_sharding_strategy", "optim_grads_params"),
+        ("init_nvfsdp_with_meta_device", False),
+        ("grad_reduce_in_fp32", False),
+        ("preserve_fp32_weights", False),
+        ("overlap_grad_reduce", True),
+        ("overlap_param_gather", True),
+        ("check_for_nan_in_grad", True),
+        ("average_in_collective", False),
+        ("disable_bucketing", False),
+        ("calculate_per_token_loss", False),
+        ("keep_fp8_transpose_cache_when_using_custom_fsdp", False),
+        ("nccl_ub", False),
+        ("fsdp_double_buffer", False),
+        ("dp_mesh_name", "data_parallel"),
+        ("cp_mesh_name", "context_parallel"),
+        ("tp_mesh_name", "tensor_parallel"),
+        ("options", empty),
+    ]
+    assert HAVE_NVFSDP is True
+
+
+def _own_plan(plan: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    model = tiny_model()
+    layout = model_layout(model)
+    found = find_plan(model, layout, plan)
+    shards = use_own_styles(found, model, layout)
+    return {name: found.modules[name] for name in found.modules if not name.startswith("model.layers.1")}, shards
+
+
+def test_torch_styles_mean_what_ours_do() -> None:
+    for plan, shards in ((PLAN, False), (ON_POSITIONS, True)):
+        styles, told = _own_plan(plan)
+        assert told is shards
+        assert styles["model.embed_tokens"] == "embedding_rowwise"
+        assert styles["model.layers.0.self_attn.q_proj"] == "colwise"
+        assert styles["model.layers.0.mlp.down_proj"] == "rowwise"
+        assert styles["lm_head"] == "colwise_gather_output"
+        assert "model.norm" not in styles
+    split = {"model.layers.*.mlp.down_proj": RowwiseParallel(input_layouts=WHOLE)}
+    assert _own_plan(split)[0]["model.layers.0.mlp.down_proj"] == "rowwise_split_input"
+    for wrong in (RowwiseParallel(output_layouts=Shard(-1)), ColwiseParallel(use_local_output=False)):
+        with pytest.raises(ConfigError, match="layouts that no style for plain parameters has"):
+            _own_plan({"model.layers.*.mlp.down_proj": wrong})
 
 
 def _loop_on_two_axes() -> float:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import PrepareModuleOutput
 
 from meshwright import MeshwrightError, OptimizerConfig
 from meshwright.testing import Case, assert_parity, pool
@@ -16,6 +17,7 @@ from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, train_steps, training_step, unshard_between_steps
 
 TP2 = {"tp_size": 2}
+WHOLE = Replicate()
 HSDP = {"tp_size": 2, "dp_replicate_size": 2}
 SP = {"sequence_parallel": True}
 HARD = Case(tied=True, microbatches=2, sequences=24, eval_after=True, unshard_after=True)
@@ -200,10 +202,10 @@ def _refusal(config: dict[str, Any], sizes: dict[str, int], case: Case, steps: i
     [
         ({"tp_plan": {"lm_hed": "colwise"}}, TP2, "llama", "ConfigError: tp_plan names 'lm_hed'"),
         (
-            {"tp_plan": {"lm_head": ColwiseParallel()}},
+            {"tp_plan": {"model.norm": PrepareModuleOutput(output_layouts=WHOLE, desired_output_layouts=WHOLE)}},
             TP2,
             "llama",
-            "ConfigError: tp_plan gives lm_head the style ColwiseParallel of torch, which makes DTensors",
+            "ConfigError: tp_plan gives model.norm the style PrepareModuleOutput of torch, which makes DTensors",
         ),
         # A parameter of the activation function that meets this rank's features only.
         (

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.data_parallel import check_reduce_dtype
 from meshwright.errors import MeshError, MeshwrightError, ModelError, StrategyError
 from meshwright.mesh import Mesh
 from meshwright.sizes import ROOT_AXES
@@ -98,7 +99,7 @@ class BucketedDataParallel(nn.Module):
     Args:
         module: on the mesh's device, equal on all ranks.
         config: options; see `DistributedDataParallelConfig`.
-        gradient_dtype: in which gradients accumulate and are reduced; None: the parameters' own.
+        gradient_dtype: in which gradients accumulate and are reduced; None: what the config says.
 
     Attributes:
         shards: what this rank's optimizer steps; None without the distributed optimizer.
@@ -118,8 +119,12 @@ class BucketedDataParallel(nn.Module):
         gradient_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        config.check_not_handed_over()
+        check_reduce_dtype(module, config.reduce_dtype)
         self.config = config
         self._mesh = mesh
+        if gradient_dtype is None and config.gradient_dtype is not None:
+            gradient_dtype = getattr(torch, config.gradient_dtype)
         ranks = mesh.degrees.dp_replicate
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         check_gradient_dtype(parameters, config)

@@ -9,10 +9,12 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from meshwright.contract import StrategyConfig
-from meshwright.errors import nearest
+from meshwright.errors import StrategyError, nearest
 
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
+AXES = frozenset({"dp_replicate"})
+"""What the strategy shards."""
 COMM_HOOKS = ("fp16_compress", "bf16_compress", "power_sgd")
 
 # What each needs that this package does not have.
@@ -127,6 +129,24 @@ class DistributedDataParallelConfig(StrategyConfig):
     def hands_over(self) -> bool:
         """Whether another strategy does the work."""
         return self.use_megatron_fsdp or self.use_custom_fsdp
+
+    @property
+    def gradient_dtype(self) -> str | None:
+        """The dtype in which gradients accumulate and are reduced, by name; None: the parameters' own."""
+        return "float32" if self.grad_reduce_in_fp32 else self.reduce_dtype
+
+    def check_not_handed_over(self) -> None:
+        """Refuse `use_megatron_fsdp` where no other strategy can take over.
+
+        Raises:
+            StrategyError: on all ranks alike.
+        """
+        if self.hands_over:
+            raise StrategyError(
+                "use_megatron_fsdp=true hands over to the strategy megatron_fsdp, which another manager runs. Build it "
+                "with get_strategy('ddp').build(config, mesh) or from_config(..., strategy='ddp', config=config), or "
+                "leave use_megatron_fsdp out."
+            )
 
     @property
     def changed(self) -> list[str]:

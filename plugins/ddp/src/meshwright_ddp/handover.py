@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel
+
 from meshwright.contract import StrategyManager
 from meshwright.errors import StrategyError, UnknownStrategyError
 from meshwright.mesh import Mesh
@@ -20,12 +22,21 @@ TARGET = "megatron_fsdp"
 
 # The values of data_parallel_sharding_strategy are its stages.
 _STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-_RENAMED = {"data_parallel_sharding_strategy": "zero_dp_strategy"}
-_OWN = ("use_megatron_fsdp", "use_custom_fsdp", "engine")
+# Of these, all but the engine are heeded here.
+_OWN = (
+    "use_megatron_fsdp",
+    "use_custom_fsdp",
+    "engine",
+    "data_parallel_sharding_strategy",
+    "use_distributed_optimizer",
+)
 
 
 def hand_over(config: DDPConfig, mesh: Mesh) -> StrategyManager:
-    """The manager of `megatron_fsdp` with the same options, over the same ranks.
+    """The manager of `megatron_fsdp` with all options, over the same ranks.
+
+    Each is handed over as it stands, also where it has our default, which need not be theirs. Where a stage cannot but
+    overlap, it does so whatever the option says, as in Megatron-Core.
 
     Raises:
         StrategyError: it is not installed, or does not know an option that was set (on all ranks alike).
@@ -38,19 +49,38 @@ def hand_over(config: DDPConfig, mesh: Mesh) -> StrategyManager:
             f"use_megatron_fsdp=true hands over to the strategy {TARGET}, which is not installed. Install the extra "
             f"meshwright[megatron-fsdp], or leave use_megatron_fsdp out.\n{error}"
         ) from None
-    options: dict[str, Any] = {}
+    if mesh.world.group is not None:
+        raise StrategyError(
+            f"{TARGET}, to which use_megatron_fsdp hands over, cannot train one stage of a pipeline. Set pp_size=1."
+        )
+    options = _options(config, spec.config_cls)
+    degrees = MeshSizes(dp_size=mesh.degrees.dp).resolve(mesh.world.size, spec.axes)
+    theirs_config = validated(spec.config_cls, options, where=f"options of {TARGET!r}")
+    return spec.build(theirs_config, Mesh(degrees, mesh.world))
+
+
+def _options(config: DDPConfig, theirs: type[BaseModel]) -> dict[str, Any]:
+    """Values of the other strategy's options.
+
+    Raises:
+        StrategyError: it does not know an option that differs from its default.
+    """
+    stage = _STAGES[config.data_parallel_sharding_strategy]
+    if config.use_distributed_optimizer and stage == 0:
+        raise StrategyError(
+            "use_distributed_optimizer=true shards the optimizer's state, but data_parallel_sharding_strategy=no_shard "
+            "does not. Set data_parallel_sharding_strategy to optim or more, or leave use_distributed_optimizer out."
+        )
     for name in config.changed:
-        if name in _OWN:
-            continue
-        theirs = _RENAMED.get(name, name)
-        if theirs not in spec.config_cls.model_fields:
+        if name not in (*_OWN, *theirs.model_fields):
             raise StrategyError(
                 f"{name}={getattr(config, name)} is no option of {TARGET}, to which use_megatron_fsdp hands over. "
                 f"Leave it out."
             )
-        options[theirs] = _STAGES[config.data_parallel_sharding_strategy] if theirs != name else getattr(config, name)
-    # Our default is not theirs.
-    options.setdefault("zero_dp_strategy", _STAGES[config.data_parallel_sharding_strategy])
-    degrees = MeshSizes(dp_size=mesh.degrees.dp).resolve(mesh.world.size, spec.axes)
-    theirs_config = validated(spec.config_cls, options, where=f"options of {TARGET!r}")
-    return spec.build(theirs_config, Mesh(degrees, mesh.world))
+    options = {name: value for name, value in config.to_dict().items() if name in theirs.model_fields}
+    options.pop("data_parallel_sharding_strategy", None)
+    overlaps = {
+        "overlap_grad_reduce": config.overlap_grad_reduce or stage > 1,
+        "overlap_param_gather": config.overlap_param_gather or stage in (0, 3),
+    }
+    return {**options, **overlaps, "zero_dp_strategy": stage}

@@ -6,18 +6,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.contract import Batch, OptimizerFactory
 from meshwright.data_parallel import DataParallelManager
+from meshwright.given_mesh import as_mesh
 from meshwright.mesh import Mesh
 from meshwright.recompute import checkpoint_blocks
 from meshwright.state import OptimizerState, ShardedState, TensorKind
 
 from .bucketed import BucketedDataParallel
-from .config import DDPConfig
+from .config import AXES, DDPConfig, DistributedDataParallelConfig
 from .optimizer import Shards, check_elementwise
 from .torch_engine import StageEngine, TorchEngine
 
@@ -25,8 +26,13 @@ from .torch_engine import StageEngine, TorchEngine
 class DDPManager(DataParallelManager):
     """Replicated data parallelism; see `DataParallelManager`.
 
+    Args:
+        config: options; those of the reference's class alone are of the bucketed engine.
+        device_mesh: a `meshwright.mesh.Mesh`, or a DeviceMesh of torch; see `meshwright.given_mesh.as_mesh`.
+
     Raises:
-        MeshError: the process group has another backend than the config says.
+        MeshError: a DeviceMesh that is not understood, or another backend than the config says.
+        StrategyError: the config hands over to another strategy.
     """
 
     config: DDPConfig
@@ -34,9 +40,12 @@ class DDPManager(DataParallelManager):
     _torch: TorchEngine | StageEngine | None = None
     _bucketed: BucketedDataParallel | None = None
 
-    def __init__(self, config: DDPConfig, mesh: Mesh) -> None:
-        super().__init__(config, mesh)
-        mesh.check_backend(config.backend)
+    def __init__(self, config: DDPConfig | DistributedDataParallelConfig, device_mesh: Mesh | DeviceMesh) -> None:
+        own = DDPConfig.model_validate(config)
+        own.check_not_handed_over()
+        mesh = as_mesh(device_mesh, AXES)
+        super().__init__(own, mesh)
+        mesh.check_backend(own.backend)
 
     @property
     def _shards(self) -> Shards | None:
@@ -52,9 +61,7 @@ class DDPManager(DataParallelManager):
         if self.config.engine == "torch":
             self._torch = TorchEngine(model, self.config, self.mesh)
             return self._torch.module
-        name = "float32" if self.config.grad_reduce_in_fp32 else self.config.reduce_dtype
-        dtype = getattr(torch, name) if name else None
-        self._bucketed = BucketedDataParallel(model, self.config, self.mesh, gradient_dtype=dtype)
+        self._bucketed = BucketedDataParallel(model, self.config, self.mesh)
         if self._bucketed.shards is not None:
             self.parts = self._bucketed.shards
         return self._bucketed

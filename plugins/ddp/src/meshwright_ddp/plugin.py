@@ -8,7 +8,7 @@ from meshwright.contract import Estimate, ModelSize, StrategyManager, StrategySp
 from meshwright.hookspecs import hookimpl
 from meshwright.sizes import Degrees
 
-from .config import DDPConfig
+from .config import AXES, DDPConfig
 
 if TYPE_CHECKING:
     from meshwright.mesh import Mesh
@@ -48,7 +48,7 @@ def register_strategies() -> list[StrategySpec]:
             name="ddp",
             aliases=("distributed_data_parallel",),
             summary="Whole copies of the model, gradients summed in buckets; with ZeRO-1.",
-            axes=frozenset({"dp_replicate"}),
+            axes=AXES,
             config_cls=DDPConfig,
             build=build,
             estimate=estimate,

@@ -12,12 +12,20 @@ from .config import FSDP2Config
 if TYPE_CHECKING:
     from meshwright.tensor_parallel import get_hf_tp_shard_plan, translate_to_torch_parallel_style
 
-    from .functions import apply_fsdp_sharding_recursively, fsdp2_strategy_parallelize, unshard_fsdp2_model
+    from .functions import (
+        _destroy_dist_connection,
+        apply_fsdp_sharding_recursively,
+        fsdp2_strategy_parallelize,
+        unshard_fsdp2_model,
+    )
     from .manager import FSDP2Manager
+    from .packed import _patch_is_packed_sequence_for_training
 
 __all__ = [
     "FSDP2Config",
     "FSDP2Manager",
+    "_destroy_dist_connection",
+    "_patch_is_packed_sequence_for_training",
     "apply_fsdp_sharding_recursively",
     "fsdp2_strategy_parallelize",
     "get_hf_tp_shard_plan",
@@ -30,6 +38,8 @@ __all__ = [
 # These modules import torch, which listing strategies and validating a config must not.
 _MODULE_OF = {
     "FSDP2Manager": ".manager",
+    "_destroy_dist_connection": ".functions",
+    "_patch_is_packed_sequence_for_training": ".packed",
     "apply_fsdp_sharding_recursively": ".functions",
     "fsdp2_strategy_parallelize": ".functions",
     "get_hf_tp_shard_plan": "meshwright.tensor_parallel",

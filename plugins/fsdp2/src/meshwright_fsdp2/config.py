@@ -58,7 +58,7 @@ class FSDP2Config(StrategyConfig):
     )
     patch_is_packed_sequence: bool = Field(
         False,
-        description="During the manager's steps, answer transformers' check for packed sequences with false, which "
+        description="Wherever the model trains, answer transformers' check for packed sequences with false, which "
         "saves a synchronization with the GPU in every attention layer; packed data is refused then.",
     )
     mp_policy: Annotated[Any, WithJsonSchema(_policy_schema("MixedPrecisionPolicy"))] = Field(

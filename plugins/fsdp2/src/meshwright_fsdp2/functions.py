@@ -7,18 +7,20 @@ batch, not of its own.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 from meshwright.data_parallel import check_trainable
 from meshwright.deferred import DeferredModel
-from meshwright.errors import MeshError, StrategyError
+from meshwright.errors import MeshError
 from meshwright.layout import layout_by_structure, model_layout
 from meshwright.recompute import Mode, checkpoint_blocks
 from meshwright.tensor_parallel import parallelize_tensors
@@ -67,8 +69,7 @@ def fsdp2_strategy_parallelize(
         The same model.
 
     Raises:
-        MeshError: the mesh has no axis of the name.
-        StrategyError: an argument cannot act on this mesh.
+        MeshError: the mesh has no axis of the name, or another axis of 2 or more ranks than those that are named.
         ModelError: the model cannot be trained so.
     """
     dp_mesh = _axis(device_mesh, dp_cp_mesh_name) or _axis(device_mesh, dp_mesh_name)
@@ -80,11 +81,11 @@ def fsdp2_strategy_parallelize(
     tp_mesh = _axis(device_mesh, tp_mesh_name)
     if tp_mesh is not None and tp_mesh.size() == 1:
         tp_mesh = None
-    if tp_mesh is None and (sequence_parallel or tp_shard_plan is not None):
-        raise StrategyError(
-            f"sequence_parallel and tp_shard_plan act on tensor parallelism, but the mesh has no axis "
-            f"{tp_mesh_name!r} of 2 or more ranks; its axes are {device_mesh.mesh_dim_names}. Give its name as "
-            f"tp_mesh_name, or leave both out."
+    _check_all_axes_are_used(device_mesh, dp_mesh, tp_mesh)
+    if tp_mesh is None and (sequence_parallel or tp_shard_plan is not None) and device_mesh.get_rank() == 0:
+        warnings.warn(
+            f"sequence_parallel and tp_shard_plan act on nothing here: no axis {tp_mesh_name!r} has 2 or more ranks.",
+            stacklevel=2,
         )
     if cpu_offload and offload_policy is None:
         offload_policy = CPUOffloadPolicy(pin_memory=device_mesh.device_type != "cpu")
@@ -169,6 +170,29 @@ def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
         finally:
             for unit in units:
                 unit.reshard()
+
+
+def _destroy_dist_connection() -> None:
+    """End the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _check_all_axes_are_used(mesh: DeviceMesh, dp_mesh: DeviceMesh, tp_mesh: DeviceMesh | None) -> None:
+    """Refuse an axis along which gradients would not be summed: its ranks would diverge without a word.
+
+    Raises:
+        MeshError: on all ranks alike.
+    """
+    used = dp_mesh.size() * (tp_mesh.size() if tp_mesh is not None else 1)
+    if used != mesh.size():
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        names = [name for each in (dp_mesh, tp_mesh) if each is not None for name in each.mesh_dim_names or ()]
+        raise MeshError(
+            f"the mesh {sizes} has {mesh.size()} ranks, but the axes that are named, {', '.join(names)}, have {used}. "
+            f"Name the others, too: a pair (replicate, shard) as dp_mesh_name, a flattened view of data and context "
+            f"axes as dp_cp_mesh_name, or an axis as tp_mesh_name. Or give the part of the mesh to train on."
+        )
 
 
 def _axis(mesh: DeviceMesh, name: str | tuple[str, ...]) -> DeviceMesh | None:

@@ -12,7 +12,7 @@ Source: Zhao et al. 2023, arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import ClassVar
 
 import torch
@@ -36,6 +36,7 @@ from meshwright.tensor_parallel import TensorParallel
 from . import policies
 from ._compat import overlap_tensor_parallel, reduce_now
 from .config import AXES, FSDP2Config
+from .forward import surround_forward
 from .packed import check_not_packed, without_packed_check
 from .sharding import Sharding, shard_units
 from .units import Unit, find_units, separate_names
@@ -59,6 +60,7 @@ class FSDP2Manager(DataParallelManager):
     config: FSDP2Config
     shards_on_meta: ClassVar[bool] = True
     runs_in_pipeline: ClassVar[bool] = True
+    _is_in_step: bool = False
     expert_parallel: ExpertParallel | None = None
     """What divides experts along `ep`, where it has more than one rank."""
 
@@ -94,6 +96,7 @@ class FSDP2Manager(DataParallelManager):
             self._sharding.prefetch(
                 forward=self.config.fsdp2_forward_prefetch_depth, backward=self.config.fsdp2_backward_prefetch_depth
             )
+        self._surround_forward(model)
         self._usage = Usage(
             model,
             self._sharding.first_modules,
@@ -135,10 +138,18 @@ class FSDP2Manager(DataParallelManager):
             self.tensor_parallel.apply(separate_names(find_units(model, self.layout)))
         keep_choices = self.expert_parallel is not None
         checkpoint_blocks(model, self.layout, self.config.activation_checkpointing, keep_choices=keep_choices)
-        self.maybe_compile(model)
+        self._compile(model)
 
     def maybe_compile(self, model: nn.Module) -> None:
-        """Compile each block if `enable_compile` says so; `parallelize` calls this at its place in [Note: order]."""
+        """Nothing is left to do: `parallelize` has compiled each block if `enable_compile` says so, at its place in
+        [Note: order]. For loops that call it afterwards, as the reference's do.
+
+        Raises:
+            StrategyError: `parallelize` has not been called.
+        """
+        self._require_model()
+
+    def _compile(self, model: nn.Module) -> None:
         if self.config.enable_compile:
             compile_blocks(model, self.layout, device=self.mesh.device)
             if self.tensor_parallel is not None:
@@ -171,13 +182,30 @@ class FSDP2Manager(DataParallelManager):
             yield
             return
         self.mesh.world.together(lambda: check_not_packed(microbatches))
+        self._is_in_step = True
+        try:
+            with without_packed_check():
+                yield
+        finally:
+            self._is_in_step = False
+
+    def _surround_forward(self, model: nn.Module) -> None:
+        """Options that are about forward act in the model's own, so that they do in a loop by hand, too."""
+        if self.config.patch_is_packed_sequence:
+            surround_forward(model, self._unpacked_by_hand)
+        if self.config.autocast_dtype is not None:
+            dtype = getattr(torch, self.config.autocast_dtype)
+            surround_forward(model, lambda inputs: torch.autocast(self.mesh.device.type, dtype=dtype))
+
+    @contextmanager
+    def _unpacked_by_hand(self, inputs: Batch) -> Iterator[None]:
+        # Ranks train together, but may generate apart from each other, with positions of padding that restart, too.
+        if self._is_in_step or not torch.is_grad_enabled():
+            yield
+            return
+        self.mesh.world.together(lambda: check_not_packed([inputs]))
         with without_packed_check():
             yield
-
-    def around_forward(self) -> AbstractContextManager[None]:
-        if self.config.autocast_dtype is None:
-            return nullcontext()
-        return torch.autocast(self.mesh.device.type, dtype=getattr(torch, self.config.autocast_dtype))
 
     @contextmanager
     def sync_gradients(self, *, is_last: bool) -> Iterator[None]:

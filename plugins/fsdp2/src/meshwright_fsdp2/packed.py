@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from meshwright.contract import Batch
 from meshwright.errors import BatchError, StrategyError
@@ -43,3 +44,17 @@ def check_not_packed(microbatches: Sequence[Batch]) -> None:
                 f"patch_is_packed_sequence=true takes every sequence for one document. "
                 f"Set patch_is_packed_sequence=false for packed data."
             )
+
+
+# Held, or the check would be put back with it.
+_for_good = ExitStack()
+
+
+@functools.cache
+def _patch_is_packed_sequence_for_training() -> None:
+    """For loops of the reference: let the check answer False for the rest of the process. Not for packed data.
+
+    Raises:
+        StrategyError: as `without_packed_check`.
+    """
+    _for_good.enter_context(without_packed_check())

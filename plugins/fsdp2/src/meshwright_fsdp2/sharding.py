@@ -118,6 +118,7 @@ def shard_units(
     check_dtypes(model, found)
     frozen = [all(not p.requires_grad for p in model.get_submodule(unit.names[0]).parameters()) for unit in found]
     done: list[tuple[Unit, FSDPModule]] = []
+    zeros_for_unused = True
     for unit in found:
         reshard = not unit.is_last if reshard_after_forward is None else reshard_after_forward
         if unit.is_experts and expert_mesh is not None:

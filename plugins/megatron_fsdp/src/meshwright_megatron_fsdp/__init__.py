@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from typing import TYPE_CHECKING
 
 from .config import MegatronFSDPConfig
@@ -11,7 +11,11 @@ if TYPE_CHECKING:
     from .functions import megatron_fsdp_strategy_parallelize, nvfsdp_strategy_parallelize
     from .manager import MegatronFSDPManager
 
+HAVE_NVFSDP = importlib.util.find_spec("megatron_fsdp") is not None
+"""Whether NVIDIA's package is installed; its version is checked when a manager is made."""
+
 __all__ = [
+    "HAVE_NVFSDP",
     "MegatronFSDPConfig",
     "MegatronFSDPManager",
     "megatron_fsdp_strategy_parallelize",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshwright.errors import MeshError, StrategyError
+from meshwright.errors import ConfigError, MeshError, StrategyError
 from meshwright.mesh import Mesh, open_world
 from meshwright.sizes import MeshSizes
 from meshwright.validation import validated
@@ -19,6 +20,7 @@ from ._compat import hold_cpu_torch
 from .config import MegatronFSDPConfig
 from .manager import MegatronFSDPManager
 
+# Older names of fields of MegatronFSDPConfig.
 _OLD_NAMES = {
     "nvfsdp_unit_modules": "megatron_fsdp_unit_modules",
     "tp_shard_plan": "tp_plan",
@@ -31,9 +33,7 @@ def megatron_fsdp_strategy_parallelize(
     model: nn.Module,
     device_mesh: DeviceMesh,
     optimizer: Optimizer | None = None,
-    *,
-    dp_mesh_name: str = "data_parallel",
-    tp_mesh_name: str = "tensor_parallel",
+    *arguments: Any,
     **options: Any,
 ) -> tuple[nn.Module, Optimizer | None]:
     """Shard a model, and let its optimizer train the shards.
@@ -43,10 +43,13 @@ def megatron_fsdp_strategy_parallelize(
 
     Args:
         model: with equal weights on all ranks, or those of the first are taken.
-        device_mesh: of all ranks in order. Its axis `dp_mesh_name` is sharded over; the innermost one may be
-            `tp_mesh_name`, for tensor parallelism; others have one rank.
+        device_mesh: of all ranks in order. Parameters are sharded over its axes `dp_mesh_name` and, within it,
+            `cp_mesh_name`; the innermost may be `tp_mesh_name`, for tensor parallelism. Others have one rank.
         optimizer: made from the model's parameters, and not stepped yet. It keeps its groups and settings.
-        options: fields of MegatronFSDPConfig.
+        arguments: options in the order of `nvfsdp_strategy_parallelize`.
+        options: fields of MegatronFSDPConfig, also by their older names, and the names of the axes, whose defaults are
+            those of `nvfsdp_strategy_parallelize`. Gradients are summed over `cp_mesh_name` as over data; how sequences
+            are divided over it is the loop's affair.
 
     Returns:
         The module to call, and the same optimizer.
@@ -55,9 +58,12 @@ def megatron_fsdp_strategy_parallelize(
         ConfigError, StrategyError, ModelError: an option cannot act; as for MegatronFSDPManager.
         MeshError: another axis has more than one rank, or there is no axis `dp_mesh_name`.
     """
-    config = validated(MegatronFSDPConfig, options, where="options of 'megatron_fsdp'")
+    options = _by_name(arguments) | options
+    axes = [options.pop(name, default) for name, default in _AXES.items()]
+    renamed = {_OLD_NAMES.get(name, name): value for name, value in options.items()}
+    config = validated(MegatronFSDPConfig, renamed, where="options of 'megatron_fsdp'")
     world = open_world(device_mesh.device_type)
-    tp_size = _check_mesh(device_mesh, dp_mesh_name, tp_mesh_name)
+    tp_size = _check_mesh(device_mesh, *axes)
     manager = MegatronFSDPManager(config, Mesh(MeshSizes(tp_size=tp_size).resolve(world.size), world))
     names = {parameter: name for name, parameter in model.named_parameters()}
     if optimizer is not None:
@@ -73,27 +79,60 @@ def megatron_fsdp_strategy_parallelize(
 
 
 def nvfsdp_strategy_parallelize(
-    model: nn.Module, device_mesh: DeviceMesh, optimizer: Optimizer | None = None, **options: Any
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    optimizer: Optimizer | None = None,
+    nvfsdp_unit_modules: list[str] | None = None,
+    tp_shard_plan: dict[str, Any] | str | None = None,
+    data_parallel_sharding_strategy: str = "optim_grads_params",
+    init_nvfsdp_with_meta_device: bool = False,
+    grad_reduce_in_fp32: bool = False,
+    preserve_fp32_weights: bool = False,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    check_for_nan_in_grad: bool = True,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache_when_using_custom_fsdp: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    dp_mesh_name: str = "data_parallel",
+    cp_mesh_name: str = "context_parallel",
+    tp_mesh_name: str = "tensor_parallel",
+    **options: Any,
 ) -> tuple[nn.Module, Optimizer | None]:
-    """`megatron_fsdp_strategy_parallelize` with the older names of its options, such as nvfsdp_unit_modules."""
-    renamed = {_OLD_NAMES.get(name, name): value for name, value in options.items()}
-    return megatron_fsdp_strategy_parallelize(model, device_mesh, optimizer, **renamed)
+    """`megatron_fsdp_strategy_parallelize` under the reference's name, with its arguments in its order."""
+    arguments = locals()
+    return megatron_fsdp_strategy_parallelize(**arguments.pop("options"), **arguments)
 
 
-def _check_mesh(mesh: DeviceMesh, dp_mesh_name: str, tp_mesh_name: str) -> int:
+_PARAMETERS = inspect.signature(nvfsdp_strategy_parallelize).parameters
+_ORDER = [name for name, each in _PARAMETERS.items() if each.kind is each.POSITIONAL_OR_KEYWORD][3:]
+_AXES = {name: _PARAMETERS[name].default for name in ("dp_mesh_name", "cp_mesh_name", "tp_mesh_name")}
+
+
+def _by_name(arguments: Sequence[Any]) -> dict[str, Any]:
+    if len(arguments) > len(_ORDER):
+        raise ConfigError(f"{len(arguments)} options by position, but there are {len(_ORDER)}: {', '.join(_ORDER)}.")
+    return dict(zip(_ORDER, arguments, strict=False))
+
+
+def _check_mesh(mesh: DeviceMesh, dp_mesh_name: str, cp_mesh_name: str, tp_mesh_name: str) -> int:
     """The ranks of tensor parallelism."""
     names = mesh.mesh_dim_names or ()
     sizes = dict(zip(names, mesh.shape, strict=True))
-    dp_size, tp_size = sizes.get(dp_mesh_name, 0), sizes.get(tp_mesh_name, 1)
-    shape = [dp_size, tp_size] if dp_mesh_name != tp_mesh_name else []
+    wanted = (dp_mesh_name, cp_mesh_name, tp_mesh_name)
+    shape = [sizes.get(name, 1) for name in wanted] if len(set(wanted)) == 3 else []
     ordered = mesh.mesh.flatten().tolist() == list(range(dist.get_world_size()))
-    if [size for size in mesh.shape if size > 1] != [size for size in shape if size > 1] or not ordered or not dp_size:
+    is_whole = [size for size in mesh.shape if size > 1] == [size for size in shape if size > 1]
+    if not is_whole or not ordered or dp_mesh_name not in sizes:
         raise MeshError(
-            f"the axes {dp_mesh_name!r} and, within it, {tp_mesh_name!r} must have all {dist.get_world_size()} ranks "
-            f"in order, but the axes are {sizes}. Give their names as dp_mesh_name and tp_mesh_name, or use "
-            f"MegatronFSDPManager, which takes a meshwright.Mesh."
+            f"the axes {dp_mesh_name!r} and, within it, {cp_mesh_name!r} and {tp_mesh_name!r} must have all "
+            f"{dist.get_world_size()} ranks in order, but the axes are {sizes}. Give their names as dp_mesh_name, "
+            f"cp_mesh_name and tp_mesh_name."
         )
-    return tp_size
+    return shape[2]
 
 
 def _check_optimizer(optimizer: Optimizer, names: dict[nn.Parameter, str]) -> None:
