@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -600,6 +601,40 @@ def test_live_microbatches_are_those_of_the_schedule(name: str) -> None:
     peaks = peak_live(build_schedule(name, ranks=2, stages=stages, microbatches=12))
     assert pool(2).run(_alive, name) == [[peak] for peak in peaks]
     assert {"gpipe": (12, 12), "1f1b": (2, 1)}.get(name, peaks) == peaks
+
+
+def _most_sent_tensors_held(name: str, microbatches: int) -> tuple[int, int]:
+    """The most tensors at once that this rank has sent and still holds, in training and in evaluation."""
+    case = Case(layers=5, sequences=microbatches)
+    manager = build_manager("pipeline", {"pp_schedule": name}, PP2, case)
+    sent: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    isend = torch.distributed.isend
+
+    def counting(tensor: torch.Tensor, **places: Any) -> Any:
+        nonlocal most
+        sent.append(weakref.ref(tensor))
+        most = max(most, sum(each() is not None for each in sent))
+        return isend(tensor, **places)
+
+    batches = share(case, 0, 0, 1)
+    num_tokens = count_tokens(batches, manager.mesh)
+    torch.distributed.isend = counting
+    try:
+        manager.forward_backward(batches, num_tokens=num_tokens)
+        training, most = most, 0
+        manager.eval_loss(batches, num_tokens=num_tokens)
+    finally:
+        torch.distributed.isend = isend
+    return training, most
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_sent_tensors_that_a_rank_holds_do_not_grow_with_the_microbatches(name: str) -> None:
+    stages = 2 * SCHEDULES[name].min_chunks
+    for held in pool(2).run(_most_sent_tensors_held, name, 24):
+        # Beside the sends on their way, the one that is sent, and gradients that work on weights put off still holds.
+        assert max(held) <= 2 * stages < 24
 
 
 def _weights_come_later() -> list[str]:

@@ -2,10 +2,16 @@
 
 Tensors go from rank to rank as soon as they are there, and are waited for where they are used. Their number, shapes and
 dtypes follow from the batch and the model, so ranks agree on nothing first.
+
+[Note: sends] What is sent must live until it has arrived. A rank has at most as many transfers on their way as the
+pipeline has stages: beyond that, it waits for the oldest. That cannot end in a circle, since the orders allow for
+sends that block; see `schedules.with_communication`. And it costs no time: a neighbour that is so many transfers behind
+is what the rank would wait for next.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +28,8 @@ Tensors = tuple[Tensor, ...]
 """What crosses a boundary for one microbatch; gradients, of those of floating point."""
 Kinds = Sequence[tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each of them."""
+Transfer = Sequence[tuple[dist.Work, Tensor]]
+"""What one action sends or receives. The tensors must live until the works are done."""
 
 
 class Stage(Protocol):
@@ -57,6 +65,39 @@ class _InFlight:
     output: Tensors
 
 
+class Sends:
+    """What is on its way to other ranks, the oldest transfer first; see [Note: sends].
+
+    Args:
+        limit: how many transfers there may be.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._under_way: deque[Transfer] = deque()
+
+    def add(self, transfer: Transfer) -> None:
+        """Keep the tensors of a transfer until it is done."""
+        self._under_way.append(transfer)
+        # Gloo does not tell that a send is done before it is waited for, NCCL does.
+        while len(self._under_way) > self._limit or (self._under_way and _is_done(self._under_way[0])):
+            _wait(self._under_way.popleft())
+
+    def wait(self) -> None:
+        """Wait until all is done."""
+        while self._under_way:
+            _wait(self._under_way.popleft())
+
+
+def _is_done(transfer: Transfer) -> bool:
+    return all(work.is_completed() for work, _ in transfer)
+
+
+def _wait(transfer: Transfer) -> None:
+    for work, _ in transfer:
+        work.wait()
+
+
 class Run:
     """One pass through a schedule.
 
@@ -80,7 +121,7 @@ class Run:
         self._stages, self._placement, self._group = stages, placement, group
         self._device, self._train = device, train
         self._batches: Sequence[Batch] = ()
-        self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._sends = Sends(limit=len(placement))
         self._arriving: dict[Action, list[tuple[dist.Work, Tensor]]] = {}
         # What crosses a boundary within this rank, or has been computed and is yet to be sent.
         self._outputs: dict[tuple[int, int], Tensors] = {}
@@ -117,8 +158,7 @@ class Run:
                     self._send(self._gradients.pop((action.stage, action.microbatch)), action)
                 case Kind.RECV_F | Kind.RECV_B:
                     self._receive(action)
-        for work, _ in self._sending:
-            work.wait()
+        self._sends.wait()
 
     # -- computation
 
@@ -169,8 +209,7 @@ class Run:
         key = Action(kind, action.stage, action.microbatch)
         if key in self._arriving:
             arriving = self._arriving.pop(key)
-            for work, _ in arriving:
-                work.wait()
+            _wait(arriving)
             return tuple(tensor for _, tensor in arriving)
         if kind is Kind.RECV_F:
             # Tensors of its own, so that each stage has its own graph.
@@ -178,12 +217,13 @@ class Run:
         return self._gradients.pop((action.stage + 1, action.microbatch))
 
     def _send(self, tensors: Tensors, action: Action) -> None:
+        transfer = []
         for tensor, (_, dtype) in zip(tensors, self._kinds(action), strict=True):
             tensor = tensor.to(dtype).contiguous()
             work = dist.isend(tensor, group=self._group, group_dst=self._placement[action.peer_stage])
             if work is not None:
-                # With the tensor, which must live until then.
-                self._sending.append((work, tensor))
+                transfer.append((work, tensor))
+        self._sends.add(transfer)
 
     def _receive(self, action: Action) -> None:
         self._arriving[action] = []
