@@ -45,6 +45,7 @@ def total_grad_norm(
     *,
     wide: bool = False,
     groups: Sequence[Groups] | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """p-norm of all gradients taken as one vector.
 
@@ -52,24 +53,27 @@ def total_grad_norm(
         gradients: plain tensors, which count as they are, and DTensors, which count whole. All ranks of the DTensors'
             meshes pass the same ones in the same order.
         norm_type: p > 0, or inf.
+        groups: what shards each; None: as `groups_of`.
+        device: of the result; None: that of the first gradient. Gradients may lie on several (offloaded or not): each
+            is summed where it lies, on all ranks alike.
         wide: sum in float64 within each tensor too, so that the norm does not depend on how tensors are cut, beyond
             its last float64 bits. Takes several times as long on float32 gradients.
 
     Returns:
-        float64 scalar on the gradients' device, equal on all ranks. 0 without gradients.
+        float64 scalar, equal on all ranks. 0 without gradients.
     """
-    together: dict[Groups, list[Tensor]] = {}
-    for gradient, sharding in zip(gradients, groups or map(groups_of, gradients), strict=True):
-        together.setdefault(sharding, []).append(_local(gradient))
-    parts = [_group_power(tensors, sharding, norm_type, wide) for sharding, tensors in together.items()]
+    together: dict[tuple[Groups, torch.device], list[Tensor]] = {}
+    for gradient, sharding in zip(map(_local, gradients), groups or map(groups_of, gradients), strict=True):
+        together.setdefault((sharding, gradient.device), []).append(gradient)
+    parts = [_group_power(tensors, sharding, norm_type, wide) for (sharding, _), tensors in together.items()]
     if not parts:
-        return torch.zeros((), dtype=torch.float64)
-    stacked = torch.stack(parts)
+        return torch.zeros((), dtype=torch.float64, device=device)
+    stacked = torch.stack([part.to(device or parts[0].device) for part in parts])
     return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
 
 
 def each_norm(tensors: Sequence[Tensor], groups: Sequence[Groups]) -> Tensor:
-    """The 2-norm of each whole tensor, float64, (tensors,), from the local parts.
+    """The 2-norm of each whole tensor, float64, (tensors,), from the local parts, which lie on one device.
 
     Args:
         groups: what shards each.
@@ -88,17 +92,18 @@ def scale_to_norm(gradients: Iterable[Tensor], total_norm: Tensor, max_norm: flo
     """Multiply the gradients in place by min(1, max_norm / total_norm).
 
     The factor is rounded once to each gradient's dtype, so equal norms scale every layout alike. As in torch, 1e-6
-    is added to the norm.
+    is added to the norm. It may lie elsewhere than the gradients.
     """
     factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
-    for tensors in _by_dtype(map(_local, gradients)):
-        foreach_mul_(tensors, factor.to(tensors[0].dtype))
+    for tensors in _by_kind(map(_local, gradients)):
+        foreach_mul_(tensors, factor.to(tensors[0].device, tensors[0].dtype))
 
 
-def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    groups: dict[torch.dtype, list[Tensor]] = {}
+def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Together what one operation takes: tensors of one dtype on one device."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor)
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     return list(groups.values())
 
 
@@ -115,7 +120,7 @@ def _local(tensor: Tensor) -> Tensor:
 def _group_power(tensors: list[Tensor], sharding: Groups, norm_type: float, wide: bool) -> Tensor:
     """Sum of |g|^p, or max of |g| for inf, over all elements of one group; float64 scalar."""
     # A rank's part of an uneven shard can be empty, which has no maximum.
-    norms = [norm for part in _by_dtype(t for t in tensors if t.numel()) for norm in _norms(part, norm_type, wide)]
+    norms = [norm for part in _by_kind(t for t in tensors if t.numel()) for norm in _norms(part, norm_type, wide)]
     infinite = math.isinf(norm_type)
     if not norms:
         result = torch.zeros((), dtype=torch.float64, device=tensors[0].device)

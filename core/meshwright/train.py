@@ -122,7 +122,7 @@ def train_step(manager: StrategyManager, scheduler: LRScheduler, loop: Loop, ste
     loss = manager.forward_backward(microbatches, num_tokens=num_tokens)
     grad_norm = manager.clip_grad_norm(loop.max_grad_norm, loop.grad_norm_type)
     # One wait for the device per step; it also keeps a bad gradient out of the parameters.
-    loss_value, norm_value = torch.stack([loss.double(), grad_norm.double()]).tolist()
+    loss_value, norm_value = torch.stack([loss.double(), grad_norm.to(loss.device, torch.float64)]).tolist()
     if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
         raise TrainingError(
             f"step {step + 1}: the loss is {loss_value} and the gradient norm {norm_value}. The parameters were not "

@@ -93,7 +93,7 @@ class Shards(Parts):
     def total_norm(self, norm_type: float, *, wide: bool) -> Tensor:
         """p-norm of the whole gradient, float64 scalar, equal on all ranks. Collective."""
         gradients = [shard.tensor.grad for shard in self._shards if shard.tensor.grad is not None]
-        norm = total_grad_norm(gradients, norm_type, wide=wide).to(self._shards[0].tensor.device)
+        norm = total_grad_norm(gradients, norm_type, wide=wide, device=self._shards[0].tensor.device)
         if math.isinf(norm_type):
             dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self._groups.shard)
             return norm

@@ -1,0 +1,191 @@
+"""A pretended accelerator beside the CPU, for tests that find where the two are mixed.
+
+Tensors of the accelerator are CPU tensors that are written down as its own: their `.device` is ACCELERATOR, and an
+operation that takes them together with tensors of the CPU fails where CUDA's would. CUDA takes a CPU tensor of no
+dimensions in operations that treat every element alike, into which it may not write; copies between devices; and
+indices on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from meshwright._compat import TorchDispatchMode, storage_of, written_arguments
+from meshwright.testing.observe import tensors_in
+
+CPU = torch.device("cpu")
+ACCELERATOR = torch.device("ipu", 0)
+"""Of a type that torch knows and has no kernels for; unlike CUDA, its first use starts nothing."""
+
+_aten = torch.ops.aten
+_COPIES = {_aten.copy_.default, _aten._to_copy.default, _aten.set_.source_Tensor}
+_TAKE_CPU_INDICES = {_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default}
+
+
+class MixedDevicesError(RuntimeError):
+    """An operation takes tensors of both devices."""
+
+
+class TwoDevices:
+    """A context manager in which ACCELERATOR exists.
+
+    Attributes:
+        collectives: of this rank: the operator and the device of its tensors, in order.
+    """
+
+    def __init__(self) -> None:
+        self.collectives: list[tuple[str, str]] = []
+        self.made_on: torch.device | None = CPU
+        """Where the running call makes its tensors; None: where those are that it takes."""
+        # With the storages, whose keys are free again when they are gone.
+        self._placed: dict[int, Any] = {}
+        self._modes = contextlib.ExitStack()
+
+    def __enter__(self) -> TwoDevices:
+        self._modes.enter_context(_Calls(self))
+        self._modes.enter_context(_Operations(self))
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._modes.__exit__(None, None, None)
+
+    @contextlib.contextmanager
+    def left(self) -> Iterator[None]:
+        """A time in which there is the CPU only."""
+        self.__exit__()
+        self._modes = contextlib.ExitStack()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """Write a tensor down as one of the accelerator."""
+        key, storage = storage_of(tensor)
+        self._placed[key] = storage
+        return tensor
+
+    def of(self, tensor: Tensor) -> torch.device:
+        """Where a tensor is."""
+        return ACCELERATOR if storage_of(tensor)[0] in self._placed else CPU
+
+    def of_any(self, tensors: Iterable[Tensor]) -> torch.device:
+        """ACCELERATOR if one of them is there."""
+        return next((ACCELERATOR for tensor in tensors if self.of(tensor) == ACCELERATOR), CPU)
+
+    @contextlib.contextmanager
+    def making_on(self, device: torch.device | None) -> Iterator[None]:
+        """Around a call."""
+        before, self.made_on = self.made_on, device
+        try:
+            yield
+        finally:
+            self.made_on = before
+
+
+class _Calls(TorchFunctionMode):
+    """What Python asks of torch: `tensor.device` is where it is taken to be, and `to` goes from there."""
+
+    def __init__(self, devices: TwoDevices) -> None:
+        super().__init__()
+        self._devices = devices
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func == _DEVICE_OF:
+            return self._devices.of(args[0])
+        if func in (torch.Tensor.to, torch.Tensor.cpu):
+            return self._moved(func, *args, **kwargs)
+        if func in (torch.Tensor.backward, torch.autograd.backward):
+            first, second = args[0], kwargs.get("gradient", kwargs.get("grad_tensors", (*args, None)[1]))
+            return self._backward(*([first], [second]) if isinstance(first, Tensor) else (first, second))
+        asked = kwargs.get("device")
+        taken = list(tensors_in((args, kwargs)))
+        where = torch.device(asked) if asked is not None else self._devices.of_any(taken)
+        with self._devices.making_on(where if asked is not None or not taken else None):
+            return func(*args, **kwargs)
+
+    def _moved(self, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        named = kwargs.pop("device", None)
+        wanted = [CPU] if func == torch.Tensor.cpu else [each for each in (named, *args) if _is_device(each)]
+        target = torch.device(wanted[0]) if wanted else self._devices.of(tensor)
+        if self._devices.of(tensor).type != target.type:
+            with self._devices.making_on(target):
+                tensor = _aten._to_copy(tensor, device=target)
+        # It is there now: nothing to be done, but for dtype and the like.
+        rest = [CPU if _is_device(each) else each for each in args]
+        with self._devices.making_on(None):
+            return tensor.to(*rest, **kwargs) if rest or kwargs else tensor
+
+    def _backward(self, tensors: Sequence[Tensor], given: Any) -> None:
+        given = [None] * len(tensors) if given is None else given
+        pairs = zip(tensors, (given,) if isinstance(given, Tensor) else given, strict=True)
+        gradients = [torch.ones_like(tensor) if gradient is None else gradient for tensor, gradient in pairs]
+        # As torch does it, but that this mode sees what hooks call. The engine itself makes tensors for gradients.
+        with self, self._devices.making_on(None):
+            torch.autograd.graph._engine_run_backward(
+                tuple(tensors), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, (str, torch.device))
+
+
+_DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+
+
+class _Operations(TorchDispatchMode):
+    """Refuses to mix devices, and runs what is for the accelerator on the CPU."""
+
+    def __init__(self, devices: TwoDevices) -> None:
+        super().__init__()
+        self._devices = devices
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        taken = list(tensors_in((args, kwargs)))
+        self._check(func, taken, args, kwargs)
+        asked = kwargs.get("device")
+        if asked is not None:
+            kwargs["device"] = CPU
+        result = func(*args, **kwargs)
+        if self._is_made_there(asked, taken):
+            known = {storage_of(tensor)[0] for tensor in taken}
+            for tensor in tensors_in(result):
+                if storage_of(tensor)[0] not in known:
+                    self._devices.place(tensor)
+        return result
+
+    def _is_made_there(self, asked: torch.device | None, taken: list[Tensor]) -> bool:
+        if asked is not None and asked.type == ACCELERATOR.type:
+            return True
+        # Torch itself names the device of a tensor that it has, which is the CPU, when it makes another beside it.
+        if asked is not None and self._devices.made_on == CPU:
+            return False
+        return self._devices.of_any(taken) == ACCELERATOR or (not taken and self._devices.made_on != CPU)
+
+    def _check(self, func: Any, taken: list[Tensor], args: Any, kwargs: Any) -> None:
+        places = {self._devices.of(tensor) for tensor in taken}
+        if func.namespace in ("c10d", "_c10d_functional") and taken:
+            self._devices.collectives.append((str(func), " and ".join(sorted(map(str, places)))))
+        if len(places) < 2 or func in _COPIES:
+            return
+        if func in _TAKE_CPU_INDICES:
+            both = [tensor for tensor in (args[0], *args[2:]) if isinstance(tensor, Tensor)]
+            if len({self._devices.of(tensor) for tensor in both}) == 1:
+                return
+        on_cpu = [tensor for tensor in taken if self._devices.of(tensor) == CPU]
+        written = [args[at] if isinstance(at, int) else kwargs[at] for at in written_arguments(func)]
+        is_written = any(self._devices.of(tensor) == CPU for tensor in tensors_in(written))
+        if torch.Tag.pointwise in func.tags and not is_written and not str(func).startswith("aten._foreach"):
+            on_cpu = [tensor for tensor in on_cpu if tensor.dim()]
+        if on_cpu:
+            shapes = ", ".join(f"{tuple(tensor.shape)} on {self._devices.of(tensor).type}" for tensor in taken)
+            raise MixedDevicesError(f"{func} takes tensors of both devices: {shapes}")
