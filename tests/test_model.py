@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright import Mesh, MeshSizes, deferred, open_world, resolve
 from meshwright.errors import ModelError
 from meshwright.model import build_model, dtype_of, model_config
+from meshwright.testing import pool
+from meshwright.testing.memory import measure_memory
 from meshwright.weights import fill, materialize
 
 LLAMA = {
@@ -151,6 +154,36 @@ def test_what_shows_only_when_the_model_is_built_is_a_model_error_too(fields):
     section = {**LLAMA, **fields}
     with pytest.raises(ModelError):
         model_of(section)
+
+
+def _built_and_sharded(strategy: str, sizes: dict[str, int]) -> tuple[int, int, int, int]:
+    """Bytes of the whole model, of its largest parameter, of what this rank holds of it, and of all at the peak."""
+    deferred.LARGE_BYTES, deferred.BUDGET_BYTES = 64, 0
+    section = {**LLAMA, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 8, "dtype": "float64"}
+    world = open_world("cpu")
+    stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size)
+    manager = stack.build(Mesh(degrees, world))
+    found: list[int] = []
+
+    def build() -> None:
+        model, weights = build_model(section, config_of(section), seed=3)
+        found.extend(parameter.nbytes for parameter in model.parameters())
+        manager.parallelize(model, weights)
+
+    memory = measure_memory(build, [])
+    return sum(found), max(found), memory.after.total, memory.peak.total
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes"),
+    [("fsdp2", {}), ("fsdp2", {"tp_size": 2}), ("single", {"pp_size": 4}), ("megatron_fsdp", {})],
+    ids=str,
+)
+def test_a_new_model_is_never_whole_on_a_rank_that_trains_a_part_of_it(strategy, sizes):
+    for whole, largest, mine, peak in pool(4).run(_built_and_sharded, strategy, sizes):
+        # Beside its parameters, megatron_fsdp has the buffers of their gradients.
+        assert mine < (0.6 if strategy == "megatron_fsdp" else 0.35) * whole
+        assert peak <= mine + 6 * largest < 0.8 * whole
 
 
 # -- from a directory

@@ -180,13 +180,13 @@ class DeferredModel:
 
     Args:
         model: as built under `torch.device("meta")`, before anything changes it.
-        budget_bytes: memory for whole parameters that were used last.
+        budget_bytes: memory for whole parameters that were used last; None: BUDGET_BYTES.
 
     Raises:
         ModelError: a part of the model is not on the meta device, or its class cannot be built again.
     """
 
-    def __init__(self, model: nn.Module, *, budget_bytes: int = BUDGET_BYTES) -> None:
+    def __init__(self, model: nn.Module, *, budget_bytes: int | None = None) -> None:
         with_memory = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
         if with_memory:
             raise ModelError(
@@ -199,7 +199,7 @@ class DeferredModel:
                 f"{type(model).__name__} is on the meta device and no model of transformers, so there is no saying "
                 f"what weights it starts from. Build it without `torch.device('meta')`."
             )
-        self._outline = _Outline(budget_bytes)
+        self._outline = _Outline(BUDGET_BYTES if budget_bytes is None else budget_bytes)
         dtype = torch.get_default_dtype()
         torch.set_default_dtype(next(p.dtype for p in model.parameters() if p.is_floating_point()))
         try:

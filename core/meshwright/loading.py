@@ -19,10 +19,9 @@ from pydantic import BaseModel
 from torch import nn
 
 from .contract import StrategyManager
-from .deferred import DeferredModel
 from .errors import ModelError
 from .mesh import Mesh, World, open_world
-from .model import as_dtype, config_from_directory, config_from_mapping, new_model
+from .model import as_dtype, config_from_directory, config_from_mapping, new_model_on_meta
 from .pretrained import PretrainedWeights, find_directory, open_pretrained
 from .sizes import MeshSizes
 from .stack import Stack, resolve
@@ -127,14 +126,7 @@ def from_config(
     def build() -> tuple[nn.Module, Weights | None]:
         given = config_from_mapping(hf_config, where="hf_config") if isinstance(hf_config, Mapping) else hf_config
         wanted = as_dtype(dtype) or getattr(given, "dtype", None) or torch.float32
-        with torch.device("meta"):
-            model = new_model(given, wanted, seed)
-        torch.manual_seed(seed)
-        try:
-            return model, DeferredModel(model)
-        except ModelError:
-            # A few classes read values while they are built. They are built whole, on each rank.
-            return new_model(given, wanted, seed), None
+        return new_model_on_meta(given, wanted, seed)
 
     stack, mesh = _placed(strategy, sizes, config, wrapper_config, world, device)
     manager = stack.build(mesh)

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .deferred import DeferredModel
 from .errors import ModelError, nearest
-from .pretrained import PretrainedWeights, open_pretrained
+from .pretrained import open_pretrained
+from .weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 OWN_KEYS = ("path", "model_type", "dtype", "allow_pickle")
@@ -51,18 +53,18 @@ def model_config(section: Mapping[str, Any], *, tokenizer: Any, seq_len: int) ->
     return config
 
 
-def build_model(section: Mapping[str, Any], config: Any, *, seed: int) -> tuple[nn.Module, PretrainedWeights | None]:
+def build_model(section: Mapping[str, Any], config: Any, *, seed: int) -> tuple[nn.Module, Weights | None]:
     """Make the run's model, the same on every rank.
 
     Returns:
-        The model with new weights from `seed`, on the CPU, and None; or, where the section has a `path`, the model with
-        its parameters on the meta device, and their values there.
+        The model with its parameters on the meta device, and their values: those at the section's `path`, a
+        `PretrainedWeights`, or without one new ones from `seed`, as of `new_model_on_meta`.
 
     Raises:
         ModelError: transformers cannot build or load it.
     """
     if "path" not in section:
-        return new_model(config, dtype_of(section), seed), None
+        return new_model_on_meta(config, dtype_of(section), seed)
     path = Path(section["path"]).expanduser()
     allow_pickle = bool(section.get("allow_pickle", False))
     model, weights = open_pretrained(path, config, dtype=dtype_of(section), allow_pickle=allow_pickle, seed=seed)
@@ -92,6 +94,24 @@ def new_model(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
         raise ModelError(
             f"transformers cannot build the model {getattr(config, 'model_type', config)!r}: {reason}"
         ) from error
+
+
+def new_model_on_meta(config: Any, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Weights | None]:
+    """`new_model` with its parameters on the meta device, and the values that they have there.
+
+    Returns:
+        Model and values; a few classes read values while they are built, of these the model with its values, and None.
+
+    Raises:
+        ModelError: transformers cannot build it.
+    """
+    with torch.device("meta"):
+        model = new_model(config, dtype, seed)
+    torch.manual_seed(seed)
+    try:
+        return model, DeferredModel(model)
+    except ModelError:
+        return new_model(config, dtype, seed), None
 
 
 def dtype_of(section: Mapping[str, Any]) -> torch.dtype:
