@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,11 @@ from meshwright._compat import (
     for_documents,
     foreach_mul_,
     foreach_norm,
+    group_timeout,
+    groups_with_timeout,
     is_left_out_of_files,
     is_sharded,
+    live_groups,
     load_state_dict_as_pretrained,
     mask_maker,
     nested_configs,
@@ -45,6 +49,7 @@ from meshwright.pretrained.recorded import Recorded
 from meshwright.testing import pool
 from meshwright.testing._compat import bound_arguments, process_group, unwraps_itself
 from meshwright.testing.models import case_model, tiny_model
+from meshwright.testing.pool import GROUP_TIMEOUT_S
 
 
 def _flattened() -> tuple[list[int], tuple[str, ...], int]:
@@ -59,6 +64,21 @@ def test_flattened_views_are_registered_in_the_root_mesh() -> None:
         assert ranks == [0, 1, 2, 3]
         assert names == ("dp_replicate", "dp_shard_cp")
         assert coordinate == rank % 2
+
+
+def _timeouts() -> tuple[timedelta, timedelta, timedelta, list[bool]]:
+    own = dist.new_group(backend="gloo", timeout=timedelta(seconds=7))
+    with groups_with_timeout(timedelta(seconds=11)):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
+    inner = mesh.get_group("inner")
+    return group_timeout(), group_timeout(own), group_timeout(inner), [own in live_groups(), inner in live_groups()]
+
+
+def test_timeouts_of_groups_that_are_made_in_the_context_are_set() -> None:
+    for world, own, inner, are_live in pool(2).run(_timeouts):
+        assert world == timedelta(seconds=GROUP_TIMEOUT_S)
+        assert (own, inner) == (timedelta(seconds=7), timedelta(seconds=11))
+        assert are_live == [True, True]
 
 
 def test_foreach_norm_is_the_norm_of_each_tensor_in_the_dtype_asked_for() -> None:

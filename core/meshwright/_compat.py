@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 # private name, though torch's own documentation teaches the class. Tried with torch 2.13; 2.11 by reading.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from .errors import ModelError
+from .errors import MeshError, ModelError
 
 
 def flatten_mesh(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
@@ -33,6 +34,40 @@ def flatten_mesh(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh
     Tried with torch 2.11 (by reading) and 2.13.
     """
     return mesh[tuple(axes)]._flatten(name)
+
+
+def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta:
+    """How long collectives of a group wait for peers; None: of the group of all ranks.
+
+    Private, since torch tells a group's options to nobody. Tried with torch 2.11 (by reading) and 2.13.
+    """
+    group = group or dist.group.WORLD
+    if group is None:
+        raise MeshError("there is no process group. Open a world first.")
+    options: Any = group._get_backend(group._device_types[0]).options
+    timeout: timedelta = options._timeout
+    return timeout
+
+
+@contextmanager
+def groups_with_timeout(timeout: timedelta) -> Iterator[None]:
+    """Give this timeout to all process groups that are made in the context, by whomever.
+
+    torch gives its own (30 minutes; NCCL: 10) to groups of a `DeviceMesh` and of packages that ask for none; what sets
+    it afterwards, and the registry of groups, are private. Tried with torch 2.11 (by reading) and 2.13.
+    """
+    known = set(live_groups())
+    try:
+        yield
+    finally:
+        for group in live_groups():
+            if group not in known:
+                dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def live_groups() -> list[dist.ProcessGroup]:
+    """The process groups that this rank is in; see `groups_with_timeout`."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def foreach_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None = None) -> list[Tensor]:

@@ -24,7 +24,7 @@ from .contract import Batch, OptimizerFactory, StrategyManager
 from .errors import ModelError, StrategyError
 from .layout import ModelLayout, model_layout
 from .loss import target_loss_sum, targets
-from .mesh import Mesh
+from .mesh import Mesh, same_timeout
 from .norms import check_clip, scale_to_norm, total_grad_norm
 from .router_loss import RouterLoss
 from .state import (
@@ -168,7 +168,8 @@ class DataParallelManager(StrategyManager):
                 materialize(model, self.mesh.device)
                 fill(model, weights)
         self.model = model
-        self.module = self.shard(model)
+        with same_timeout():
+            self.module = self.shard(model)
         if weights is not None and self.shards_on_meta:
             materialize(model, self.mesh.device, parameters_on=self.parameters_on)
             fill(model, weights, self.parts.pieces)
@@ -234,13 +235,15 @@ class DataParallelManager(StrategyManager):
         return norm
 
     def grad_norm(self, norm_type: float, *, without: Collection[nn.Parameter] = ()) -> Tensor:
-        """The total norm of all gradients but those of some parameters; float64 scalar, equal on all ranks."""
+        """The total norm of all gradients but those of some parameters; float64 scalar on the mesh's device, equal on
+        all ranks."""
         # Who asks for sums that do not depend on the layout wants the same of the factor that clips them.
         wide = getattr(self.config, "reduce_dtype", None) is not None
         left_out = set(without)
         pairs = [(p.grad, p) for p in self.trainable() if p.grad is not None and p not in left_out]
         groups = [self.parts.groups(parameter) for _, parameter in pairs]
-        return total_grad_norm([grad for grad, _ in pairs], norm_type, wide=wide, groups=groups)
+        gradients = [grad for grad, _ in pairs]
+        return total_grad_norm(gradients, norm_type, wide=wide, groups=groups, device=self.mesh.device)
 
     def scale_gradients(self, norm: Tensor, max_norm: float) -> None:
         """Multiply all gradients by min(1, max_norm / norm)."""

@@ -2,6 +2,9 @@
 
 Axes, views and degrees are defined in `meshwright.sizes`, [Note: axis, dim, degree].
 
+[Note: one timeout] All groups of a run wait as long for peers as the group of all ranks, whoever makes them: see
+`same_timeout` and `new_group`.
+
 [Note: control plane] Small agreements between ranks (are the counts equal? has any rank found an error?) travel as
 CPU tensors where the process group has a backend for them, so that they never wait for queued GPU work.
 Source: torch.distributed.device_mesh.
@@ -12,6 +15,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn, TypeVar
@@ -20,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._compat import flatten_mesh
+from ._compat import flatten_mesh, group_timeout, groups_with_timeout
 from .errors import MeshError, MeshwrightError
 from .sizes import EXPERT_AXES, ROOT_AXES, STAGE_AXES, VIEWS, Degrees
 
@@ -109,6 +113,16 @@ class World:
             dist.destroy_process_group()
 
 
+def same_timeout() -> AbstractContextManager[None]:
+    """Around what makes process groups, such as a `DeviceMesh` or a package; see [Note: one timeout]."""
+    return groups_with_timeout(group_timeout())
+
+
+def new_group(backend: str) -> dist.ProcessGroup:
+    """Another group of all ranks, over a backend of its own; see [Note: one timeout]. Collective."""
+    return dist.new_group(backend=backend, timeout=group_timeout())
+
+
 def open_world(
     device: str | torch.device | None = None, *, store: dist.Store | None = None, timeout_s: float = 600.0
 ) -> World:
@@ -133,14 +147,17 @@ def open_world(
         _check_backend(chosen)
         return World(chosen, owns_group=False)
     # Gloo beside NCCL serves CPU tensors: the control plane, and checkpoints.
-    backend = "gloo" if chosen.type == "cpu" else f"cpu:gloo,{chosen.type}:{_device_backend(chosen)}"
+    on_device = "gloo" if chosen.type == "cpu" else _device_backend(chosen)
+    backend = "gloo" if chosen.type == "cpu" else f"cpu:gloo,{chosen.type}:{on_device}"
+    # Bound to its device, NCCL makes the groups of an axis by one split, instead of one group after the other.
+    bound = chosen if on_device == "nccl" else None
     timeout = timedelta(seconds=timeout_s)
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if store is not None and launched:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
     elif launched:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, device_id=bound)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return World(chosen, owns_group=True)
@@ -208,12 +225,13 @@ class Mesh:
         self.world = world
         self.device = world.device
         ranks = torch.arange(world.size)
-        self.device_mesh = DeviceMesh(
-            self.device.type,
-            ranks.view([getattr(degrees, axis) for axis in ROOT_AXES]),
-            mesh_dim_names=ROOT_AXES,
-        )
-        self._views = {name: flatten_mesh(self.device_mesh, axes, name) for name, axes in VIEWS.items()}
+        with same_timeout():
+            self.device_mesh = DeviceMesh(
+                self.device.type,
+                ranks.view([getattr(degrees, axis) for axis in ROOT_AXES]),
+                mesh_dim_names=ROOT_AXES,
+            )
+            self._views = {name: flatten_mesh(self.device_mesh, axes, name) for name, axes in VIEWS.items()}
         self._expert_mesh: DeviceMesh | None = None
         self._stage: Mesh | None = None
         self._ranks = {axis: self.device_mesh.get_local_rank(axis) for axis in ROOT_AXES}
@@ -252,7 +270,8 @@ class Mesh:
     def _make_expert_mesh(self) -> DeviceMesh:
         shape = [getattr(self.degrees, axis) for axis in EXPERT_AXES]
         ranks = torch.arange(self.world.size).view(shape)
-        self._expert_mesh = DeviceMesh(self.device.type, ranks, mesh_dim_names=EXPERT_AXES)
+        with same_timeout():
+            self._expert_mesh = DeviceMesh(self.device.type, ranks, mesh_dim_names=EXPERT_AXES)
         return self._expert_mesh
 
     def check_expert_mesh(self, given: DeviceMesh) -> None:
@@ -304,7 +323,8 @@ class Mesh:
         Its world is the ranks that train the same part. Collective over all ranks, on first use.
         """
         if self._stage is None:
-            group = flatten_mesh(self.device_mesh, STAGE_AXES, "stage").get_group()
+            with same_timeout():
+                group = flatten_mesh(self.device_mesh, STAGE_AXES, "stage").get_group()
             self._stage = copy.copy(self)
             self._stage.degrees = replace(self.degrees, pp=1)
             self._stage.world = World(self.device, owns_group=False, group=group)

@@ -5,6 +5,7 @@ failure is worth reading. So a rank that fails posts its exit code on a board, a
 it exits; the first post wins, only the winner writes to stderr, and the others leave with the winner's exit code.
 A failure that reads like the echo of a peer's death waits for that peer's post before it speaks up itself.
 A rank that dies without a word (a signal, a crash) posts nothing: its launcher ends the waiting peers and names it.
+A rank that hangs is named by its peers; see [Note: signs of life] in `pulse`.
 
 This module imports no torch, so that `meshwright.launch.warm_up` can run before the parent has it.
 """
@@ -14,14 +15,16 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .errors import MeshwrightError, RankError
+from .pulse import Pulse, who_hangs
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -38,6 +41,9 @@ BOARD_TIMEOUT_S = 5.0
 ECHO_WAIT_S = 6.0
 """An echo waits this long for the cause; longer than a launcher takes to end the peers of a rank that was killed."""
 
+_PULSES = "meshwright/pulse"
+"""Prefix of the signs of life in the rendezvous store."""
+
 _ECHO_TEXTS = (
     "closed by peer",  # gloo: the peer's process ended and its sockets with it
     "reset by peer",  # gloo and TCPStore: the peer was killed with data still in flight
@@ -51,8 +57,14 @@ _ECHO_TEXTS = (
 """Lower-case texts of RuntimeErrors that gloo, NCCL and the store raise when a *peer* is gone.
 
 Too many entries cost little: a failure that is mistaken for an echo is still reported, ECHO_WAIT_S later.
-Timeouts are not here: a peer that hangs posts nothing, so whoever times out first is the one to tell.
 """
+
+_TIMEOUT_TEXTS = (
+    "timed out waiting",  # gloo: a collective
+    "collective operation timeout",  # NCCL: its watchdog
+    "wait timeout after",  # TCPStore
+)
+"""Lower-case texts of errors of ranks that have waited for a peer in vain."""
 
 
 def started_by_launcher() -> bool:
@@ -128,6 +140,29 @@ def guarded(
         return INTERRUPTED
 
 
+@contextmanager
+def signs_of_life(timeout_s: float) -> Iterator[None]:
+    """End this process, with the name of the rank that hangs, if one gives no sign of life in the context.
+
+    Each rank of the world enters it. Outside of a launched world it does nothing.
+
+    Args:
+        timeout_s: how long a collective may wait for peers.
+
+    Raises:
+        RankError: see `connect_store`.
+    """
+    if not started_by_launcher() or _world_size() == 1:
+        yield
+        return
+
+    def end(text: str) -> None:
+        leave(_settle(Failure(1, f"error: {text}\n")))
+
+    with Pulse(_pulse_store(timeout_s), int(_rank()), _world_size(), timeout_s=timeout_s, on_silence=end):
+        yield
+
+
 def leave(exit_code: int) -> NoReturn:
     """End the process: as usual on success; after a failure at once, past every destructor that waits for peers."""
     if exit_code == 0:
@@ -145,11 +180,13 @@ class Failure:
         exit_code: what the process is to leave with.
         text: what to show; may be empty.
         echo: "Type: message" where it reads like the consequence of a peer's death, otherwise empty.
+        timed_out: whether this rank has waited for a peer in vain.
     """
 
     exit_code: int
     text: str
     echo: str = ""
+    timed_out: bool = False
 
     @classmethod
     def of(cls, error: BaseException, show_traceback: bool) -> Failure:
@@ -161,10 +198,12 @@ class Failure:
                 return cls(error.code or 0, "")
             return cls(1, f"{error.code}\n")
         echo = _headline(error) if _is_echo(error) else ""
+        timed_out = _reads_like(error, _TIMEOUT_TEXTS)
         if isinstance(error, MeshwrightError):
-            return cls(error.exit_code, _render(error, f"error: {error}", with_traceback=show_traceback), echo)
+            text = _render(error, f"error: {error}", with_traceback=show_traceback)
+            return cls(error.exit_code, text, echo, timed_out)
         rank = f"rank {_rank()} failed: " if started_by_launcher() else ""
-        return cls(1, _render(error, rank + _headline(error), with_traceback=True), echo)
+        return cls(1, _render(error, rank + _headline(error), with_traceback=True), echo, timed_out)
 
 
 def _settle(failure: Failure) -> int:
@@ -173,10 +212,15 @@ def _settle(failure: Failure) -> int:
         _say(failure.text)
         return failure.exit_code
     try:
-        first = _Board().first(failure.exit_code, patience_s=ECHO_WAIT_S if failure.echo else 0.0)
+        board = _Board()
+        if failure.timed_out and (hangs := board.who_hangs()):
+            failure = Failure(1, f"error: {hangs}\n")
+        first = board.first(failure.exit_code, patience_s=ECHO_WAIT_S if failure.echo else 0.0)
     except (RankError, RuntimeError):
         # The store went away with the rank that hosted it. Twice told is better than never, but need not be long.
         _say(f"rank {_rank()} lost its peers and their store: {failure.echo}\n" if failure.echo else failure.text)
+        if failure.timed_out:
+            _say("The process that hosts the rendezvous store gives no answer either: it may be the one that hangs.\n")
         return failure.exit_code
     if first is None:
         lost = "This rank lost a peer, and no rank has said why: one may have been killed.\n" if failure.echo else ""
@@ -204,9 +248,21 @@ class _Board:
         if patience_s:
             with suppress(RuntimeError):  # nobody posted in time; if the store itself is gone, what follows says so
                 self._store.wait([self._KEY], timedelta(seconds=patience_s))
-        mine = f"{_rank()} {exit_code}"
+        # Two threads of a rank may have something to say.
+        mine = f"{_rank()} {exit_code} {threading.get_ident()}"
         first = self._store.compare_set(self._KEY, "", mine).decode()
         return None if first == mine else int(first.split()[1])
+
+    def who_hangs(self) -> str | None:
+        """What to say of the rank that this one has waited for in vain; None if none stands out."""
+        from torch.distributed import PrefixStore
+
+        me, size = int(_rank()), _world_size()
+        self._store.set(f"waited/{me}", "")
+        pulses = PrefixStore(_PULSES, connect_store(BOARD_TIMEOUT_S))
+        return who_hangs(
+            pulses, me, size, lambda: [rank for rank in range(size) if self._store.check([f"waited/{rank}"])]
+        )
 
 
 def _require_listener() -> None:
@@ -222,11 +278,13 @@ def _is_echo(error: BaseException) -> bool:
     """Say whether `error`, or what it was raised from, is likely the consequence of a peer's death."""
     from torch.distributed import DistError
 
-    return any(
-        isinstance(link, DistError)
-        or (isinstance(link, RuntimeError) and any(text in str(link).lower() for text in _ECHO_TEXTS))
-        for link in _chain(error)
-    )
+    return any(isinstance(link, DistError) for link in _chain(error)) or _reads_like(error, _ECHO_TEXTS)
+
+
+def _reads_like(error: BaseException, texts: tuple[str, ...]) -> bool:
+    """Say whether `error`, or what it was raised from, holds one of some lower-case texts."""
+    links = [link for link in _chain(error) if isinstance(link, (RuntimeError, MeshwrightError))]
+    return any(text in str(link).lower() for link in links for text in texts)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -249,8 +307,18 @@ def _render(error: BaseException, headline: str, *, with_traceback: bool) -> str
     return f"{whole.removesuffix(_headline(error))}{headline}\n"
 
 
+def _pulse_store(timeout_s: float) -> Store:
+    from torch.distributed import PrefixStore
+
+    return PrefixStore(_PULSES, connect_store(timeout_s))
+
+
 def _rank() -> str:
     return os.environ.get("RANK", "0")
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _say(text: str) -> None:

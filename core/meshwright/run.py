@@ -54,7 +54,8 @@ from .loading import check_same_weights, tell
 from .mesh import Mesh, World, find_device, open_world
 from .model import build_model, model_config
 from .optim import build_scheduler, optimizer_factory
-from .rank import guarded, started_by_launcher
+from .pretrained import PretrainedWeights
+from .rank import guarded, signs_of_life, started_by_launcher
 from .registry import get_registry
 from .report import Reporter, draw_loss_curve, read_metrics
 from .runfile import RunConfig, as_plain
@@ -155,7 +156,8 @@ def run_rank(store: Store | None, config: RunConfig) -> None:
         torch.set_num_threads(config.threads_per_rank)
     console = Console()
     world_store = torch.distributed.PrefixStore("meshwright/world", store) if store is not None else None
-    with open_world(config.device, store=world_store, timeout_s=config.timeout_s) as world:
+    timeout_s = config.timeout_s
+    with signs_of_life(timeout_s), open_world(config.device, store=world_store, timeout_s=timeout_s) as world:
         plan = world.together(lambda: plan_run(config, world.size))
         mesh = Mesh(plan.degrees, world)
         manager = plan.stack.build(mesh)
@@ -167,10 +169,12 @@ def run_rank(store: Store | None, config: RunConfig) -> None:
         if world.rank == 0:
             _prepare_output(config, goes_on=source is not None)
             console.print(_headline(config, plan, model, mesh), highlight=False, soft_wrap=True)
-        if weights is not None:
+        if isinstance(weights, PretrainedWeights):
             check_same_weights(weights, world)
             tell(weights, world, stacklevel=2)
         manager.parallelize(model, weights)
+        # What a rank needs of them, the manager has; they keep files open, and values that were read last.
+        del model, weights
         results = _train(manager, config, plan, source, identity, console)
         _export(manager, config, plan)
     # The other ranks are done: what is left needs no collective.

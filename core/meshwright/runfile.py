@@ -88,7 +88,7 @@ class RunConfig(MeshSizes):
         "auto", description="CPU threads of each rank; auto: the cores divided by the ranks of the node."
     )
     device: str | None = Field(None, description="cpu, cuda or cuda:0; null: the accelerator if there is one.")
-    timeout_s: FinitePositive = Field(600.0, description="How long a collective waits for peers, in seconds.")
+    timeout_s: FinitePositive = Field(600.0, description="How long ranks wait for one that hangs, in seconds.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of weights, data order, dropout and sampling.")
     output_dir: str = Field("runs/run", description="Where metrics, the loss curve and the model go.")
     overwrite: bool = Field(False, description="Replace what a finished run left in output_dir.")

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..contract import StrategyManager
 from ..errors import CheckpointError
+from ..mesh import new_group
 from .directory import (
     remove_leftovers,
     retain,
@@ -98,7 +99,7 @@ class Checkpointer:
         self._asynchronous = asynchronous
         self._on_error = on_error
         self._tokenizer = tokenizer
-        self._group = dist.new_group(backend="gloo")
+        self._group = new_group("gloo")
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         if manager.mesh.rank == 0:

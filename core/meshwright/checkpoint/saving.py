@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .. import __version__
 from ..contract import StrategyManager
 from ..errors import CheckpointError
+from ..mesh import new_group
 from ..pieces import Piece, Sharded
 from ..state import OptimizerState, ShardedState
 from .directory import (
@@ -159,7 +160,7 @@ def told(error: BaseException) -> str:
 @contextlib.contextmanager
 def own_group() -> Iterator[dist.ProcessGroup]:
     """A gloo group of all ranks, whatever the backend of the world."""
-    group = dist.new_group(backend="gloo")
+    group = new_group("gloo")
     yield group
     dist.destroy_process_group(group)
 
