@@ -137,7 +137,7 @@ def run_rank(store: dist.Store, plan: Plan) -> None:
 
 def report(plan: Plan, everyone: list[Any], checkpoint: Path, parameters: int) -> None:
     state_mb = 3 * parameters * 4 / 1e6
-    files = [path.stat().st_size / 1e6 for path in checkpoint.glob("*.distcp")]
+    files = [path.stat().st_size / 1e6 for path in checkpoint.glob("tensors-*.bin")]
     seconds = {
         # The slowest rank's time.
         name: statistics.median(max(each) for each in zip(*(found[name] for found, _, _ in everyone), strict=True))

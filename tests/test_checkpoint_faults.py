@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
@@ -32,6 +31,8 @@ from meshwright import (
 )
 from meshwright.checkpoint import newest_checkpoint, read_manifest
 from meshwright.checkpoint.directory import MANIFEST, step_directory, steps_in
+from meshwright.checkpoint.index import INDEX
+from meshwright.checkpoint.payload import write_tensors
 from meshwright.contract import StrategyManager
 from meshwright.optim import build_scheduler
 from meshwright.runfile import OptimizerConfig, ScheduleConfig
@@ -80,15 +81,29 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def _replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a file is cut off": (lambda at: _truncate(at / "__1_0.distcp"), "__1_0.distcp has .* bytes instead of"),
-    "a file is gone": (lambda at: (at / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-    "a bit is flipped": (lambda at: _flip(at / "__1_0.distcp"), "the contents of __1_0.distcp have changed"),
-    "the metadata is altered": (lambda at: _flip(at / ".metadata"), "the contents of .metadata have changed"),
+    "a file is cut off": (lambda at: _truncate(at / "tensors-00001.bin"), "tensors-00001.bin has .* bytes instead of"),
+    "a file is gone": (lambda at: (at / "tensors-00000.bin").unlink(), "tensors-00000.bin is missing"),
+    "a bit is flipped": (lambda at: _flip(at / "tensors-00001.bin"), "the contents of tensors-00001.bin have changed"),
+    "the index is altered": (lambda at: _flip(at / INDEX), f"the contents of {INDEX} have changed"),
     "the manifest is cut off": (lambda at: _truncate(at / MANIFEST), f"{MANIFEST} was altered or cut off"),
     "the manifest is altered": (
-        lambda at: (at / MANIFEST).write_text((at / MANIFEST).read_text().replace('"lr": 0.01', '"lr": 0.02')),
+        lambda at: _replace(at / MANIFEST, '"step": 2', '"step": 3'),
         f"{MANIFEST} was altered",
+    ),
+    "the manifest is written in another way": (
+        lambda at: _replace(at / MANIFEST, '"step": 2', '"step":  2'),
+        f"{MANIFEST} was altered",
+    ),
+    "a setting is altered": (
+        lambda at: _replace(at / "optimizer-00000.json", '"lr": 0.01', '"lr": 0.02'),
+        "the contents of optimizer-00000.json have changed",
     ),
     "the manifest is gone": (lambda at: (at / MANIFEST).unlink(), "was never completed"),
 }
@@ -173,13 +188,11 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_changed(che
 # -- it cannot be written
 
 
-class _DiskFull(FileSystemWriter):
+def _full_disk(path: Path, tensors: Any) -> Any:
     """Fails on the second rank, as a disk does that is full."""
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        if torch.distributed.get_rank() == 1:
-            raise OSError(28, "No space left on device")
-        return super().write_data(plan, planner)
+    if torch.distributed.get_rank() == 1:
+        raise OSError(28, "No space left on device")
+    return write_tensors(path, tensors)
 
 
 def _with_full_disk(root: str, asynchronous: bool, on_error: str) -> tuple[list[str], list[float], list[str]]:
@@ -192,12 +205,12 @@ def _with_full_disk(root: str, asynchronous: bool, on_error: str) -> tuple[list[
         saver = Checkpointer(manager, root, asynchronous=asynchronous, on_error=on_error)  # type: ignore[arg-type]
         saver.save(1)
         saver.wait()
-        module.FileSystemWriter = _DiskFull  # type: ignore[misc]
+        module.write_tensors = _full_disk
         try:
             errors.append(_error(lambda: saver.save(2)))
             errors.append(_error(saver.wait))
         finally:
-            module.FileSystemWriter = FileSystemWriter  # type: ignore[misc]
+            module.write_tensors = write_tensors
         losses += train_steps(manager, CASE, range(1, 2))[0]
         saver.save(3)
         saver.close()
@@ -314,7 +327,7 @@ def test_bytes_are_those_of_the_state_and_alike_on_all_ranks(tmp_path: Path) -> 
         path = tmp_path / strategy
         numel = pool(4).run(_save_large, str(path), strategy)[0]
         manifest = json.loads((path / MANIFEST).read_text())
-        sizes = [stored["size"] for name, stored in manifest["files"].items() if name.endswith(".distcp")]
+        sizes = [stored["size"] for name, stored in manifest["files"].items() if name.endswith(".bin")]
         # Parameters and two moments in float64; a header for each piece.
         assert len(sizes) == 4
         assert 3 * numel * 8 <= sum(sizes) <= 3 * numel * 8 * 1.02

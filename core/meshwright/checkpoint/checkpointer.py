@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..contract import StrategyManager
 from ..errors import CheckpointError
 from ..mesh import new_group
+from .agreement import Agreement
 from .directory import (
     remove_leftovers,
     retain,
@@ -100,6 +101,7 @@ class Checkpointer:
         self._on_error = on_error
         self._tokenizer = tokenizer
         self._group = new_group("gloo")
+        self._agreement = Agreement()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         if manager.mesh.rank == 0:
@@ -122,6 +124,7 @@ class Checkpointer:
                 scheduler=scheduler,
                 tokenizer=self._tokenizer,
                 extra=extra,
+                agreement=self._agreement,
             )
         except CheckpointError as error:
             self._tell(error)

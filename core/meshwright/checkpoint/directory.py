@@ -2,7 +2,9 @@
 
 [Note: complete or absent] A checkpoint is written into `NAME.writing`. When all files are on disk, the manifest, with
 the size and checksum of each, is added and the directory is renamed to NAME. So what bears a checkpoint's name was
-complete once; a directory that lost or changed something since is found by its manifest, and never loaded.
+complete once; a directory that lost or changed something since is found by its manifest, and never loaded. Of the
+manifest every byte counts, too: it holds its own checksum, and is what `json.dumps` makes of its contents. Files that
+it does not name are never read.
 
 This module imports no torch.
 """
@@ -16,7 +18,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from ..errors import CheckpointError
@@ -24,7 +26,8 @@ from ..errors import CheckpointError
 MANIFEST = "checkpoint.json"
 HUGGING_FACE = "huggingface"
 """Where a checkpoint has the model's configuration and the tokenizer."""
-FORMAT = 1
+FORMAT = 2
+"""Of what is written; those before it are read, too."""
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -44,10 +47,11 @@ class Manifest:
         step: optimizer steps done.
         strategy, mesh, world_size: under which it was saved; `mesh` holds the degree of each axis.
         versions: of python, torch, transformers and meshwright.
-        groups, values: see `meshwright.state.OptimizerState`; None without an optimizer.
+        has_optimizer: whether the optimizer's state is in it.
         scheduler: state of the learning-rate schedule; None without one.
         extra: what the caller has added; values of JSON.
-        files: by name.
+        files: by name, relative to the checkpoint.
+        format: of the checkpoint.
     """
 
     step: int
@@ -55,11 +59,11 @@ class Manifest:
     mesh: dict[str, int]
     world_size: int
     versions: dict[str, str]
-    groups: list[dict[str, Any]] | None = None
-    values: dict[str, dict[str, Any]] | None = None
+    has_optimizer: bool = False
     scheduler: dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     files: dict[str, StoredFile] = field(default_factory=dict)
+    format: int = FORMAT
 
 
 def step_directory(root: Path, step: int) -> Path:
@@ -93,8 +97,8 @@ def begin(final: Path) -> Path:
 
 
 def digests(directory: Path, names: Sequence[str]) -> dict[str, StoredFile]:
-    """Size and checksum of files, as they are now."""
-    return {name: _stored(directory / name) for name in names}
+    """Have files on disk; gives their sizes and checksums."""
+    return {name: _stored(directory / name, sync=True) for name in names}
 
 
 def commit(writing: Path, final: Path, manifest: Manifest) -> None:
@@ -103,12 +107,13 @@ def commit(writing: Path, final: Path, manifest: Manifest) -> None:
     One of that name is replaced.
     """
     content = asdict(manifest)
-    text = json.dumps({"format": FORMAT, "sha256": _digest(content), **content}, indent=1)
+    version = content.pop("format")
     with (writing / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(text + "\n")
+        file.write(_text({"format": version, "sha256": _digest(content), **content}))
         file.flush()
         os.fsync(file.fileno())
-    _sync(writing)
+    for directory in {(writing / name).parent for name in (MANIFEST, *manifest.files)}:
+        _sync(directory)
     if final.exists():
         remove(final)
     writing.rename(final)
@@ -154,25 +159,30 @@ def read_manifest(directory: Path) -> Manifest:
         what = "is no directory" if not directory.is_dir() else f"has no {MANIFEST}, so it was never completed"
         raise CheckpointError(f"{directory} is no checkpoint: it {what}.{_others(directory)}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        version, digest = content.pop("format"), content.pop("sha256")
-        if version != FORMAT:
+        text = path.read_bytes().decode()
+        content = json.loads(text)
+        is_whole = text == _text(content)
+        version = content.pop("format")
+        if version not in range(1, FORMAT + 1):
             raise CheckpointError(
-                f"{directory} has format {version!r}, but this meshwright reads {FORMAT}. Load it with the version "
-                f"that has written it: {content.get('versions')}."
+                f"{directory} has format {version!r}, but this meshwright reads those up to {FORMAT}. Load it with the "
+                f"version that has written it: {content.get('versions')}."
             )
-        if digest != _digest(content):
+        digest = content.pop("sha256")
+        if not is_whole or digest != _digest(content):
             raise ValueError("its checksum is another")
-        files = {name: StoredFile(**each) for name, each in content.pop("files").items()}
-        manifest = Manifest(**content, files=files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _broken(directory, f"{MANIFEST} was altered or cut off ({error})") from None
+        if version == 1:
+            content["has_optimizer"] = None not in (content.pop("groups"), content.pop("values"))
+        files = {_plain_name(name): StoredFile(**each) for name, each in content.pop("files").items()}
+        manifest = Manifest(**content, files=files, format=version)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise broken(directory, f"{MANIFEST} was altered or cut off ({error})") from None
     for name, stored in manifest.files.items():
         file = directory / name
         size = file.stat().st_size if file.is_file() else None
         if size != stored.size:
             told = "is missing" if size is None else f"has {size} bytes instead of {stored.size}"
-            raise _broken(directory, f"{name} {told}")
+            raise broken(directory, f"{name} {told}")
     return manifest
 
 
@@ -184,11 +194,41 @@ def verify(directory: Path, manifest: Manifest, names: Sequence[str]) -> None:
     """
     for name in names:
         if _stored(directory / name) != manifest.files[name]:
-            raise _broken(directory, f"the contents of {name} have changed since it was written")
+            raise _changed(directory, name)
 
 
-def _broken(directory: Path, reason: str) -> CheckpointError:
+def read_verified(directory: Path, manifest: Manifest, name: str) -> bytes:
+    """The contents of one of a checkpoint's files, which are what was written.
+
+    Raises:
+        CheckpointError: the file is missing, cannot be read, or was altered.
+    """
+    if name not in manifest.files:
+        raise broken(directory, f"{MANIFEST} names no {name}")
+    try:
+        content = (directory / name).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {directory} cannot be read: {error}.") from error
+    if StoredFile(len(content), hashlib.sha256(content).hexdigest()) != manifest.files[name]:
+        raise _changed(directory, name)
+    return content
+
+
+def broken(directory: Path, reason: str) -> CheckpointError:
+    """The error for a checkpoint that is not what was written."""
     return CheckpointError(f"the checkpoint {directory} is not whole: {reason}.{_others(directory)}")
+
+
+def _changed(directory: Path, name: str) -> CheckpointError:
+    return broken(directory, f"the contents of {name} have changed since it was written")
+
+
+def _plain_name(name: str) -> str:
+    """A name of a file within the checkpoint."""
+    path = PurePath(name)
+    if not path.parts or path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"it names {name!r}, which is not within it")
+    return name
 
 
 def _others(directory: Path) -> str:
@@ -196,9 +236,16 @@ def _others(directory: Path) -> str:
     return f" Others beside it: {', '.join(names[:5])}." if names else ""
 
 
-def _stored(path: Path) -> StoredFile:
+def _stored(path: Path, *, sync: bool = False) -> StoredFile:
     with path.open("rb") as file:
+        if sync:
+            os.fsync(file.fileno())
         return StoredFile(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _text(content: Mapping[str, Any]) -> str:
+    """A manifest as it is written; what was altered in any way is no such text, though it may mean the same."""
+    return json.dumps(content, indent=1) + "\n"
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -10,24 +10,23 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
 from .._compat import is_left_out_of_files, saved_together, to_saved_format
 from ..errors import CheckpointError, ConfigError
 from ..mesh import World
 from ..pieces import Sharded, tensor_pieces
-from .directory import HUGGING_FACE, read_manifest, verify
+from .directory import HUGGING_FACE, Manifest, read_manifest, verify
+from .index import read_index
 from .loading import checked
-from .planner import PieceLoadPlanner
+from .payload import read_tensors
 from .values import MODEL
 
 LEAST_FILE_BYTES = 64_000_000
@@ -81,10 +80,10 @@ def export_checkpoint(
             manifest = read_manifest(checkpoint)
             verify(checkpoint, manifest, list(manifest.files))
         else:
-            checked(checkpoint, world)
+            manifest = checked(checkpoint, world)
         if rank == 0:
             _check_empty(output)
-        return _Export(checkpoint, dtype, as_bytes(max_shard_size), ranks=size)
+        return _Export(checkpoint, manifest, dtype, as_bytes(max_shard_size), ranks=size)
 
     export = plan() if world is None else world.together(plan)
     if rank == 0:
@@ -102,14 +101,16 @@ def export_checkpoint(
 class _Export:
     """What there is to be written."""
 
-    def __init__(self, checkpoint: Path, dtype: torch.dtype | None, limit: int, *, ranks: int) -> None:
+    def __init__(
+        self, checkpoint: Path, manifest: Manifest, dtype: torch.dtype | None, limit: int, *, ranks: int
+    ) -> None:
         self._checkpoint = checkpoint
+        self._described = [name for name in manifest.files if PurePath(name).parts[0] == HUGGING_FACE]
         self._dtype = dtype
-        self._model = _model_on_meta(checkpoint)
+        self._model = _model_on_meta(checkpoint, self._described)
+        self._index = read_index(checkpoint, manifest)
         self._stored = {
-            name.removeprefix(MODEL): (each.size, each.properties.dtype)
-            for name, each in FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items()
-            if name.startswith(MODEL) and isinstance(each, TensorStorageMetadata)
+            name.removeprefix(MODEL): kind for name, kind in self._index.kinds.items() if name.startswith(MODEL)
         }
         self._source = self._sources()
         self.files = self._planned(limit, ranks)
@@ -167,10 +168,7 @@ class _Export:
                 f"{MODEL}{self._source[name]}": Sharded(tensor.shape, tensor.dtype, tuple(tensor_pieces(tensor)))
                 for name, tensor in read.items()
             }
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                reader = FileSystemReader(self._checkpoint)
-                dcp.load(state, storage_reader=reader, planner=PieceLoadPlanner(), no_dist=True)
+            read_tensors(self._checkpoint, self._index, state)
             made = to_saved_format(self._model, read)
             tensors.update({name: tensor.contiguous() for name, tensor in made.items()})
         save_file(tensors, path, metadata={"format": "pt"})
@@ -184,9 +182,11 @@ class _Export:
                 "weight_map": {name: path for path, file in self.files.items() for name in file.sizes},
             }
             (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        for path in (self._checkpoint / HUGGING_FACE).iterdir():
-            if path.name != "config.json":
-                shutil.copy(path, output / path.name)
+        for name in self._described:
+            place = output / PurePath(name).relative_to(HUGGING_FACE)
+            if place.name != "config.json":
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self._checkpoint / name, place)
         model: Any = self._model
         model.config.architectures = [type(model).__name__]
         floating = {self._empty(name, "meta").dtype for name in self._source}
@@ -210,11 +210,11 @@ def as_bytes(size: str | int) -> int:
     return count
 
 
-def _model_on_meta(checkpoint: Path) -> nn.Module:
+def _model_on_meta(checkpoint: Path, described: Sequence[str]) -> nn.Module:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     directory = checkpoint / HUGGING_FACE
-    if not (directory / "config.json").is_file():
+    if f"{HUGGING_FACE}/config.json" not in described:
         raise CheckpointError(
             f"the checkpoint {checkpoint} has no configuration of a Hugging Face model, so it cannot be exported."
         )

@@ -8,25 +8,24 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..contract import StrategyManager
 from ..errors import CheckpointError
 from ..mesh import World
 from ..pieces import Sharded
-from ..state import OptimizerState, TensorKind
+from ..state import TensorKind
 from .directory import (
     Manifest,
     read_manifest,
     steps_in,
     verify,
 )
-from .planner import PieceLoadPlanner
-from .saving import own_group
+from .index import read_index
+from .optimizer import read_optimizer
+from .payload import read_tensors
 from .schedule import load_schedule
-from .values import MODEL, OPTIMIZER, decoded, flat, random_to_load, set_random_state
+from .values import MODEL, decoded, flat, random_to_load, set_random_state
 
 
 def load_checkpoint(
@@ -50,26 +49,20 @@ def load_checkpoint(
     """
     directory, world = Path(directory), manager.mesh.world
     manifest = world.together(lambda: checked(directory, world))
-    reader = FileSystemReader(directory)
-    stored = {
-        name: (each.size, each.properties.dtype)
-        for name, each in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(each, TensorStorageMetadata)
-    }
+    index = world.together(lambda: read_index(directory, manifest))
+    stored = index.kinds
     mine = manager.sharded_state()
     _check_model(directory, mine.model, stored, world)
     has_optimizer = mine.optimizer is not None
-    saved = world.together(lambda: _saved_optimizer(directory, manifest, stored) if has_optimizer else None)
+    saved = world.together(lambda: read_optimizer(directory, manifest, stored) if has_optimizer else None)
     if scheduler is not None and manifest.scheduler is None:
         raise CheckpointError(f"the checkpoint {directory} has no learning-rate schedule. Load it without scheduler.")
-    with own_group() as group:
-        with manager.loading(saved) as target:
-            tensors = flat(target)
-            same_mesh = manifest.mesh == asdict(manager.mesh.degrees)
-            random = random_to_load(stored, dist.get_rank()) if same_mesh else {}
-            dcp.load({**tensors, **random}, storage_reader=reader, planner=PieceLoadPlanner(), process_group=group)
-        for sharded in random.values():
-            set_random_state(sharded.pieces[0].tensor)
+    with manager.loading(saved) as target:
+        same_mesh = manifest.mesh == asdict(manager.mesh.degrees)
+        random = random_to_load(stored, dist.get_rank()) if same_mesh else {}
+        world.together(lambda: read_tensors(directory, index, {**flat(target), **random}))
+    for sharded in random.values():
+        set_random_state(sharded.pieces[0].tensor)
     if scheduler is not None and manifest.scheduler is not None:
         saved_schedule = decoded(manifest.scheduler)
         world.together(lambda: load_schedule(scheduler, saved_schedule))
@@ -100,21 +93,6 @@ def checked(directory: Path, world: World) -> Manifest:
     manifest = read_manifest(directory)
     verify(directory, manifest, list(manifest.files)[world.rank :: world.size])
     return manifest
-
-
-def _saved_optimizer(
-    directory: Path, manifest: Manifest, stored: Mapping[str, TensorKind]
-) -> OptimizerState[TensorKind]:
-    if manifest.groups is None or manifest.values is None:
-        raise CheckpointError(
-            f"the checkpoint {directory} holds a model without an optimizer. Load it before build_optimizer."
-        )
-    tensors: dict[str, dict[str, TensorKind]] = {}
-    for full, kind in stored.items():
-        if full.startswith(OPTIMIZER):
-            name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
-            tensors.setdefault(name, {})[key] = kind
-    return OptimizerState(tensors, decoded(manifest.values), decoded(manifest.groups))
 
 
 def _check_model(directory: Path, model: Mapping[str, Sharded], stored: Mapping[str, TensorKind], world: World) -> None:

@@ -7,14 +7,13 @@ into as many parts as there are ranks, so that all write alike; small ones go wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 SMALL_BYTES = 1 << 16
 """Rectangles below this are not cut: each costs a header in the file."""
 
 
-@dataclass(frozen=True, order=True)
-class Rectangle:
+class Rectangle(NamedTuple):
     """A rectangle of a named tensor.
 
     Attributes:
@@ -81,4 +80,4 @@ def _parts(rectangle: Rectangle, count: int) -> Iterator[Rectangle]:
         if start < end:
             offsets, sizes = list(rectangle.offsets), list(rectangle.sizes)
             offsets[dim], sizes[dim] = offsets[dim] + start, end - start
-            yield replace(rectangle, offsets=tuple(offsets), sizes=tuple(sizes))
+            yield rectangle._replace(offsets=tuple(offsets), sizes=tuple(sizes))

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import transformers
-from torch.distributed.checkpoint import FileSystemWriter
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from .. import __version__
 from ..contract import StrategyManager
 from ..errors import CheckpointError
 from ..mesh import new_group
-from ..pieces import Piece, Sharded
-from ..state import OptimizerState, ShardedState
+from ..pieces import Sharded
+from ..state import ShardedState
+from .agreement import Agreement
 from .directory import (
     HUGGING_FACE,
     Manifest,
@@ -31,14 +31,19 @@ from .directory import (
     digests,
     discard,
 )
-from .ownership import Rectangle, divide
-from .planner import PieceSavePlanner
+from .index import INDEX, payload_name
+from .optimizer import settings_name, settings_of
+from .ownership import Rectangle
+from .payload import write_tensors
 from .schedule import note_rates
 from .values import RANDOM, flat, plain, random_state
 
 
 class Saving:
     """One checkpoint to be written: who writes what is agreed on when it is made. Collective.
+
+    Args:
+        agreement: of the checkpoints before it, of the same run.
 
     Raises:
         CheckpointError: the directory cannot be made, or a value is none of JSON; on all ranks.
@@ -55,6 +60,7 @@ class Saving:
         tokenizer: Any,
         extra: Mapping[str, Any] | None,
         with_optimizer: bool = True,
+        agreement: Agreement | None = None,
     ) -> None:
         self._final = directory
         self._group = group
@@ -65,14 +71,13 @@ class Saving:
         if not with_optimizer:
             state = ShardedState(state.model)
         tensors = {**flat(state), f"{RANDOM}{dist.get_rank()}": random_state()}
-        self._tensors = _owned(tensors, group)
-        groups, values = _merged(state.optimizer, group)
-        settings = {
-            "groups": groups,
-            "values": values,
-            "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "extra": dict(extra or {}),
-        }
+        share = (agreement or Agreement()).share(tensors, state.optimizer, group)
+        self._index = share.index_json
+        self._tensors = [_cut(tensors[each.name], each) for each in share.rectangles]
+        settings = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": dict(extra or {})}
+        self._settings, told_settings = self._world.together(
+            lambda: (settings_of(state.optimizer, share), plain(settings))
+        )
         self._manifest = Manifest(
             step=step,
             strategy=manager.strategy,
@@ -84,29 +89,16 @@ class Saving:
                 "transformers": transformers.__version__,
                 "meshwright": __version__,
             },
-            **self._world.together(lambda: plain(settings)),
+            has_optimizer=state.optimizer is not None,
+            **told_settings,
         )
         self._writing = directory.with_name(f"{directory.name}.writing")
-        config = getattr(manager.model_parts[0], "config", None)
-        self._world.together(lambda: self._begin(config, tokenizer))
-
-    def _begin(self, config: Any, tokenizer: Any) -> None:
-        if self._world.rank != 0:
-            return
-        begin(self._final)
-        try:
-            for each in (config, tokenizer):
-                if each is not None:
-                    each.save_pretrained(self._writing / HUGGING_FACE)
-        except OSError as error:
-            raise CheckpointError(f"the checkpoint {self._final} cannot be written: {error}.") from error
+        self._describing = [getattr(manager.model_parts[0], "config", None), tokenizer]
+        self._world.together(lambda: begin(self._final) if self._world.rank == 0 else None)
 
     def detach(self) -> None:
         """Copy what this rank writes, so that training can go on."""
-        self._tensors = {
-            name: replace(sharded, pieces=tuple(_copied(piece) for piece in sharded.pieces))
-            for name, sharded in self._tensors.items()
-        }
+        self._tensors = [each.to("cpu", copy=True, memory_format=torch.contiguous_format) for each in self._tensors]
 
     def write(self) -> None:
         """Write and complete the checkpoint. Collective.
@@ -117,22 +109,34 @@ class Saving:
         error: str | None = None
         files: dict[str, StoredFile] = {}
         try:
-            writer = FileSystemWriter(self._writing)
-            dcp.save(self._tensors, storage_writer=writer, planner=PieceSavePlanner(), process_group=self._group)
-            mine = [path.name for path in self._writing.iterdir() if path.name.startswith(f"__{dist.get_rank()}_")]
-            if self._world.rank == 0:
-                mine += [".metadata", *(str(p.relative_to(self._writing)) for p in self._writing.glob("*/*"))]
-            files = digests(self._writing, sorted(mine))
-        except dcp.CheckpointException as caught:
-            error = "; ".join(f"rank {rank}: {told(each)}" for rank, (each, _) in caught.failures.items())
+            files = self._write_own()
         except Exception as caught:
-            # A disk fails in as many ways as there are file systems, and a peer that is gone in others.
+            # A disk fails in as many ways as there are file systems.
             error = told(caught)
         error = self._agreed(error, files)
         if error is not None:
             if self._world.rank == 0:
                 discard(self._writing)
             raise CheckpointError(f"the checkpoint {self._final} could not be written: {error}")
+
+    def _write_own(self) -> dict[str, StoredFile]:
+        """Write this rank's files, and on the first rank those that there is one of."""
+        rank, texts = self._world.rank, {}
+        if self._settings is not None:
+            texts[settings_name(rank)] = self._settings
+        if self._index is not None:
+            texts[INDEX] = self._index
+        for name, text in texts.items():
+            (self._writing / name).write_bytes(text)
+        names = list(texts)
+        if rank == 0:
+            for each in self._describing:
+                if each is not None:
+                    each.save_pretrained(self._writing / HUGGING_FACE)
+            found = (self._writing / HUGGING_FACE).rglob("*")
+            names += sorted(path.relative_to(self._writing).as_posix() for path in found if path.is_file())
+        payload = payload_name(rank)
+        return {payload: write_tensors(self._writing / payload, self._tensors), **digests(self._writing, names)}
 
     def _agreed(self, error: str | None, files: dict[str, StoredFile]) -> str | None:
         """Let the first rank complete the checkpoint if all ranks have written theirs; what went wrong otherwise."""
@@ -141,7 +145,8 @@ class Saving:
         dist.gather_object((error, files), found if first else None, group=self._group, group_dst=0)
         box: list[Any] = [None]
         if first:
-            box[0] = next((each for each, _ in found if each is not None), None)
+            failures = [f"rank {rank}: {each}" for rank, (each, _) in enumerate(found) if each is not None]
+            box[0] = "; ".join(failures[:5]) or None
             if box[0] is None:
                 every = {name: stored for _, each in found for name, stored in each.items()}
                 try:
@@ -165,57 +170,12 @@ def own_group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group(group)
 
 
-def _owned(tensors: Mapping[str, Sharded], group: dist.ProcessGroup) -> dict[str, Sharded]:
-    """What this rank writes of what it has; see `ownership.divide`. Collective."""
-    held = [
-        Rectangle(name, piece.offsets, piece.sizes, piece.tensor.element_size())
-        for name, sharded in tensors.items()
-        for piece in sharded.pieces
-    ]
-    size, is_first = dist.get_world_size(group), dist.get_rank(group) == 0
-    found: list[Any] = [None] * size
-    dist.gather_object(held, found if is_first else None, group=group, group_dst=0)
-    box: list[Any] = [None]
-    dist.scatter_object_list(box, divide(found) if is_first else None, group=group, group_src=0)
-    pieces: dict[str, list[Piece]] = {}
-    for rectangle in box[0]:
-        pieces.setdefault(rectangle.name, []).append(_cut(tensors[rectangle.name], rectangle))
-    return {name: replace(tensors[name], pieces=tuple(each)) for name, each in pieces.items()}
-
-
-def _cut(sharded: Sharded, rectangle: Rectangle) -> Piece:
-    """The piece that holds a rectangle, narrowed to it."""
+def _cut(sharded: Sharded, rectangle: Rectangle) -> Tensor:
+    """A rectangle, as a view of the piece that holds it."""
     for piece in sharded.pieces:
         starts = [a - b for a, b in zip(rectangle.offsets, piece.offsets, strict=True)]
         ends = [start + size for start, size in zip(starts, rectangle.sizes, strict=True)]
         if all(start >= 0 for start in starts) and all(e <= s for e, s in zip(ends, piece.sizes, strict=True)):
             part = tuple(slice(start, end) for start, end in zip(starts, ends, strict=True))
-            return Piece(rectangle.offsets, piece.tensor[part])
+            return piece.tensor[part].detach()
     raise CheckpointError(f"this rank has not the part of {rectangle.name} that it is to write.")
-
-
-def _copied(piece: Piece) -> Piece:
-    return replace(piece, tensor=piece.tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
-
-
-def _merged(
-    optimizer: OptimizerState[Sharded] | None, group: dist.ProcessGroup
-) -> tuple[list[dict[str, Any]] | None, dict[str, dict[str, Any]] | None]:
-    """Groups and values of all ranks, on the first one; groups of equal settings are one. Collective."""
-    mine = None if optimizer is None else (optimizer.groups, optimizer.values)
-    is_first = dist.get_rank(group) == 0
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.gather_object(mine, found if is_first else None, group=group, group_dst=0)
-    states = [each for each in found if each is not None]
-    if not is_first or not states:
-        return None, None
-    groups: dict[str, dict[str, Any]] = {}
-    values: dict[str, dict[str, Any]] = {}
-    for some_groups, some_values in states:
-        values.update(some_values)
-        for each in some_groups:
-            settings = {key: value for key, value in each.items() if key != "params"}
-            merged = groups.setdefault(repr(sorted(settings.items())), {**settings, "params": []})
-            known = set(merged["params"])
-            merged["params"] += [name for name in each["params"] if name not in known]
-    return list(groups.values()), values

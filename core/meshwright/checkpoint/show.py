@@ -8,10 +8,11 @@ from pathlib import Path
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
-from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
 from ..errors import CheckpointError
-from .directory import Manifest, read_manifest, steps_in, verify
+from .directory import MANIFEST, Manifest, read_manifest, steps_in, verify
+from .format1 import METADATA
+from .index import INDEX, Index, StoredTensor, dtype_name, read_index
 from .values import MODEL, OPTIMIZER
 
 
@@ -23,50 +24,47 @@ def shown(directory: Path) -> tuple[Group, bool]:
     """
     found = [path for _, path in steps_in(directory)]
     if not found:
-        manifest, problem = _read(directory)
-        if manifest is None and not (directory / ".metadata").exists():
-            raise CheckpointError(problem)
+        if not any((directory / name).exists() for name in (MANIFEST, INDEX, METADATA)):
+            read_manifest(directory)
         found = [directory]
     table = Table("checkpoint", "step", "strategy", "mesh", "parameters", "dtypes", "model", "optimizer", "state")
     problems = []
     for path in found:
-        manifest, problem = _read(path)
-        table.add_row(path.name, *(_columns(path, manifest) if manifest is not None else ("",) * 7), _state(problem))
+        columns, problem = _read(path)
+        table.add_row(path.name, *(columns or ("",) * 7), _state(problem))
         if problem:
             problems.append(Text(problem))
     return Group(table, *problems), not problems
 
 
-def _read(path: Path) -> tuple[Manifest | None, str]:
+def _read(path: Path) -> tuple[tuple[str, ...] | None, str]:
     try:
         manifest = read_manifest(path)
         verify(path, manifest, list(manifest.files))
+        return _columns(manifest, read_index(path, manifest)), ""
     except CheckpointError as error:
         return None, str(error)
-    return manifest, ""
 
 
 def _state(problem: str) -> str:
     return "torn" if problem else "whole"
 
 
-def _columns(path: Path, manifest: Manifest) -> tuple[str, ...]:
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
-    tensors = {name: each for name, each in stored.items() if isinstance(each, TensorStorageMetadata)}
-    model = {name: each for name, each in tensors.items() if name.startswith(MODEL)}
-    optimizer = [each for name, each in tensors.items() if name.startswith(OPTIMIZER)]
+def _columns(manifest: Manifest, index: Index) -> tuple[str, ...]:
+    model = {name: each for name, each in index.tensors.items() if name.startswith(MODEL)}
+    optimizer = [each for name, each in index.tensors.items() if name.startswith(OPTIMIZER)]
     degrees = ", ".join(f"{axis}={degree}" for axis, degree in manifest.mesh.items() if degree > 1)
-    dtypes = sorted({str(each.properties.dtype).removeprefix("torch.") for each in model.values()})
+    dtypes = sorted({dtype_name(each.dtype) for each in model.values()})
     return (
         str(manifest.step),
         manifest.strategy,
         degrees or "one rank",
-        f"{sum(each.size.numel() for each in model.values()):,}",
+        f"{sum(each.shape.numel() for each in model.values()):,}",
         ", ".join(dtypes),
         _megabytes(model.values()),
-        _megabytes(optimizer) if manifest.groups is not None else "none",
+        _megabytes(optimizer) if manifest.has_optimizer else "none",
     )
 
 
-def _megabytes(tensors: Iterable[TensorStorageMetadata]) -> str:
-    return f"{sum(each.size.numel() * each.properties.dtype.itemsize for each in tensors) / 1e6:,.1f} MB"
+def _megabytes(tensors: Iterable[StoredTensor]) -> str:
+    return f"{sum(each.nbytes for each in tensors) / 1e6:,.1f} MB"

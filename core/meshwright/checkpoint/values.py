@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..pieces import Piece, Sharded
 from ..state import ShardedState, TensorKind
+from .index import dtype_name, dtype_named
 
 MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random."
 """What the names of stored tensors begin with."""
@@ -44,7 +45,7 @@ def plain(values: Any) -> Any:
 
 def _encoded(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dim() == 0:
-        return {"$tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+        return {"$tensor": value.item(), "dtype": dtype_name(value.dtype)}
     if isinstance(value, Mapping):
         return {key: _encoded(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -56,7 +57,7 @@ def decoded(value: Any) -> Any:
     """The reverse of `plain`, but for tuples."""
     if isinstance(value, Mapping):
         if "$tensor" in value:
-            return torch.tensor(value["$tensor"], dtype=getattr(torch, value["dtype"]))
+            return torch.tensor(value["$tensor"], dtype=dtype_named(value["dtype"]))
         return {key: decoded(each) for key, each in value.items()}
     if isinstance(value, list):
         return [decoded(each) for each in value]

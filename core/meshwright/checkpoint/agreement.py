@@ -1,0 +1,112 @@
+"""Agree on who writes what, once for all checkpoints of a run.
+
+What a rank has of a state changes when the model or the optimizer does, not between saves. So the ranks remember what
+they have agreed on, and a save asks only whether all of them still have what they had: one integer. The first save, and
+one after a change, gathers what each rank has to the first one, which divides the work and makes the index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..pieces import Sharded
+from ..state import OptimizerState
+from .index import dtype_name, written_index
+from .ownership import Rectangle, divide
+
+
+class Share(NamedTuple):
+    """What one rank writes.
+
+    Attributes:
+        rectangles: in the order in which it writes them.
+        grouped: names of the parameters whose groups it tells.
+        valued: names of the parameters whose optimizer values it tells.
+        index_json: contents of the index, on the first rank.
+    """
+
+    rectangles: tuple[Rectangle, ...]
+    grouped: frozenset[str]
+    valued: frozenset[str]
+    index_json: bytes | None = None
+
+
+class _Held(NamedTuple):
+    """What one rank has, in the terms of `Share`; and the shape and dtype of each tensor."""
+
+    rectangles: tuple[Rectangle, ...]
+    kinds: tuple[tuple[str, tuple[int, ...], str], ...]
+    grouped: tuple[str, ...]
+    valued: tuple[str, ...]
+
+
+class Agreement:
+    """What the ranks have agreed on last, if anything."""
+
+    def __init__(self) -> None:
+        self._held: _Held | None = None
+        self._share: Share | None = None
+
+    def share(
+        self, tensors: Mapping[str, Sharded], optimizer: OptimizerState[Sharded] | None, group: dist.ProcessGroup
+    ) -> Share:
+        """What this rank writes of a state. Collective.
+
+        Args:
+            tensors: what it has, of model and optimizer, by the names in the checkpoint.
+            optimizer: for its groups and values.
+            group: all ranks, with a backend for the CPU.
+        """
+        held = _held(tensors, optimizer)
+        same = torch.tensor([int(held == self._held)])
+        dist.all_reduce(same, op=dist.ReduceOp.MIN, group=group)
+        if self._share is None or not same.item():
+            self._share, self._held = _agreed(held, group), held
+        return self._share
+
+
+def _held(tensors: Mapping[str, Sharded], optimizer: OptimizerState[Any] | None) -> _Held:
+    rectangles = (
+        Rectangle(name, piece.offsets, piece.sizes, piece.tensor.element_size())
+        for name, sharded in tensors.items()
+        for piece in sharded.pieces
+    )
+    kinds = ((name, tuple(sharded.shape), dtype_name(sharded.dtype)) for name, sharded in tensors.items())
+    grouped = (name for each in (optimizer.groups if optimizer is not None else ()) for name in each["params"])
+    return _Held(tuple(rectangles), tuple(kinds), tuple(grouped), tuple(optimizer.values if optimizer else ()))
+
+
+def _agreed(held: _Held, group: dist.ProcessGroup) -> Share:
+    """Divide the work on the first rank, and tell each rank its share. Collective."""
+    is_first = dist.get_rank(group) == 0
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.gather_object(held, found if is_first else None, group=group, group_dst=0)
+    shares, index = shares_of(found) if is_first else (None, None)
+    box: list[Any] = [None]
+    dist.scatter_object_list(box, shares, group=group, group_src=0)
+    share: Share = box[0]
+    return share._replace(index_json=index)
+
+
+def shares_of(found: list[_Held]) -> tuple[list[Share], bytes]:
+    """Each rank's share, without the index; and the index."""
+    owned = divide([held.rectangles for held in found])
+    kinds = {name: (shape, dtype) for held in found for name, shape, dtype in held.kinds}
+    grouped = _first_holders(held.grouped for held in found)
+    valued = _first_holders(held.valued for held in found)
+    shares = [Share(tuple(rows), *names) for rows, names in zip(owned, zip(grouped, valued, strict=True), strict=True)]
+    return shares, written_index(owned, kinds)
+
+
+def _first_holders(named: Iterable[Iterable[str]]) -> list[frozenset[str]]:
+    """For each rank, the names that no rank before it has."""
+    seen: set[str] = set()
+    first = []
+    for names in named:
+        first.append(frozenset(names) - seen)
+        seen |= first[-1]
+    return first

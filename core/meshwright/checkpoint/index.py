@@ -1,0 +1,193 @@
+"""Which tensors a checkpoint holds, and where the bytes of each of their rectangles lie.
+
+`index.json` is data alone: {"files": names, "tensors": {name: {"shape", "dtype", "pieces"}}}. The pieces of a tensor
+are one list of integers, which has for each rectangle of the whole: the number of its file, its first byte there, its
+offsets, its sizes. The bytes are those of the elements in row-major order, little-endian, with nothing between them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..state import TensorKind
+from .directory import Manifest, StoredFile, broken, read_verified
+from .ownership import Rectangle
+
+INDEX = "index.json"
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A tensor in a checkpoint.
+
+    Attributes:
+        shape: of the whole.
+        dtype: of its elements.
+        pieces: int64, (number of pieces, 2 + 2 x dims): file number, first byte, offsets, sizes.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    pieces: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def meeting(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[StoredPiece]:
+        """The stored rectangles that share elements with another."""
+        starts, lengths = self._rectangles()
+        wanted = np.array(offsets, np.int64)
+        first = np.maximum(starts, wanted)
+        last = np.minimum(starts + lengths, wanted + np.array(sizes, np.int64))
+        return [
+            StoredPiece(
+                int(self.pieces[row, 0]),
+                int(self.pieces[row, 1]),
+                tuple(starts[row].tolist()),
+                tuple(lengths[row].tolist()),
+            )
+            for row in np.flatnonzero((first < last).all(axis=1))
+        ]
+
+    def problem(self, sizes: Sequence[int] | None) -> str | None:
+        """What is wrong with the pieces; None if they lie within the tensor, and in files of so many bytes.
+
+        Args:
+            sizes: of the files, by number; None where pieces have headers of their own.
+        """
+        starts, lengths = self._rectangles()
+        if self.nbytes >= 1 << 62:
+            return f"is said to have {self.nbytes} bytes"
+        if (lengths <= 0).any() or (starts < 0).any() or (starts + lengths > np.array(self.shape, np.int64)).any():
+            return "has pieces that are not within it"
+        elements = lengths.prod(axis=1)
+        if elements.sum() != math.prod(self.shape):
+            return f"has {elements.sum()} of its {math.prod(self.shape)} elements"
+        if sizes is None or not elements.size:
+            return None
+        numbers, begins = self.pieces[:, 0], self.pieces[:, 1]
+        if numbers.min() < 0 or numbers.max() >= len(sizes):
+            return f"is said to be in another file than the {len(sizes)} that there are"
+        if (begins < 0).any() or (begins > np.array(sizes)[numbers] - elements * self.dtype.itemsize).any():
+            return "is said to be beyond the end of its file"
+        return None
+
+    def _rectangles(self) -> tuple[np.ndarray, np.ndarray]:
+        dims = len(self.shape)
+        return self.pieces[:, 2 : 2 + dims], self.pieces[:, 2 + dims :]
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A rectangle of a tensor in a checkpoint: the number of its file, its first byte, its place in the whole."""
+
+    file: int
+    begin: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Index:
+    """All tensors of a checkpoint by name, and the names of the files that their pieces give the numbers of."""
+
+    files: tuple[str, ...]
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def kinds(self) -> dict[str, TensorKind]:
+        """Shape and dtype of each tensor."""
+        return {name: (each.shape, each.dtype) for name, each in self.tensors.items()}
+
+    def whole_piece(self, file: BinaryIO, stored: StoredPiece) -> Tensor | None:
+        """A stored rectangle, where files hold more than elements, so that none can be read in part; else None."""
+        return None
+
+
+def payload_name(rank: int) -> str:
+    """The file that holds what a rank has written."""
+    return f"tensors-{rank:05d}.bin"
+
+
+def written_index(owned: Sequence[Sequence[Rectangle]], kinds: Mapping[str, tuple[Sequence[int], str]]) -> bytes:
+    """The contents of `index.json`.
+
+    Args:
+        owned: what each rank writes, in the order in which it does.
+        kinds: shape and dtype of each tensor.
+    """
+    pieces: dict[str, list[int]] = {name: [] for name in kinds}
+    for rank, rectangles in enumerate(owned):
+        begin = 0
+        for each in rectangles:
+            pieces[each.name] += (rank, begin, *each.offsets, *each.sizes)
+            begin += each.nbytes
+    tensors = {name: {"shape": shape, "dtype": dtype, "pieces": pieces[name]} for name, (shape, dtype) in kinds.items()}
+    content = {"files": [payload_name(rank) for rank in range(len(owned))], "tensors": tensors}
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def read_index(directory: Path, manifest: Manifest) -> Index:
+    """Read the index of a checkpoint, of any format that can be read. Nothing in it is run.
+
+    Raises:
+        CheckpointError: it was altered, or is none.
+    """
+    if manifest.format == 1:
+        from .format1 import read_metadata
+
+        return read_metadata(directory, manifest)
+    try:
+        content = json.loads(read_verified(directory, manifest, INDEX))
+        files = tuple(str(name) for name in content["files"])
+        tensors = {name: _tensor(each) for name, each in content["tensors"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise broken(directory, f"{INDEX} is no index ({type(error).__name__}: {error})") from None
+    absent = StoredFile(0, "")
+    check_tensors(directory, tensors, [manifest.files.get(name, absent).size for name in files])
+    return Index(files, tensors)
+
+
+def check_tensors(directory: Path, tensors: Mapping[str, StoredTensor], sizes: Sequence[int] | None) -> None:
+    """Refuse an index whose pieces are not parts of its tensors and files; see `StoredTensor.problem`.
+
+    Raises:
+        CheckpointError: names the tensor.
+    """
+    for name, each in tensors.items():
+        problem = each.problem(sizes)
+        if problem is not None:
+            raise broken(directory, f"{name} {problem}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As it is written: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: Any) -> torch.dtype:
+    """The reverse of `dtype_name`.
+
+    Raises:
+        ValueError: torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch")
+    return dtype
+
+
+def _tensor(content: Mapping[str, Any]) -> StoredTensor:
+    shape = torch.Size(content["shape"])
+    pieces = np.array(content["pieces"], np.int64).reshape(-1, 2 + 2 * len(shape))
+    return StoredTensor(shape, dtype_named(content["dtype"]), pieces)

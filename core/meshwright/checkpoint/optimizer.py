@@ -1,0 +1,75 @@
+"""The optimizer's settings and values in a checkpoint: what it has beside tensors.
+
+A rank that has something to tell of them writes a file of its own, so that none is gathered. JSON: {"groups": settings
+with the names under "params", "values": {name: {key: value}}}; see `meshwright.state.OptimizerState`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from ..state import OptimizerState, TensorKind
+from .agreement import Share
+from .directory import MANIFEST, Manifest, broken, read_verified
+from .values import OPTIMIZER, decoded, plain
+
+_PREFIX = "optimizer-"
+
+
+def settings_name(rank: int) -> str:
+    """The file of a rank."""
+    return f"{_PREFIX}{rank:05d}.json"
+
+
+def settings_of(optimizer: OptimizerState[Any] | None, share: Share) -> bytes | None:
+    """What this rank tells of the optimizer; None if nothing. Tensors on any device are read.
+
+    Raises:
+        CheckpointError: a value is none of JSON.
+    """
+    if optimizer is None:
+        return None
+    groups = [
+        {**each, "params": [name for name in each["params"] if name in share.grouped]} for each in optimizer.groups
+    ]
+    content = {
+        "groups": [each for each in groups if each["params"]],
+        "values": {name: each for name, each in optimizer.values.items() if name in share.valued},
+    }
+    return json.dumps(plain(content)).encode() if any(content.values()) else None
+
+
+def read_optimizer(directory: Path, manifest: Manifest, stored: Mapping[str, TensorKind]) -> OptimizerState[TensorKind]:
+    """What a checkpoint has of the optimizer.
+
+    Args:
+        directory, manifest: of the checkpoint.
+        stored: its tensors.
+
+    Raises:
+        CheckpointError: it has no optimizer, or was altered.
+    """
+    if not manifest.has_optimizer:
+        raise CheckpointError(
+            f"the checkpoint {directory} holds a model without an optimizer. Load it before build_optimizer."
+        )
+    names = [MANIFEST] if manifest.format == 1 else [name for name in manifest.files if name.startswith(_PREFIX)]
+    found: OptimizerState[TensorKind] = OptimizerState()
+    for name in names:
+        # In format 1 the manifest, which has been verified, has them.
+        text = (directory / name).read_bytes() if name == MANIFEST else read_verified(directory, manifest, name)
+        try:
+            content = json.loads(text)
+            found.groups += decoded(content["groups"])
+            found.values.update(decoded(content["values"]))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
+            raise broken(directory, f"{name} tells of no optimizer ({type(error).__name__}: {error})") from None
+    for full, kind in stored.items():
+        if full.startswith(OPTIMIZER):
+            name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
+            found.tensors.setdefault(name, {})[key] = kind
+    return found
