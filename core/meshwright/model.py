@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from .deferred import DeferredModel
-from .errors import ModelError, nearest
+from .errors import ModelError, nearest, reason
 from .pretrained import open_pretrained
 from .weights import Weights
 
@@ -87,12 +88,11 @@ def new_model(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
 
     torch.manual_seed(seed)
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:
         # Each model class checks its configuration in its own way, with errors of all kinds.
-        reason = f"{type(error).__name__}: {error}"
         raise ModelError(
-            f"transformers cannot build the model {getattr(config, 'model_type', config)!r}: {reason}"
+            f"transformers cannot build the model {getattr(config, 'model_type', config)!r}: {reason(error)}"
         ) from error
 
 
@@ -185,6 +185,8 @@ def config_from_directory(path: Path, fields: Mapping[str, Any], *, where: str =
     if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
         raise ModelError(f"{str(path)!r} holds no weights: no .safetensors or .bin file.")
 
+    check_brings_no_code(path / "config.json", set_anew=fields)
+
     def load(**changes: Any) -> Any:
         # Code that comes with a model is never run: transformers would ask on the terminal.
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **changes)
@@ -193,6 +195,34 @@ def config_from_directory(path: Path, fields: Mapping[str, Any], *, where: str =
     _check_causal_lm(type(config), config.model_type)
     _check_fields(config, fields, where)
     return _made(lambda: load(**fields), fields)
+
+
+def check_brings_no_code(path: Path, *, set_anew: Iterable[str] = ()) -> None:
+    """Refuse a `config.json` that names kernels of the Hugging Face hub, which transformers would fetch and run.
+
+    Args:
+        path: of the file.
+        set_anew: fields that the user gives, whatever the file has.
+
+    Raises:
+        ModelError: names the field and the kernels.
+    """
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        # transformers tells what is wrong with it.
+        return
+    given = set(set_anew)
+    waiting = [each for each in values.items() if each[0] not in given] if isinstance(values, Mapping) else []
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += [(f"{key}.{each}", below) for each, below in value.items()]
+        elif "implementation" in key and isinstance(value, str) and "/" in value:
+            raise ModelError(
+                f"{path} asks for code of the Hugging Face hub: {key}={value!r}. What a file names is not run: set "
+                f"model.{key.split('.')[0]} in the run file, for instance to 'sdpa', or take it out of {path.name}."
+            )
 
 
 def _check_causal_lm(config_cls: type, model_type: str) -> None:
@@ -227,4 +257,4 @@ def _made(make: Any, fields: Mapping[str, Any]) -> Any:
         return make()
     except Exception as error:
         # Each configuration class validates in its own way, with errors of several libraries.
-        raise ModelError(f"transformers refuses the model configuration {dict(fields)}: {error}") from error
+        raise ModelError(f"transformers refuses the model configuration {dict(fields)}: {reason(error)}") from error

@@ -431,7 +431,9 @@ def _finish(config: RunConfig, plan: Plan, results: list[StepResult], console: C
     )
     if config.sample.prompt is not None:
         transformers.utils.logging.disable_progress_bar()
-        model = transformers.AutoModelForCausalLM.from_pretrained(directory / MODEL, local_files_only=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory / MODEL, local_files_only=True, trust_remote_code=False
+        )
         text = generate_sample(model.eval(), tokenizer, config.sample, seed=config.seed)
         console.print("\n[bold]sample[/bold]")
         console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -7,6 +7,7 @@ holds one file's tensors at a time.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -20,8 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .._compat import is_left_out_of_files, saved_together, to_saved_format
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, reason
 from ..mesh import World
+from ..model import check_brings_no_code
 from ..pieces import Sharded, tensor_pieces
 from .directory import HUGGING_FACE, Manifest, read_manifest, verify
 from .index import read_index
@@ -218,9 +220,10 @@ def _model_on_meta(checkpoint: Path, described: Sequence[str]) -> nn.Module:
         raise CheckpointError(
             f"the checkpoint {checkpoint} has no configuration of a Hugging Face model, so it cannot be exported."
         )
+    check_brings_no_code(directory / "config.json")
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        build: Any = AutoModelForCausalLM.from_config
+        build: Any = functools.partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             # That of the text part of a multimodal type, which the auto class takes as a part of the whole only.
             known: list[Any] = [each for each in MODEL_FOR_CAUSAL_LM_MAPPING.values() if isinstance(each, type)]
@@ -230,7 +233,7 @@ def _model_on_meta(checkpoint: Path, described: Sequence[str]) -> nn.Module:
     except Exception as error:
         # Each configuration and each model class fails in its own way.
         raise CheckpointError(
-            f"transformers cannot build the model of the checkpoint {checkpoint}: {type(error).__name__}: {error}"
+            f"transformers cannot build the model of the checkpoint {checkpoint}: {reason(error)}"
         ) from error
     return model
 

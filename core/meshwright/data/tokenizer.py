@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import DataError
+from ..errors import DataError, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,9 +91,9 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
         )
     try:
         with _no_tokenizer_threads():
-            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its parsers meet
-        raise DataError(f"the tokenizer in {path} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise DataError(f"the tokenizer in {path} cannot be loaded: {reason(error)}") from error
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"the tokenizer in {path} has no eos token, which separates documents. Set eos_token in its "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 import torch
@@ -168,7 +168,14 @@ def _read_index(path: Path) -> Mapping[str, str]:
 
 
 def _files_of(index: Mapping[str, str], directory: Path, index_name: str) -> list[Path]:
-    paths = [directory / name for name in sorted(set(index.values()))]
+    names = sorted(set(index.values()))
+    outside = [name for name in names if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
+    if outside:
+        raise ModelError(
+            f"{directory / index_name} names {outside[0]!r}, which is not in its own directory. Name files beside it, "
+            f"or write the directory again."
+        )
+    paths = [directory / name for name in names]
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
         some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")

@@ -128,7 +128,7 @@ def view_of(config: RunConfig) -> View:
         raise ConfigError(f"{stack} has no pipeline, so there is nothing to show. Set pp_size to 2 or more.")
     _, hf_config = data_and_model_config(config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config)
+        model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
     layout = model_layout(model)
     # A model of several modalities has several stacks, and only a run tells which of them text goes through.
     blocks = max(layout.stacks, key=len, default=())
