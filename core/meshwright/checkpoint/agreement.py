@@ -35,7 +35,7 @@ class Share(NamedTuple):
     index_json: bytes | None = None
 
 
-class _Held(NamedTuple):
+class Held(NamedTuple):
     """What one rank has, in the terms of `Share`; and the shape and dtype of each tensor."""
 
     rectangles: tuple[Rectangle, ...]
@@ -48,7 +48,7 @@ class Agreement:
     """What the ranks have agreed on last, if anything."""
 
     def __init__(self) -> None:
-        self._held: _Held | None = None
+        self._held: Held | None = None
         self._share: Share | None = None
 
     def share(
@@ -61,7 +61,7 @@ class Agreement:
             optimizer: for its groups and values.
             group: all ranks, with a backend for the CPU.
         """
-        held = _held(tensors, optimizer)
+        held = held_by(tensors, optimizer)
         same = torch.tensor([int(held == self._held)])
         dist.all_reduce(same, op=dist.ReduceOp.MIN, group=group)
         if self._share is None or not same.item():
@@ -69,18 +69,19 @@ class Agreement:
         return self._share
 
 
-def _held(tensors: Mapping[str, Sharded], optimizer: OptimizerState[Any] | None) -> _Held:
+def held_by(tensors: Mapping[str, Sharded], optimizer: OptimizerState[Any] | None) -> Held:
+    """What this rank has; names and numbers alone."""
     rectangles = (
-        Rectangle(name, piece.offsets, piece.sizes, piece.tensor.element_size())
+        Rectangle(name, tuple(piece.offsets), piece.sizes, piece.tensor.element_size())
         for name, sharded in tensors.items()
         for piece in sharded.pieces
     )
     kinds = ((name, tuple(sharded.shape), dtype_name(sharded.dtype)) for name, sharded in tensors.items())
     grouped = (name for each in (optimizer.groups if optimizer is not None else ()) for name in each["params"])
-    return _Held(tuple(rectangles), tuple(kinds), tuple(grouped), tuple(optimizer.values if optimizer else ()))
+    return Held(tuple(rectangles), tuple(kinds), tuple(grouped), tuple(optimizer.values if optimizer else ()))
 
 
-def _agreed(held: _Held, group: dist.ProcessGroup) -> Share:
+def _agreed(held: Held, group: dist.ProcessGroup) -> Share:
     """Divide the work on the first rank, and tell each rank its share. Collective."""
     is_first = dist.get_rank(group) == 0
     found: list[Any] = [None] * dist.get_world_size(group)
@@ -92,7 +93,7 @@ def _agreed(held: _Held, group: dist.ProcessGroup) -> Share:
     return share._replace(index_json=index)
 
 
-def shares_of(found: list[_Held]) -> tuple[list[Share], bytes]:
+def shares_of(found: list[Held]) -> tuple[list[Share], bytes]:
     """Each rank's share, without the index; and the index."""
     owned = divide([held.rectangles for held in found])
     kinds = {name: (shape, dtype) for held in found for name, shape, dtype in held.kinds}

@@ -1,0 +1,420 @@
+"""Nothing that a file holds is run, under any command, even if the one at the terminal answers "y" to all questions.
+
+One process imports the program once and forks for each command, on a terminal of its own whose user types "y" without
+end. Every place of a file that could make something run holds code that leaves a mark.
+What the user names is another thing: `allow_imports`, and MESHWRIGHT_ALLOWED_IMPORTS, are no files.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+HERE = Path(__file__).resolve()
+TIME_LIMIT_S = 120
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command, or a call, on files that hold code.
+
+    Attributes:
+        arguments: of the command line; the first may be "from_pretrained" or "load_checkpoint" for a call.
+        code: exit code.
+        told: a pattern that is found in the output.
+    """
+
+    arguments: tuple[str, ...]
+    code: int
+    told: str = ""
+
+
+# -- the process that forks
+
+
+def _call(name: str, path: str, *options: str) -> None:
+    """A call of Python that opens a path."""
+    import torch
+
+    import meshwright as mw
+
+    if name == "from_pretrained":
+        mw.from_pretrained(path, "single", device="cpu", allow_pickle="allow_pickle" in options)
+        return
+    manager = mw.from_config(MODEL | {"vocab_size": 300}, "single", device="cpu", dtype=torch.float32)
+    mw.load_checkpoint(manager, path)
+
+
+def _one(arguments: list[str]) -> None:
+    """Run a command in this process, as if it had been started with it."""
+    from meshwright import cli
+    from meshwright.errors import MeshwrightError
+
+    sys.argv = ["meshwright", *arguments]
+    if arguments[0] not in ("from_pretrained", "load_checkpoint"):
+        cli.main()
+        return
+    try:
+        _call(*arguments)
+    except MeshwrightError as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(error.exit_code) from None
+
+
+def _on_terminal(arguments: list[str]) -> tuple[int, str]:
+    """Exit code and output of a command whose terminal answers "y" to whatever is asked."""
+    child, terminal = pty.fork()
+    if child == 0:
+        try:
+            _one(arguments)
+        except SystemExit as left:
+            os._exit(left.code if isinstance(left.code, int) else int(left.code is not None))
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            os._exit(99)
+        os._exit(0)
+    output, end = b"", time.monotonic() + TIME_LIMIT_S
+    while time.monotonic() < end:
+        if select.select([terminal], [], [], 0.5)[0]:
+            try:
+                chunk = os.read(terminal, 1 << 16)
+            except OSError:
+                break
+            if not chunk:
+                break
+            output += chunk
+            if b"?" in chunk or b"[y/N]" in chunk:
+                os.write(terminal, b"y\n")
+    else:
+        os.kill(child, signal.SIGKILL)
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), output.decode(errors="replace")
+
+
+def _drive(cases: str, results: str) -> None:
+    """Run all commands, each in a fork of this process, in a directory whose modules can be imported."""
+    os.environ.pop("MESHWRIGHT_ALLOWED_IMPORTS", None)
+    sys.path.insert(0, os.getcwd())
+    for module in ("meshwright.run", "meshwright.checkpoint.show", "meshwright_pipeline.show"):
+        importlib.import_module(module)
+    with open(cases, encoding="utf-8") as file:
+        commands = json.load(file)
+    found = {name: _on_terminal(arguments) for name, arguments in commands.items()}
+    Path(results).write_text(json.dumps(found), encoding="utf-8")
+
+
+# -- what the files hold
+
+
+class _Payload:
+    """Leaves the mark when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._mark}",)
+
+
+def _code(directory: Path, mark: Path) -> None:
+    """Modules of code that leave the mark when they are imported, under the names that files refer to."""
+    text = (
+        f"open({str(mark)!r}, 'w').close()\n"
+        "from transformers import LlamaConfig as EvilConfig, LlamaForCausalLM as EvilModel\n"
+        "from transformers import PreTrainedTokenizerFast as EvilTokenizer\n"
+        "def plan(*_): return {}\n"
+        "def generate(*_, **__): pass\n"
+    )
+    (directory / "custom_generate").mkdir(parents=True, exist_ok=True)
+    for name in ("evil.py", "custom_generate/generate.py"):
+        (directory / name).write_text(text, encoding="utf-8")
+
+
+def _change(path: Path, **values: Any) -> None:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**content, **values}), encoding="utf-8")
+
+
+AUTO_MAP = {
+    "AutoConfig": "evil.EvilConfig",
+    "AutoModelForCausalLM": "evil.EvilModel",
+    "AutoTokenizer": ["evil.EvilTokenizer", None],
+}
+
+
+class _Files:
+    """All files, made once: a run that is in order, and copies of its parts with code in them."""
+
+    def __init__(self, root: Path, mark: Path) -> None:
+        self.root, self.mark = root, mark
+        _code(root, mark)
+        words = [f"{3 * n % 17} is {'even' if n % 2 else 'odd'}" for n in range(400)]
+        (root / "corpus.txt").write_text(", ".join(words), encoding="utf-8")
+        code = "{{ ''.__class__.__mro__[1].__subclasses__() }} $(touch " + str(mark) + ") ${jndi:x}"
+        (root / "corpus.jsonl").write_text(json.dumps({"text": f"{code} " * 40}) + "\n", encoding="utf-8")
+        self.run = self.run_file("run.yaml")
+        data = {"corpus": [str(root / "corpus.*")], "cache_dir": str(root / "cache"), "seq_len": 16}
+        # For a tokenizer that is given.
+        self.run_as_is = self.run_file("as-is.yaml", data=data)
+
+    def run_file(self, name: str, **values: Any) -> Path:
+        content = {
+            "strategy": "single",
+            "nproc": 1,
+            "threads_per_rank": 1,
+            "device": "cpu",
+            "output_dir": str(self.root / "out"),
+            "model": MODEL,
+            "data": {
+                "corpus": [str(self.root / "corpus.txt"), str(self.root / "corpus.jsonl")],
+                "cache_dir": str(self.root / "cache"),
+                "vocab_size": 300,
+                "seq_len": 16,
+            },
+            "steps": 2,
+            "batch_size": 2,
+            "checkpoint": {"every": 1},
+            "sample": {"prompt": "4 is ", "max_new_tokens": 2},
+            **values,
+        }
+        path = self.root / name
+        path.write_text(yaml.safe_dump(content), encoding="utf-8")
+        return path
+
+    def copy(self, source: str, name: str) -> Path:
+        path = self.root / name
+        shutil.copytree(self.root / source, path)
+        return path
+
+    def model(self, name: str) -> Path:
+        """The model that the run has written, with modules of code beside it."""
+        path = self.copy("out/model", name)
+        _code(path, self.mark)
+        (path / "chat_template.jinja").write_text("{{ cycler.__init__.__globals__.os.system('touch x') }}")
+        return path
+
+    def train(self, name: str, *assignments: str, run: Path | None = None) -> tuple[str, ...]:
+        """A run into a directory of its own."""
+        settings = (f"output_dir={self.root / name}", *assignments)
+        return ("train", str(run or self.run), *(part for each in settings for part in ("--set", each)))
+
+
+def _models(files: _Files) -> Iterator[tuple[str, Case]]:
+    own_type = files.model("own-type")
+    _change(own_type / "config.json", model_type="evil", auto_map=AUTO_MAP)
+    yield (
+        "model type of its own: train",
+        Case(files.train("o1", f"model={{path: {own_type}}}", run=files.run_as_is), 2, "code of its own"),
+    )
+    yield "model type of its own: call", Case(("from_pretrained", str(own_type)), 2, "code of its own")
+    known = files.model("known-type")
+    _change(known / "config.json", auto_map=AUTO_MAP, custom_generate=str(known))
+    _change(known / "generation_config.json", custom_generate=str(known), auto_map=AUTO_MAP)
+    _change(known / "tokenizer_config.json", auto_map=AUTO_MAP)
+    # transformers has these classes, and takes its own.
+    yield (
+        "code beside a known type: train",
+        Case(files.train("o2", f"model={{path: {known}}}", run=files.run_as_is), 0, "written"),
+    )
+    yield "code beside a known type: call", Case(("from_pretrained", str(known)), 0)
+    kernels = files.model("kernels")
+    _change(kernels / "config.json", attn_implementation="evil/kernels")
+    yield (
+        "kernels of the hub: train",
+        Case(files.train("o3", f"model={{path: {kernels}}}", run=files.run_as_is), 2, "asks for code of the"),
+    )
+    yield "kernels of the hub: call", Case(("from_pretrained", str(kernels)), 2, "asks for code of the")
+    pickled = files.model("pickled")
+    (pickled / "model.safetensors").unlink()
+    (pickled / "pytorch_model.bin").write_bytes(pickle.dumps(_Payload(files.mark)))
+    yield (
+        "pickled weights: train",
+        Case(files.train("o4", f"model={{path: {pickled}}}", run=files.run_as_is), 2, "not opened unless you ask"),
+    )
+    yield "pickled weights: call", Case(("from_pretrained", str(pickled)), 2, "not opened unless you ask")
+    yield (
+        "pickled weights, asked for: call",
+        Case(("from_pretrained", str(pickled), "allow_pickle"), 2, "holds no plain weights"),
+    )
+    for number, outside in enumerate(
+        ("../out/model/model.safetensors", str(files.root / "out/model/model.safetensors"))
+    ):
+        index = files.model(f"index-{number}")
+        (index / "model.safetensors").rename(index / "other.safetensors")
+        weights = {"weight_map": {"lm_head.weight": outside}}
+        (index / "model.safetensors.index.json").write_text(json.dumps(weights))
+        yield f"weights elsewhere, {number}: call", Case(("from_pretrained", str(index)), 2, "not in its own directory")
+
+
+def _tokenizers(files: _Files) -> Iterator[tuple[str, Case]]:
+    tokenizer = files.model("tokenizer")
+    _change(tokenizer / "tokenizer_config.json", auto_map=AUTO_MAP, tokenizer_class="EvilTokenizer")
+    (tokenizer / "config.json").unlink()
+    chosen = f"data.tokenizer={tokenizer}"
+    yield "tokenizer of its own: train", Case(files.train("o5", chosen, run=files.run_as_is), 2, "code of its own")
+    pipeline = ("--set", "strategy=ddp", "--set", "pp_size=2", "--set", "nproc=2")
+    shown = ("pipeline", "show", str(files.run_as_is), "--set", chosen, *pipeline)
+    yield "tokenizer of its own: pipeline show", Case(shown, 2, "code of its own")
+    saved = files.model("model-with-tokenizer")
+    _change(saved / "tokenizer_config.json", auto_map=AUTO_MAP, tokenizer_class="EvilTokenizer")
+    _change(saved / "config.json", auto_map=AUTO_MAP)
+    # transformers may read it by another class of its own; it asks, or runs it, in no case.
+    yield (
+        "model with such a tokenizer: train",
+        Case(files.train("o6", f"model={{path: {saved}}}", run=files.run_as_is), -1),
+    )
+
+
+def _settings(files: _Files) -> Iterator[tuple[str, Case]]:
+    tagged = files.root / "tagged.yaml"
+    tagged.write_text(files.run.read_text() + f"seed: !!python/object/apply:os.system ['touch {files.mark}']\n")
+    yield "a tag of YAML: train", Case(("train", str(tagged)), 2, "error: ")
+    plan = files.run_file("plan.yaml", strategy="fsdp2", strategy_config={"tp_plan": "evil.plan"})
+    yield "a plan of its own: train", Case(files.train("o7", run=plan), 2, "error: .*evil")
+    policy = {"mp_policy": {"_target_": "evil.EvilConfig"}}
+    policy_file = files.run_file("policy.yaml", strategy="fsdp2", strategy_config=policy)
+    yield "a class of its own: train", Case(files.train("o8", run=policy_file), 2, "error: .*evil")
+    table = files.root / "plan.csv"
+    table.write_text(f"=cmd|'touch {files.mark}'!A1,__import__('os').system('touch {files.mark}')\n0F0\n")
+    options = {"pipeline": {"pp_schedule_csv": str(table), "pp_schedule": None}}
+    for name, command in (("train", "train"), ("pipeline show", "pipeline show")):
+        place = str(files.root / "o11")
+        run = files.run_file("csv.yaml", strategy="ddp", pp_size=2, nproc=2, wrapper_config=options, output_dir=place)
+        yield f"a table of actions: {name}", Case((*command.split(), str(run)), 2, "pp_schedule_csv")
+    for command in ("strategies", "schema"):
+        # In a directory of such modules.
+        yield command, Case((command,), 0)
+
+
+def _data(files: _Files) -> Iterator[tuple[str, Case]]:
+    cache = files.copy("cache", "cache-with-pickles")
+    (meta,) = cache.rglob("meta.json")
+    tokens = np.empty(1, object)
+    tokens[0] = _Payload(files.mark)
+    np.save(meta.parent / "train.npy", tokens, allow_pickle=True)
+    sizes = json.loads(meta.read_text())["sizes"]
+    _change(meta, sizes={**sizes, "train.npy": (meta.parent / "train.npy").stat().st_size})
+    # It is no entry of the cache, and is made anew.
+    yield "a pickle in the cache: train", Case(files.train("o9", f"data.cache_dir={cache}"), 0, "written")
+    pickled = files.root / "pickled.jsonl"
+    pickled.write_bytes(pickle.dumps(_Payload(files.mark)))
+    yield "a pickle for a corpus: train", Case(files.train("o10", f"data.corpus={pickled}"), 2, "error: ")
+    goes_on = files.copy("out", "goes-on")
+    (goes_on / "summary.json").unlink()
+    shutil.rmtree(goes_on / "checkpoints" / "step-00000002")
+    with (goes_on / "metrics.jsonl").open("ab") as file:
+        file.write(pickle.dumps(_Payload(files.mark), protocol=0) + b"\n")
+    yield "a pickle among the metrics: train", Case(files.train("goes-on"), -1)
+
+
+def _checkpoints(files: _Files) -> Iterator[tuple[str, Case]]:
+    from test_checkpoint_formats import FORMAT_1, _reseal
+
+    crafted = []
+    import tarfile
+
+    with tarfile.open(FORMAT_1) as archive:
+        archive.extractall(files.root, filter="data")
+    old = files.root / "format-1"
+    (old / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": _Payload(files.mark)}))
+    crafted.append((old, "asks for posix.system"))
+    index = files.copy("out/checkpoints/step-00000002", "crafted-index")
+    (index / "index.json").write_bytes(pickle.dumps(_Payload(files.mark)))
+    crafted.append((index, "is no index"))
+    for path, told in crafted:
+        _reseal(path)
+        commands = {
+            "checkpoint show": ("checkpoint", "show", str(path)),
+            "export": ("export", str(path), str(files.root / f"exported-{path.name}")),
+            "call": ("load_checkpoint", str(path)),
+            "train": files.train(f"resumed-{path.name}", f"resume={path}"),
+        }
+        for name, arguments in commands.items():
+            # A run of another model is refused before it looks at the index.
+            yield f"{path.name}: {name}", Case(arguments, -1 if name == "train" else 1, "" if name == "train" else told)
+    config = files.copy("out/checkpoints/step-00000002", "crafted-config")
+    _code(config / "huggingface", files.mark)
+    _change(config / "huggingface/config.json", model_type="evil", auto_map=AUTO_MAP)
+    _change(config / "huggingface/tokenizer_config.json", auto_map=AUTO_MAP, tokenizer_class="EvilTokenizer")
+    _reseal(config)
+    arguments = ("export", str(config), str(files.root / "exported-config"))
+    yield "crafted-config: export", Case(arguments, 1, "code of its own")
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, int, str]]:
+    root = tmp_path_factory.mktemp("files")
+    files = _Files(root, root / "ran")
+
+    def run(cases: dict[str, Case]) -> dict[str, tuple[int, str]]:
+        (root / "cases.json").write_text(json.dumps({name: case.arguments for name, case in cases.items()}))
+        arguments = [sys.executable, str(HERE), str(root / "cases.json"), str(root / "results.json")]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE.parent)}
+        subprocess.run(arguments, cwd=root, check=True, env=environment, timeout=1200)
+        found: dict[str, tuple[int, str]] = json.loads((root / "results.json").read_text())
+        return found
+
+    # What is in order trains, with the corpus that holds code.
+    plain = {"a run that is in order": Case(("train", str(files.run)), 0, "written")}
+    (code, output), *_ = run(plain).values()
+    assert code == 0, output
+    makers: list[Callable[[_Files], Iterator[tuple[str, Case]]]] = [
+        _models,
+        _tokenizers,
+        _settings,
+        _data,
+        _checkpoints,
+    ]
+    cases = {name: case for make in makers for name, case in make(files)}
+    found = run(cases)
+    return {name: (case, *found[name]) for name, case in cases.items()} | {
+        "mark": (plain.popitem()[1], 0, str(files.mark))
+    }
+
+
+def test_no_file_runs_anything_under_any_command_though_y_is_answered(
+    outcomes: dict[str, tuple[Case, int, str]],
+) -> None:
+    mark = Path(outcomes.pop("mark")[2])
+    assert not mark.exists()
+    assert len(outcomes) >= 30
+    wrong = {}
+    for name, (case, code, output) in outcomes.items():
+        text = " ".join(output.split())
+        expected = (0, 1, 2) if case.code == -1 else (case.code,)
+        is_right = code in expected and re.search(case.told, text) and "Traceback" not in text
+        if not is_right or "run the custom code" in text:
+            wrong[name] = (code, text[-600:])
+    assert not wrong, json.dumps(wrong, indent=1)
+
+
+if __name__ == "__main__":
+    _drive(*sys.argv[1:])
