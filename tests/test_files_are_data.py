@@ -297,17 +297,18 @@ def _settings(files: _Files) -> Iterator[tuple[str, Case]]:
     tagged = files.root / "tagged.yaml"
     tagged.write_text(files.run.read_text() + f"seed: !!python/object/apply:os.system ['touch {files.mark}']\n")
     yield "a tag of YAML: train", Case(("train", str(tagged)), 2, "error: ")
-    plan = files.run_file("plan.yaml", strategy="fsdp2", strategy_config={"tp_plan": "evil.plan"})
-    yield "a plan of its own: train", Case(files.train("o7", run=plan), 2, "error: .*evil")
+    options = {"tp_plan": "evil.plan"}
+    plan = files.run_file("plan.yaml", strategy="fsdp2", strategy_config=options, tp_size=2, nproc=2)
+    yield "a plan of its own: train", Case(files.train("o7", run=plan), -1)
     policy = {"mp_policy": {"_target_": "evil.EvilConfig"}}
     policy_file = files.run_file("policy.yaml", strategy="fsdp2", strategy_config=policy)
     yield "a class of its own: train", Case(files.train("o8", run=policy_file), 2, "error: .*evil")
     table = files.root / "plan.csv"
     table.write_text(f"=cmd|'touch {files.mark}'!A1,__import__('os').system('touch {files.mark}')\n0F0\n")
-    options = {"pipeline": {"pp_schedule_csv": str(table), "pp_schedule": None}}
+    wrapper = {"pipeline": {"pp_schedule_csv": str(table), "pp_schedule": None}}
     for name, command in (("train", "train"), ("pipeline show", "pipeline show")):
         place = str(files.root / "o11")
-        run = files.run_file("csv.yaml", strategy="ddp", pp_size=2, nproc=2, wrapper_config=options, output_dir=place)
+        run = files.run_file("csv.yaml", strategy="ddp", pp_size=2, nproc=2, wrapper_config=wrapper, output_dir=place)
         yield f"a table of actions: {name}", Case((*command.split(), str(run)), 2, "pp_schedule_csv")
     for command in ("strategies", "schema"):
         # In a directory of such modules.
