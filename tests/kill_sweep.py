@@ -292,7 +292,7 @@ class Layout:
         return kill
 
     def _kill_export(self) -> Kill:
-        source, output = str(self.whole.newest()), self.workplace / f"export-{self._count}"
+        source, output = str(self.whole.newest()), self.whole.directory.with_name(f"{self.whole.directory.name}-export")
         process = Started("export", source, str(output))
         came = await_moment(process, lambda: any(p.name.startswith(output.name) for p in _entries(self.workplace)))
         assert came, "the export ended before it was seen"

@@ -106,6 +106,20 @@ def test_weights_are_converted_and_files_bounded(checkpoint: Path, tmp_path: Pat
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
 
 
+def test_an_export_that_is_cut_off_leaves_nothing_under_its_name(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(module._Export, "describe", lambda *_: (tmp_path / "file" / "below").touch())
+        with pytest.raises(FileNotFoundError):
+            export_checkpoint(checkpoint, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.writing"]
+    (tmp_path / "out.writing" / "left.safetensors").touch()
+    export_checkpoint(checkpoint, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not (tmp_path / "out" / "left.safetensors").exists()
+
+
 def test_what_cannot_be_exported_is_told(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("keep")

@@ -63,6 +63,8 @@ def export_checkpoint(
 ) -> None:
     """Write the model of a checkpoint, its configuration and its tokenizer as a Hugging Face directory.
 
+    It appears under its name when it is complete, and not before.
+
     Args:
         checkpoint: its directory.
         output: a directory that is missing or empty.
@@ -88,14 +90,20 @@ def export_checkpoint(
         return _Export(checkpoint, manifest, dtype, as_bytes(max_shard_size), ranks=size)
 
     export = plan() if world is None else world.together(plan)
+    writing = output.resolve().with_name(f"{output.resolve().name}.writing")
     if rank == 0:
-        output.mkdir(parents=True, exist_ok=True)
+        # What an interrupted one has left.
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)
     if world is not None:
         world.reduce_ints([0])
     for name, file in list(export.files.items())[rank::size]:
-        export.write(file, output / name)
+        export.write(file, writing / name)
+    if world is not None:
+        world.reduce_ints([0])
     if rank == 0:
-        export.describe(output)
+        export.describe(writing)
+        writing.rename(output.resolve())
     if world is not None:
         world.reduce_ints([0])
 
