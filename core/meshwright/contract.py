@@ -150,7 +150,11 @@ class StrategyManager(ABC):
 
     @abstractmethod
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
-        """Make the optimizer over the parameters as they are after sharding; the manager owns it from here on."""
+        """Make the optimizer over the parameters as they are after sharding; the manager owns it from here on.
+
+        A schedule sets rates in the `param_groups` of what is returned, and every step is made with these, also after
+        state has been loaded, which gives torch's optimizers new groups: a wrapper looks them up, and keeps none.
+        """
 
     @abstractmethod
     def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
