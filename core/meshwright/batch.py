@@ -1,4 +1,10 @@
-"""Check and count the microbatches of a step, the same on every rank."""
+"""Check and count the microbatches of a step, the same on every rank.
+
+[Note: packed documents] Where several documents share a row, `position_ids` restart at each, from which transformers
+finds them and keeps them apart, but only without an attention mask: beside one, each document sees those before it
+(github.com/huggingface/transformers/issues/46634). So a mask of ones, which says nothing, is left out; any other is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +53,15 @@ def check_step(
     *,
     vocab_size: int | None,
     sequence_multiple: int = 1,
-) -> None:
+) -> list[Batch]:
     """Make sure that all ranks can run this step together; one small all-reduce where they can.
 
     Args:
         vocab_size: token ids must be below it; None: unknown.
         sequence_multiple: the length of a sequence must be a multiple of it.
+
+    Returns:
+        What is to be trained on: the microbatches, but for masks that are left out; see [Note: packed documents].
 
     Raises:
         BatchError: on all ranks, as `StrategyManager.forward_backward` says.
@@ -85,6 +94,7 @@ def check_step(
                 f"ranks that share a batch ({mesh.degrees}) have different input_ids for data rank {data_rank} of "
                 f"{mesh.data_size}. Choose the batch by mesh.data_rank, not by the rank."
             )
+    return [_without_mask(batch) if _restarts(batch) else batch for batch in microbatches]
 
 
 def _prints(microbatches: Sequence[Batch], mesh: Mesh, defect: str | None) -> list[int]:
@@ -120,12 +130,35 @@ def _defect(microbatches: Sequence[Batch], vocab_size: int | None) -> str | None
                 f"{about}: input_ids {tuple(ids.shape)} and labels {tuple(labels.shape)} must have one shape (B, S), "
                 f"B >= 1, S >= 2."
             )
+        if _restarts(batch) and not batch["attention_mask"].all():
+            return (
+                f"{about}: position_ids restart, so several documents share a row, beside an attention_mask with "
+                f"zeros, under which transformers would let them see each other. Leave the mask out: end each row with "
+                f"padding whose position_ids restart too, and whose labels are {IGNORED_LABEL}."
+            )
         if vocab_size is not None:
             for key, tensor in (("input_ids", ids), ("labels", labels[labels != IGNORED_LABEL])):
                 defect = _outside(tensor, vocab_size)
                 if defect:
                     return f"{about}: {key} {defect}"
     return None
+
+
+def _restarts(batch: Batch) -> bool:
+    """Whether a batch has a mask, and positions that restart among a row's unmasked tokens.
+
+    See [Note: packed documents]. False where the mask is not a row's: one of each query and key can keep documents
+    apart by itself.
+    """
+    positions, mask, shape = batch.get("position_ids"), batch.get("attention_mask"), batch["input_ids"].shape
+    if positions is None or mask is None or mask.shape != shape or positions.shape not in (shape, (1, shape[1])):
+        return False
+    rows = zip(positions.expand(shape), mask.bool(), strict=True)
+    return any(bool((row[kept].diff() <= 0).any()) for row, kept in rows)
+
+
+def _without_mask(batch: Batch) -> Batch:
+    return {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
 
 
 def _length_defect(microbatches: Sequence[Batch], multiple: int, cp_size: int) -> str | None:

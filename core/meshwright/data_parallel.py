@@ -186,7 +186,7 @@ class DataParallelManager(StrategyManager):
 
     def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
         self._require_model()
-        self._check_step(microbatches, num_tokens)
+        microbatches = self._checked_step(microbatches, num_tokens)
         if any(parameter.grad is not None for parameter in self.trainable()):
             # A second reduction would reduce the first one's result again.
             raise StrategyError(
@@ -212,7 +212,7 @@ class DataParallelManager(StrategyManager):
 
     def eval_loss(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
         self._require_model()
-        self._check_step(microbatches, num_tokens)
+        microbatches = self._checked_step(microbatches, num_tokens)
         was_training = self.module.training
         self.module.eval()
         try:
@@ -406,11 +406,14 @@ class DataParallelManager(StrategyManager):
             else None
         )
 
-    def _check_step(self, microbatches: Sequence[Batch], num_tokens: Tensor) -> None:
+    def _checked_step(self, microbatches: Sequence[Batch], num_tokens: Tensor) -> list[Batch]:
         multiple = self.sequence_multiple
-        check_step(microbatches, num_tokens, self.mesh, vocab_size=self._vocab_size, sequence_multiple=multiple)
+        checked = check_step(
+            microbatches, num_tokens, self.mesh, vocab_size=self._vocab_size, sequence_multiple=multiple
+        )
         if self.context_parallel is not None:
-            self.mesh.world.together(lambda: self.check_division(microbatches))
+            self.mesh.world.together(lambda: self.check_division(checked))
+        return checked
 
     def check_division(self, microbatches: Sequence[Batch]) -> None:
         """Refuse microbatches of this rank that context parallelism cannot divide; no collective.

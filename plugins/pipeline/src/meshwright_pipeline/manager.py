@@ -294,7 +294,9 @@ class PipelineManager(StrategyManager):
         """The step's microbatches as the schedule takes them, equally many on all ranks."""
         self._require_model()
         multiple = max(stage.manager.sequence_multiple for stage in self._stages.values())
-        check_step(microbatches, num_tokens, self.mesh, vocab_size=self._vocab_size, sequence_multiple=multiple)
+        microbatches = check_step(
+            microbatches, num_tokens, self.mesh, vocab_size=self._vocab_size, sequence_multiple=multiple
+        )
         self.mesh.world.together(lambda: self._check_sizes(microbatches))
         if self.mesh.degrees.cp > 1:
             self.mesh.world.together(lambda: self._check_division(microbatches))
