@@ -18,6 +18,7 @@ from .rank import leave, started_by_launcher
 from .registry import Registry, get_registry
 from .runfile import load_run, run_schema
 from .sizes import CLAIMABLE_AXES, MeshSizes
+from .slurm import join_step
 
 app = typer.Typer(
     name="meshwright",
@@ -37,8 +38,9 @@ def train(
     ] = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")] = False,
 ) -> None:
-    """Train a model. Starts the ranks of this node itself, or joins those that torchrun started."""
+    """Train a model. Starts the ranks of this node itself, or joins those that torchrun or srun started."""
     with _told(traceback):
+        join_step()
         config = load_run(run_file, assignments or [])
         if not started_by_launcher() and config.processes(get_registry().get(config.strategy).axes, 0) > 1:
             # The fork server imports torch and transformers while this process does, too.

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._compat import flatten_mesh, group_timeout, groups_with_timeout
 from .errors import MeshError, MeshwrightError
 from .sizes import EXPERT_AXES, ROOT_AXES, STAGE_AXES, VIEWS, Degrees
+from .slurm import devices_of_step, join_step
 
 T = TypeVar("T")
 
@@ -128,8 +129,8 @@ def open_world(
 ) -> World:
     """Join the process group that exists, or start one.
 
-    Without a process group, the environment of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) is used; without
-    that, this process is a world of one.
+    Without a process group, the environment of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) is used, or that
+    of a Slurm step of several tasks; without those, this process is a world of one.
 
     Args:
         device: "cpu", "cuda" or "cuda:1"; None takes the accelerator if there is one. Each rank of a node gets the
@@ -138,8 +139,10 @@ def open_world(
         timeout_s: how long a collective may wait for peers, in seconds.
 
     Raises:
-        MeshError: the device does not exist, or the existing group cannot serve it.
+        MeshError: the device does not exist, the existing group cannot serve it, or this is one of several processes
+            that cannot find each other.
     """
+    join_step()
     chosen = find_device(device)
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(chosen.index)
@@ -190,7 +193,7 @@ def find_device(device: str | torch.device | None) -> torch.device:
 def _device_backend(device: torch.device) -> str:
     # Two ranks on one GPU: NCCL refuses duplicates, gloo takes CUDA tensors.
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if ranks_here > torch.accelerator.device_count():
+    if ranks_here > max(torch.accelerator.device_count(), devices_of_step()):
         return "gloo"
     return dist.get_default_backend_for_device(device)
 
