@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-import yaml
 from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -54,6 +53,7 @@ from .loading import check_same_weights, tell
 from .mesh import Mesh, World, find_device, open_world
 from .model import build_model, model_config
 from .optim import build_scheduler, optimizer_factory
+from .parsing import as_yaml
 from .pretrained import PretrainedWeights
 from .rank import guarded, signs_of_life, started_by_launcher
 from .registry import get_registry
@@ -364,7 +364,7 @@ def _prepare_output(config: RunConfig, *, goes_on: bool) -> None:
     for name in (MODEL, *([] if goes_on else [CHECKPOINTS])):
         if (directory / name).is_dir():
             shutil.rmtree(directory / name)
-    (directory / RUN).write_text(yaml.safe_dump(dict(as_plain(config)), sort_keys=False), encoding="utf-8")
+    (directory / RUN).write_text(as_yaml(as_plain(config)), encoding="utf-8")
 
 
 def _headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, Field, PydanticInvalidForJsonSchema, field_validator, model_validator
 
 from .data.config import DataConfig
 from .errors import ConfigError
+from .parsing import parse_yaml, read_text
 from .registry import Registry, get_registry
 from .sizes import MeshSizes, Size
 from .validation import FrozenModel, validated
@@ -149,37 +148,6 @@ class RunConfig(MeshSizes):
         return known * max(1, wanted // known)
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads 3e-4 as a number, which YAML 1.1 reads as text, and refuses a key that is given twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[str, yaml.Node] = {}
-        for key, _ in node.value:
-            # `<<` merges other mappings, whose keys may be given again.
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
-                    problem = f"the key {key.value!r} is given twice"
-                    raise yaml.MarkedYAMLError("first", seen[key.value].start_mark, problem, key.start_mark)
-                seen[key.value] = key
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
-
-
-def read_yaml(text: str) -> Any:
-    """Read YAML as run files are read: 3e-4 is a number, and no key is given twice.
-
-    Raises:
-        yaml.YAMLError, ValueError: the text is not valid.
-    """
-    return yaml.load(text, Loader=_Loader)
-
-
 def load_run(path: str | Path, assignments: Sequence[str] = ()) -> RunConfig:
     """Read a run file and change single values.
 
@@ -192,11 +160,10 @@ def load_run(path: str | Path, assignments: Sequence[str] = ()) -> RunConfig:
     """
     file = Path(path)
     try:
-        values = read_yaml(file.read_text(encoding="utf-8"))
+        values = parse_yaml(read_text(file))
     except OSError as error:
         raise ConfigError(f"cannot read the run file {file}: {error.strerror}.") from None
-    except (yaml.YAMLError, ValueError) as error:
-        # ValueError: bytes that are not UTF-8, or a date that does not exist.
+    except ValueError as error:
         raise ConfigError(f"{file} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file} must hold a mapping of keys to values, not {type(values).__name__}.")
@@ -222,8 +189,8 @@ def _assign(values: dict[str, Any], assignment: str) -> None:
     if not equals or not key:
         raise ConfigError(f"--set {assignment!r} is not of the form key=value, such as tp_size=2.")
     try:
-        value = read_yaml(text)
-    except (yaml.YAMLError, ValueError) as error:
+        value = parse_yaml(text)
+    except ValueError as error:
         raise ConfigError(f"--set {assignment!r}: the value is not valid YAML: {error}") from None
     *parents, last = key.split(".")
     for parent in parents:

@@ -20,13 +20,17 @@ from .errors import ConfigError, nearest
 
 
 class FrozenModel(BaseModel):
-    """A frozen pydantic model that refuses unknown fields: nothing a user writes is dropped.
-
-    See [Note: equal configs].
+    """A frozen pydantic model that refuses unknown fields and values of another type: nothing a user writes is dropped,
+    and neither `true` nor "1" is a number. See [Note: equal configs].
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), ser_json_inf_nan="constants"
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        validate_default=True,
+        protected_namespaces=(),
+        ser_json_inf_nan="constants",
     )
 
     def to_dict(self) -> dict[str, Any]:

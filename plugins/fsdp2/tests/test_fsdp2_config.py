@@ -106,7 +106,7 @@ def test_whole_numbers_and_truth_values_of_reshard_after_forward_are_not_confuse
         ({"reshard_after_forward": "2"}, "at least 2"),
         ({"reshard_after_forward": 2.0}, "at least 2"),
         ({"activation_checkpointing": "some"}, "'full' or 'selective'"),
-        ({"activation_checkpointing": 1}, "true, false or one of the names"),
+        ({"activation_checkpointing": 1}, "Input should be a valid boolean"),
         ({"defer_fsdp_grad_sync": "all_reduce"}, "reduce_scatter"),
         ({"autocast_dtype": "float8"}, "'bfloat16' or 'float16'"),
         ({"autocast_dtype": torch.float64}, "'bfloat16' or 'float16'"),

@@ -77,7 +77,7 @@ def test_every_field_tells_what_it_does() -> None:
         ({"main_params_dtype": "int8"}, "must be one of float64, float32, bfloat16, float16"),
         ({"keep_fp8_transpose_cache": True}, "float8 parameters of TransformerEngine"),
         ({"megatron_fsdp_unit_modules": []}, "must name a class at least"),
-        ({"activation_checkpointing": 1}, "must be true, false or one of the names"),
+        ({"activation_checkpointing": 1}, "Input should be a valid boolean"),
         ({"nvfsdp_unit_modules": ["x"]}, "Did you mean 'megatron_fsdp_unit_modules'"),
     ],
     ids=str,

@@ -107,6 +107,7 @@ class DistributedDataParallelConfig(StrategyConfig):
     )
     param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = Field(
         (),
+        strict=False,  # a list will do, which is all that YAML knows
         description="Shell patterns of parameter names, or 'all': their gradients add up over microbatches in float32 "
         "before they are rounded to what is reduced.",
     )
@@ -238,14 +239,6 @@ class DDPConfig(DistributedDataParallelConfig):
     comm_hook_options: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of torch's PowerSGDState, for power_sgd."
     )
-
-    @field_validator("activation_checkpointing", mode="before")
-    @classmethod
-    def _check_switch(cls, value: Any) -> Any:
-        # Else "yes" or 1 would count as true.
-        if not isinstance(value, bool | str):
-            raise ValueError("must be true, false or one of the names")
-        return value
 
     @field_validator("comm_hook")
     @classmethod

@@ -124,14 +124,6 @@ class FSDP2Config(StrategyConfig):
             )
         return value
 
-    @field_validator("activation_checkpointing", "defer_fsdp_grad_sync", mode="before")
-    @classmethod
-    def _check_switch(cls, value: Any) -> Any:
-        # Else "yes" or 1 would count as true.
-        if not isinstance(value, bool | str):
-            raise ValueError("must be true, false or one of the names")
-        return value
-
     @field_validator("autocast_dtype", mode="before")
     @classmethod
     def _name_dtype(cls, value: Any) -> Any:

@@ -155,14 +155,6 @@ class MegatronFSDPConfig(StrategyConfig):
         """Whether optimizer state is sharded over dp_replicate, too."""
         return self.outer_dp_sharding_strategy in (1, "optim")
 
-    @field_validator("activation_checkpointing", mode="before")
-    @classmethod
-    def _check_switch(cls, value: Any) -> Any:
-        # Else "yes" or 1 would count as true.
-        if not isinstance(value, bool | str):
-            raise ValueError("must be true, false or one of the names")
-        return value
-
     @field_validator("zero_dp_strategy", mode="before")
     @classmethod
     def _check_stage(cls, value: Any) -> Any:
