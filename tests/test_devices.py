@@ -22,6 +22,7 @@ from meshwright.testing.parity import build_manager, share
 from meshwright.train import Loop, fit
 
 CASE = Case(steps=2, sequences=4, microbatches=2)
+OFFLOADED = {"offload_policy": {"pin_memory": False}}
 NORMS = (2.0, 1.0, 3.0, math.inf)
 
 
@@ -140,21 +141,24 @@ class _Elsewhere:
         return self._on_cpu("eval_loss", microbatches, num_tokens)
 
     def _on_cpu(self, method: str, microbatches: Sequence[Batch], num_tokens: Tensor) -> Tensor:
-        mesh: Any = self._manager.mesh
         with self._devices.left():
-            mesh.device = CPU
+            _put(self._manager, CPU)
             loss: Tensor = getattr(type(self._manager), method)(self._manager, microbatches, num_tokens=num_tokens)
-            mesh.device = ACCELERATOR
+            _put(self._manager, ACCELERATOR)
         return self._devices.place(loss)
+
+
+def _put(manager: StrategyManager, device: torch.device) -> None:
+    """Where the model runs."""
+    meshes: list[Any] = [manager.mesh] + ([manager.mesh.stage()] if manager.mesh.degrees.pp > 1 else [])
+    for mesh in meshes:
+        mesh.device = mesh.world.device = device
 
 
 def _offloaded(strategy: str, config: dict[str, Any], sizes: dict[str, int]) -> list[tuple[str, str]]:
     manager: Any = build_manager(strategy, config, sizes, CASE)
     with TwoDevices() as devices:
-        mesh = manager.mesh
-        mesh.device = mesh.world.device = ACCELERATOR
-        if sizes.get("pp_size"):
-            mesh.stage().device = ACCELERATOR
+        _put(manager, ACCELERATOR)
         elsewhere = _Elsewhere(manager, devices)
         manager.forward_backward, manager.eval_loss = elsewhere.forward_backward, elsewhere.eval_loss
         collectives = _walk(manager, devices)
@@ -164,7 +168,13 @@ def _offloaded(strategy: str, config: dict[str, Any], sizes: dict[str, int]) -> 
 
 @pytest.mark.parametrize(
     ("strategy", "config", "sizes"),
-    [("fsdp2", {"offload_policy": {"pin_memory": False}}, {})],
+    [
+        ("fsdp2", OFFLOADED, {}),
+        ("fsdp2", OFFLOADED, {"tp_size": 2}),
+        ("fsdp2", OFFLOADED, {"pp_size": 2}),
+        # Not offloaded: what leaves its own shards, in buffers, is on the CPU here.
+        ("megatron_fsdp", {}, {}),
+    ],
     ids=str,
 )
 def test_no_step_mixes_offloaded_parameters_with_the_accelerator(strategy, config, sizes) -> None:

@@ -116,9 +116,16 @@ def _ended(server: subprocess.Popen[str], workplace: Path, place: str, rank: int
     pytest.fail(f"the run did not end; stderr: {log.read_text()[start:]}")
 
 
-@pytest.mark.daily(2)
 @pytest.mark.parametrize(
-    ("place", "rank"), [("save", 1), ("save", 0), ("step", 1), ("step", 0), ("evaluation", 1), ("export", 1)]
+    ("place", "rank"),
+    [
+        ("save", 1),
+        ("step", 0),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("save", 0), ("step", 1), ("evaluation", 1), ("export", 1))
+        ),
+    ],
 )
 def test_a_rank_that_is_stopped_ends_the_run_and_is_named(place, rank, server, workplace):
     exit_code, errors = _ended(server, workplace, place, rank)
