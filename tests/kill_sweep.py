@@ -201,7 +201,8 @@ def moment_of(run: Run, moment: str, at: int, dice: random.Random) -> Callable[[
 
         return trained
     if moment == "exporting":
-        return lambda: any(path.name.startswith("model") for path in _entries(run.directory))
+        start = dice.choice(("model.checkpoint", "model.writing"))
+        return lambda: any(path.name.startswith(start) for path in _entries(run.directory))
     if moment == "deleting":
         make_heavy(run)
     return lambda: any(path.name.endswith(f".{moment}") and _step(path) >= at - 4 for path in _entries(run.checkpoints))
