@@ -48,6 +48,7 @@ def _engine(manager: Any) -> BucketedDataParallel:
         {**ZERO1, "num_distributed_optimizer_instances": 2, "average_in_collective": True},
         ZERO1_OVERLAP,
         {**ZERO1_OVERLAP, "align_param_gather": True},
+        {**ZERO1_OVERLAP, "delay_wgrad_compute": True, "activation_checkpointing": True},
         {**ZERO1_OVERLAP, "reduce_scatter_with_fp32_accumulation": True},
         {**ZERO1_OVERLAP, "pad_buckets_for_high_nccl_busbw": True},
         {**ZERO1_OVERLAP, "param_name_patterns_for_fp32_local_accumulation": ("*norm*", "*mlp*")},
@@ -225,8 +226,11 @@ def _by_hand(config: dict[str, Any]) -> list[Any]:
     return [gradients, "accepted"]
 
 
-def test_gradients_of_a_loop_by_hand_are_sums_and_finishing_too_early_is_an_error_on_all_ranks() -> None:
-    results = pool(4).run(_by_hand, {})
+@pytest.mark.parametrize("config", [{}, {"delay_wgrad_compute": True}], ids=str)
+def test_gradients_of_a_loop_by_hand_are_sums_and_finishing_too_early_is_an_error_on_all_ranks(
+    config: dict[str, Any],
+) -> None:
+    results = pool(4).run(_by_hand, config)
     model = _Ten()
     for rank in range(4):
         data = torch.randn(8, 100, generator=torch.Generator().manual_seed(20 + rank))
@@ -326,6 +330,59 @@ def test_aligned_gathers_all_begin_with_forward() -> None:
         gathers = [index for index, name in enumerate(names) if name.startswith("allgather")]
         assert len(gathers) > 5
         assert max(gathers) < names.index("forward 0")
+
+
+def _arrivals(config: dict[str, Any], sizes: dict[str, int]) -> list[str]:
+    """Forwards, and gradients of the lowest block's last weight and first norm, in the second step, in order."""
+    case = Case(microbatches=2, layers=5)
+    manager = build_manager("ddp", config, sizes, case)
+    train_steps(manager, case, range(1))
+    part = manager.model_parts[0]
+    block = next(layer for layer in part.model.layers if any(True for _ in layer.parameters()))
+    seen: list[str] = []
+    part.register_forward_pre_hook(lambda *_: seen.append("forward"))
+    for name, weight in (("weight", block.mlp.down_proj.weight), ("norm", block.input_layernorm.weight)):
+        # torch also calls it where there is no gradient.
+        weight.register_hook(lambda grad, name=name: seen.append(name) if grad is not None else None)
+    train_steps(manager, case, range(1, 2))
+    return seen
+
+
+@pytest.mark.parametrize("config", [OVERLAP, {**BUCKETED, "activation_checkpointing": True}], ids=str)
+def test_delayed_gradients_of_weights_follow_the_backward_of_their_microbatch(config: dict[str, Any]) -> None:
+    delayed = {**config, "delay_wgrad_compute": True}
+    assert pool(2).run(_arrivals, config, {}) == [["forward", "weight", "norm"] * 2] * 2
+    assert pool(2).run(_arrivals, delayed, {}) == [["forward", "norm", "weight"] * 2] * 2
+
+
+def test_delayed_gradients_of_weights_follow_each_backward_of_a_pipeline() -> None:
+    first, last = pool(2).run(_arrivals, {**BUCKETED, "delay_wgrad_compute": True}, {"pp_size": 2})
+    for seen in (first, last):
+        gradients = [each for each in seen if each != "forward"]
+        assert gradients == ["norm", "weight"] * (len(gradients) // 2)
+        assert len(gradients) > 2
+
+
+def _gathers_of_a_stage(config: dict[str, Any]) -> list[str]:
+    """Gathers, and the first receiving, of the second step of a stage of a pipeline, in order of time."""
+    case = Case(layers=5)
+    manager = build_manager("ddp", config, {"pp_size": 2}, case)
+    train_steps(manager, case, range(1))
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        train_steps(manager, case, range(1, 2))
+    names = {"c10d::_allgather_base_": "gather", "c10d::recv_": "receive"}
+    found = [(event.time_range.start, names[event.name]) for event in recorded.events() if event.name in names]
+    return [name for _, name in sorted(found)]
+
+
+def test_aligned_gathers_of_a_stage_do_not_wait_for_its_first_microbatch() -> None:
+    plain = pool(4).run(_gathers_of_a_stage, ZERO1_OVERLAP)
+    aligned = pool(4).run(_gathers_of_a_stage, {**ZERO1_OVERLAP, "align_param_gather": True})
+    last = slice(2, 4)
+    for before, after in zip(plain[last], aligned[last], strict=True):
+        assert before.count("gather") == after.count("gather") > 2
+        assert before.index("receive") == 0
+        assert after.index("receive") == after.count("gather")
 
 
 def _traffic(config: dict[str, Any], microbatches: int) -> dict[str, tuple[int, int]]:

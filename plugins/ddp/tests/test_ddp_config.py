@@ -105,7 +105,6 @@ def test_options_of_the_other_engine_and_bad_values_are_refused(options: dict[st
         ({"grad_reduce_in_fp32": True, "reduce_dtype": "float64"}, "Leave one out"),
         ({"fp8_param_gather": True}, "needs parameters in fp8, which Transformer Engine brings"),
         ({"reuse_grad_buf_for_mxfp8_param_ag": True}, "mxfp8, which Transformer Engine brings"),
-        ({"delay_wgrad_compute": True}, "Transformer Engine brings"),
         ({"nccl_ub": True}, "Megatron's allocator"),
         ({"disable_symmetric_registration": True}, "nccl_ub"),
         ({"data_parallel_sharding_strategy": "optim"}, "Set use_megatron_fsdp=true"),

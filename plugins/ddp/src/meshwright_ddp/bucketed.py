@@ -8,6 +8,9 @@ microbatch. From the second on, a bucket is dispatched when all its parameters h
 end of the step otherwise. A parameter without a gradient in the first step may get one later, so its bucket waits for
 the end of each.
 
+[Note: delayed weights] With `delay_wgrad_compute` the backward of a microbatch computes no gradients of the weights of
+linear layers. They follow when the next forward begins, when `no_sync` is left, or with `finish_grad_sync`.
+
 [Note: order of reductions] Ranks may use different parameters (experts chosen by the data), but must issue the same
 collectives in the same order; so a bucket waits for those before it, as in torch's DDP.
 Source: the semantics of Megatron-Core's DistributedDataParallel; Li et al. 2020, arXiv:2006.15704, for the order.
@@ -32,6 +35,7 @@ from meshwright.data_parallel import check_reduce_dtype
 from meshwright.errors import MeshError, MeshwrightError, ModelError, StrategyError
 from meshwright.mesh import Mesh
 from meshwright.sizes import ROOT_AXES
+from meshwright.weight_gradients import WeightGradients
 
 from .buffers import BucketSizes, Buffer, make_buffers
 from .checks import GradientChecks
@@ -143,6 +147,9 @@ class BucketedDataParallel(nn.Module):
         self._make_buckets(groups)
         if config.use_distributed_optimizer:
             self.shards = Shards(self.buffers, groups)
+        self._delayed = WeightGradients()
+        if config.delay_wgrad_compute:
+            self._delayed.watch(module)
         self._is_last = True
         self.zero_grad_buffer()
         for bucket in self.buckets:
@@ -185,7 +192,8 @@ class BucketedDataParallel(nn.Module):
         return Slot(name, buffer.parameters[index], gradient, local)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.gather.before_forward()
+        self._compute_delayed()
+        self.gather.begin()
         result = self.module(*args, **kwargs)
         self.gather.after_forward()
         return result
@@ -195,9 +203,11 @@ class BucketedDataParallel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of what runs here accumulate; a later microbatch is the last."""
+        self._compute_delayed()
         self._is_last = False
         try:
             yield
+            self._compute_delayed()
         finally:
             self._is_last = True
 
@@ -206,6 +216,11 @@ class BucketedDataParallel(nn.Module):
 
         A gradient that comes after `finish_grad_sync` begins one, too.
         """
+        if self.config.delay_wgrad_compute:
+            self._delayed.collected = []
+        self._begin_step()
+
+    def _begin_step(self) -> None:
         self._added: set[Slot] = set()
         self._next = 0
         self._defect: MeshwrightError | None = None
@@ -226,6 +241,7 @@ class BucketedDataParallel(nn.Module):
             StrategyError: with overlap, a bucket is not ready (on all ranks).
             TrainingError: `check_for_nan_in_grad` has found something (on all ranks).
         """
+        self._compute_delayed()
         if self._is_finished:
             return
         if self.config.overlap_grad_reduce and not allow_unused:
@@ -249,7 +265,7 @@ class BucketedDataParallel(nn.Module):
         if gradient is None:
             return
         if self._is_finished:
-            self.zero_grad_buffer()
+            self._begin_step()
         # The first gradient of a step needs no zeros to be added to.
         if slot in self._added:
             slot.local.add_(gradient)
@@ -267,6 +283,13 @@ class BucketedDataParallel(nn.Module):
             )
         while self._next < len(self.buckets) and self.buckets[self._next].is_ready:
             self._dispatch()
+
+    def _compute_delayed(self) -> None:
+        """See [Note: delayed weights]."""
+        if self._delayed.collected:
+            collected, self._delayed.collected = self._delayed.collected, []
+            for work in collected:
+                work()
 
     def _dispatch(self, *, force_all_reduce: bool = False) -> None:
         """Issue the next bucket's collective; see [Note: order of reductions]."""

@@ -21,7 +21,6 @@ COMM_HOOKS = ("fp16_compress", "bf16_compress", "power_sgd")
 _MISSING = {
     "fp8_param_gather": "parameters in fp8, which Transformer Engine brings",
     "reuse_grad_buf_for_mxfp8_param_ag": "parameters in mxfp8, which Transformer Engine brings",
-    "delay_wgrad_compute": "layers that compute weight gradients later, which Transformer Engine brings",
     "nccl_ub": "Megatron's allocator for user buffers of NCCL",
     "disable_symmetric_registration": "nccl_ub, which needs Megatron's allocator for user buffers of NCCL",
 }
@@ -72,7 +71,9 @@ class DistributedDataParallelConfig(StrategyConfig):
         "step. Needs overlap_grad_reduce.",
     )
     align_param_gather: bool = Field(
-        False, description="Start all overlapped gathers together when forward begins, not each after the one before."
+        False,
+        description="Start all overlapped gathers together when a step begins, on all stages of a pipeline at once, "
+        "instead of each after the one before it, on a stage that has got its first microbatch.",
     )
     use_distributed_optimizer: bool = Field(
         False, description="Each rank holds and steps its share of the optimizer's state (ZeRO stage 1)."
@@ -124,7 +125,11 @@ class DistributedDataParallelConfig(StrategyConfig):
     fsdp_double_buffer: bool = Field(False, description="With use_megatron_fsdp only.")
     outer_dp_sharding_strategy: Sharding = Field("no_shard", description="With use_megatron_fsdp only.")
     disable_symmetric_registration: bool = Field(False, description="Refused without use_megatron_fsdp.")
-    delay_wgrad_compute: bool = Field(False, description="Refused: needs Transformer Engine.")
+    delay_wgrad_compute: bool = Field(
+        False,
+        description="Compute gradients of the weights of linear layers after the backward of a microbatch, which then "
+        "waits for less; their inputs stay in memory until then.",
+    )
 
     @property
     def hands_over(self) -> bool:

@@ -56,7 +56,8 @@ class ParameterGather:
         gathers: in the order in which they start; see [Note: order of gathers].
         place: of each parameter, which of them.
         overlap: gather in forward, each bucket while modules of the one before it run; else at once after each update.
-        align: start all of them together when forward begins, instead of each after the one before it.
+        align: start all of them together when a step begins, instead of each after the one before it. In a pipeline, a
+            stage does not wait for its first microbatch then.
     """
 
     def __init__(
@@ -98,8 +99,8 @@ class ParameterGather:
         for gather in self._gathers:
             gather.wait()
 
-    def before_forward(self) -> None:
-        """Called before the model's forward. Collective."""
+    def begin(self) -> None:
+        """Called before a step, and before each of the model's forwards. Collective."""
         if self._align:
             self._start(len(self._gathers))
 

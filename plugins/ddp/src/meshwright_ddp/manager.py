@@ -69,9 +69,11 @@ class DDPManager(DataParallelManager):
     # -- gradients
 
     def around_step(self, microbatches: Sequence[Batch]) -> AbstractContextManager[None]:
-        if self._bucketed is not None and self.module.training:
-            # Also after a step that was left by an error.
-            self._bucketed.zero_grad_buffer()
+        if self._bucketed is not None:
+            if self.module.training:
+                # Also after a step that was left by an error.
+                self._bucketed.zero_grad_buffer()
+            self._bucketed.gather.begin()
         return nullcontext()
 
     def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:

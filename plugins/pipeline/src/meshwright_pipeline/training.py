@@ -11,10 +11,10 @@ from torch import nn
 
 from meshwright.contract import Batch
 from meshwright.data_parallel import DataParallelManager
+from meshwright.weight_gradients import WeightGradients
 from meshwright.weights import Weights
 
 from .boundary import Boundary, Crossing, size_of
-from .deferred import WeightGradients
 from .given import with_hidden
 from .loss import LossFn
 from .runtime import Kinds, Tensors

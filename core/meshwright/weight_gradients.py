@@ -1,7 +1,7 @@
 """Split a backward into gradients of activations, which come first, and gradients of weights, which can wait.
 
-Linear layers, where nearly all of the work on weights is, put theirs off while `WeightGradients.collecting` is open;
-all else is computed at once. Weights of compiled blocks, and under autocast, are not put off.
+Linear layers, where nearly all of the work on weights is, put theirs off while a `WeightGradients` that watches them
+collects; all else is computed at once. Weights of compiled blocks, and under autocast, are not put off.
 Source: Qi et al. 2023, arXiv:2401.10241.
 """
 
@@ -17,57 +17,74 @@ from torch.nn import functional
 
 
 class WeightGradients:
-    """What the linear layers of one stage have put off."""
+    """What the linear layers of a module have put off.
+
+    Attributes:
+        collected: where it is kept, to be called later and once, in order; None: nothing is put off.
+    """
 
     def __init__(self) -> None:
-        self._collected: list[Callable[[], None]] | None = None
+        self.collected: list[Callable[[], None]] | None = None
 
     @contextmanager
     def collecting(self) -> Iterator[list[Callable[[], None]]]:
         """Around a backward: yields a list of what is to be called for the rest of it."""
         collected: list[Callable[[], None]] = []
-        self._collected = collected
+        self.collected = collected
         try:
             yield collected
         finally:
-            self._collected = None
-
-    def put_off(self, work: Callable[[], None]) -> bool:
-        """Keep `work` for later; False if it must be done now."""
-        if self._collected is None:
-            return False
-        self._collected.append(work)
-        return True
+            self.collected = None
 
     def watch(self, module: nn.Module) -> None:
-        """Let the linear layers of a module put off their weights; in place."""
+        """Let the linear layers of a module put off their weights; in place.
+
+        Where others watch a layer, too, the first that collects gets its work.
+        """
         for each in module.modules():
-            # Subclasses may compute something else.
+            # Subclasses, and layers whose forward was replaced, may compute something else.
             if type(each) is nn.Linear:
-                each.forward = _forward(each, self)
+                forward = vars(each).setdefault("forward", _Forward(each))
+                if isinstance(forward, _Forward):
+                    forward.stores.append(self)
 
 
-def _forward(layer: nn.Linear, store: WeightGradients) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
+class _Forward:
+    """The forward of a linear layer that is watched."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self._layer = layer
+        self.stores: list[WeightGradients] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        layer = self._layer
         plain = type(layer.weight) in (Tensor, nn.Parameter)
         if not (plain and torch.is_grad_enabled() and x.requires_grad and layer.weight.requires_grad):
             return functional.linear(x, layer.weight, layer.bias)
         if torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
             return functional.linear(x, layer.weight, layer.bias)
-        out: Tensor = _Linear.apply(x, layer.weight, layer.bias, store)
+        out: Tensor = _Linear.apply(x, layer.weight, layer.bias, self.put_off)
         return out
 
-    return forward
+    def put_off(self, work: Callable[[], None]) -> bool:
+        """Keep `work` for later; False if it must be done now."""
+        collected = next((store.collected for store in self.stores if store.collected is not None), None)
+        if collected is None:
+            return False
+        collected.append(work)
+        return True
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer whose backward asks the store what to do with its weights."""
+    """A linear layer whose backward asks whether the work on its weights can be put off."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, store: WeightGradients) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, put_off: Callable[[Callable[[], None]], bool]
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         # Recomputation saves copies, and it is these that the gradient belongs to.
-        ctx.weights, ctx.store = (weight, bias), store
+        ctx.weights, ctx.put_off = (weight, bias), put_off
         return functional.linear(x, weight, bias)
 
     @staticmethod
@@ -90,6 +107,6 @@ class _Linear(torch.autograd.Function):
             if needed[2]:
                 torch.autograd.backward(own_bias, of_bias())
 
-        if ctx.store.put_off(later):
+        if ctx.put_off(later):
             return grad_x, None, None, None
         return grad_x, of_weight() if needed[1] else None, of_bias() if needed[2] else None, None
