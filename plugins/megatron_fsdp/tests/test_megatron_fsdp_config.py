@@ -44,6 +44,7 @@ def test_fields_and_defaults_are_those_of_the_reference_and_then_the_packages() 
         "cp_attention": "allgather",
         "data_parallel_sharding_strategy": None,
         "outer_dp_sharding_strategy": 0,
+        "gradient_reduce_div_fusion": True,
         "suggested_communication_unit_size": None,
         "report_nan_in_param_grad": False,
         "disable_symmetric_registration": False,

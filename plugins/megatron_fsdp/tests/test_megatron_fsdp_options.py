@@ -28,6 +28,7 @@ UNITS = BLOCKS + 1
         ({"overlap_grad_reduce": False, "overlap_param_gather": False, "zero_dp_strategy": 1}, HSDP),
         ({"overlap_param_gather": False, "zero_dp_strategy": 2}, {}),
         ({"average_in_collective": True}, {}),
+        ({"gradient_reduce_div_fusion": False}, {}),
         ({"average_in_collective": True, "outer_dp_sharding_strategy": 1}, HSDP),
         ({"fsdp_double_buffer": True}, {}),
         ({"fsdp_double_buffer": True, "outer_dp_sharding_strategy": 1}, HSDP),

@@ -79,7 +79,10 @@ class DistributedDataParallelConfig(StrategyConfig):
         False, description="Each rank holds and steps its share of the optimizer's state (ZeRO stage 1)."
     )
     num_distributed_optimizer_instances: int = Field(
-        1, ge=1, description="Copies of the distributed optimizer's state, each over as many of the ranks."
+        1,
+        ge=1,
+        description="Copies of the distributed optimizer's state, each over as many of the ranks. With "
+        "use_megatron_fsdp: its ranks along dp_replicate.",
     )
     check_for_nan_in_grad: bool = Field(
         False, description="Stop all ranks where a gradient is NaN or Inf, before it is reduced; names the parameter."
@@ -117,13 +120,18 @@ class DistributedDataParallelConfig(StrategyConfig):
     use_megatron_fsdp: bool = Field(False, description="Hand over to the strategy megatron_fsdp.")
     use_custom_fsdp: bool = Field(False, description="Old name of use_megatron_fsdp, with a warning.")
     data_parallel_sharding_strategy: Sharding = Field("no_shard", description="With use_megatron_fsdp: what it shards.")
-    gradient_reduce_div_fusion: bool = Field(True, description="With use_megatron_fsdp only.")
+    gradient_reduce_div_fusion: bool = Field(
+        True, description="With use_megatron_fsdp: divide gradients within their reduction, not before it."
+    )
     suggested_communication_unit_size: int | None = Field(None, ge=1, description="With use_megatron_fsdp only.")
     preserve_fp32_weights: bool = Field(True, description="With use_megatron_fsdp only.")
     keep_fp8_transpose_cache: bool = Field(False, description="With use_megatron_fsdp only.")
     nccl_ub: bool = Field(False, description="Refused without use_megatron_fsdp: needs Megatron's allocator.")
     fsdp_double_buffer: bool = Field(False, description="With use_megatron_fsdp only.")
-    outer_dp_sharding_strategy: Sharding = Field("no_shard", description="With use_megatron_fsdp only.")
+    outer_dp_sharding_strategy: Sharding = Field(
+        "no_shard",
+        description="With use_megatron_fsdp: what is sharded over num_distributed_optimizer_instances, too: optim.",
+    )
     disable_symmetric_registration: bool = Field(False, description="Refused without use_megatron_fsdp.")
     delay_wgrad_compute: bool = Field(
         False,

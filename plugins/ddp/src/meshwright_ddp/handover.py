@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from meshwright.contract import StrategyManager
-from meshwright.errors import StrategyError, UnknownStrategyError
+from meshwright.errors import MeshError, StrategyError, UnknownStrategyError
 from meshwright.mesh import Mesh
 from meshwright.registry import get_strategy
 from meshwright.sizes import MeshSizes
@@ -22,6 +22,7 @@ TARGET = "megatron_fsdp"
 
 # The values of data_parallel_sharding_strategy are its stages.
 _STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_INSTANCES = "num_distributed_optimizer_instances"
 # Of these, all but the engine are heeded here.
 _OWN = (
     "use_megatron_fsdp",
@@ -29,6 +30,7 @@ _OWN = (
     "engine",
     "data_parallel_sharding_strategy",
     "use_distributed_optimizer",
+    _INSTANCES,
 )
 
 
@@ -38,8 +40,11 @@ def hand_over(config: DDPConfig, mesh: Mesh) -> StrategyManager:
     Each is handed over as it stands, also where it has our default, which need not be theirs. Where a stage cannot but
     overlap, it does so whatever the option says, as in Megatron-Core.
 
+    Instances of the distributed optimizer are its ranks along dp_replicate: each shards over the ranks of its own.
+
     Raises:
         StrategyError: it is not installed, or does not know an option that was set (on all ranks alike).
+        MeshError: the ranks cannot be divided so.
         ConfigError: it refuses a value.
     """
     try:
@@ -54,7 +59,9 @@ def hand_over(config: DDPConfig, mesh: Mesh) -> StrategyManager:
             f"{TARGET}, to which use_megatron_fsdp hands over, cannot train one stage of a pipeline. Set pp_size=1."
         )
     options = _options(config, spec.config_cls)
-    degrees = MeshSizes(dp_size=mesh.degrees.dp).resolve(mesh.world.size, spec.axes)
+    instances = config.num_distributed_optimizer_instances
+    _check_instances(config, mesh.degrees.dp)
+    degrees = MeshSizes(dp_size=mesh.degrees.dp, dp_replicate_size=instances).resolve(mesh.world.size, spec.axes)
     theirs_config = validated(spec.config_cls, options, where=f"options of {TARGET!r}")
     return spec.build(theirs_config, Mesh(degrees, mesh.world))
 
@@ -84,3 +91,15 @@ def _options(config: DDPConfig, theirs: type[BaseModel]) -> dict[str, Any]:
         "overlap_param_gather": config.overlap_param_gather or stage in (0, 3),
     }
     return {**options, **overlaps, "zero_dp_strategy": stage}
+
+
+def _check_instances(config: DDPConfig, ranks: int) -> None:
+    instances, outer = config.num_distributed_optimizer_instances, config.outer_dp_sharding_strategy
+    if ranks % instances:
+        raise MeshError(f"{_INSTANCES}={instances} does not divide the {ranks} data-parallel ranks. Use a divisor.")
+    if instances == 1 and outer != "no_shard":
+        raise StrategyError(
+            f"outer_dp_sharding_strategy={outer} shards over instances of the distributed optimizer, of which there is "
+            f"one. Set {_INSTANCES} to a divisor of the {ranks} data-parallel ranks, or leave "
+            f"outer_dp_sharding_strategy out."
+        )

@@ -120,6 +120,11 @@ class MegatronFSDPConfig(StrategyConfig):
     outer_dp_sharding_strategy: Literal[0, 1, "no_shard", "optim"] = Field(
         0, description="Over dp_replicate: 0 or no_shard: copies. 1 or optim: optimizer state is sharded; ZeRO 3 only."
     )
+    gradient_reduce_div_fusion: bool = Field(
+        True,
+        description="Divide gradients within their reduction, not before it. Gradients are sums here, which nothing "
+        "divides, so both give the same.",
+    )
     suggested_communication_unit_size: int | None = Field(
         None,
         ge=1,

@@ -154,6 +154,7 @@ class MegatronFSDPManager(DataParallelManager):
             "outer_dp_sharding_strategy": "optim" if config.shards_outer else "no_shard",
             "overlap_param_gather": config.overlap_param_gather,
             "average_in_collective": config.average_in_collective,
+            "gradient_reduce_div_fusion": config.gradient_reduce_div_fusion,
             # Given, or else the package divides by the number of units; its own floor is this.
             "suggested_communication_unit_size": config.suggested_communication_unit_size or _UNIT_ELEMENTS,
             "nccl_ub": config.nccl_ub,
