@@ -18,6 +18,7 @@ from meshwright import (
     MeshSizes,
     ModelError,
     OptimizerConfig,
+    StrategyError,
     count_tokens,
     open_world,
     optimizer_factory,
@@ -385,3 +386,64 @@ def test_a_rank_holds_its_part_of_the_experts_and_of_their_optimizer_state(sizes
     for found in pool(4).run(_held, sizes):
         assert len(found) == 8
         assert all(mine == moment == whole // part for whole, mine, moment in found.values())
+
+
+# -- compile
+
+
+def _compiled(config: dict[str, Any], sizes: dict[str, int], case: Case) -> tuple[list[float], int, set[str]]:
+    """Losses; graphs that were compiled; classes whose forwards were given to the compiler."""
+    from meshwright import compile as compiling
+
+    graphs: list[Any] = []
+    given: list[Any] = []
+    original = compiling.compiled
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def counted(function: Any, *, backend: Any, versions: int) -> Any:
+        given.append(function)
+        return original(function, backend=counting, versions=versions)
+
+    torch.compiler.reset()
+    compiling.check_compiler.cache_clear()
+    compiling.compiled = counted
+    try:
+        manager = build_manager("fsdp2", {"enable_compile": True, **config}, sizes, case)
+        losses = train_steps(manager, case, range(2))[0]
+    finally:
+        compiling.compiled = original
+        compiling.check_compiler.cache_clear()
+        torch.compiler.reset()
+    return losses, len(graphs), {function.__qualname__.split(".")[0] for function in given}
+
+
+def _eager(sizes: dict[str, int], case: Case) -> list[float]:
+    return train_steps(build_manager("fsdp2", {}, sizes, case), case, range(2))[0]
+
+
+@pytest.mark.parametrize("sizes", [EP2, pytest.param({**EP2, "tp_size": 2}, marks=pytest.mark.slow)], ids=str)
+def test_compile_takes_what_is_not_routed(sizes: dict[str, int]) -> None:
+    case = Case(model_type="deepseek_v3", tied=None, microbatches=2)
+    ranks = math.prod(sizes.values())
+    expected = pool(ranks).run(_eager, sizes, case)[0]
+    for losses, graphs, classes in pool(ranks).run(_compiled, {}, sizes, case):
+        assert losses == pytest.approx(expected, abs=1e-9)
+        assert {"DeepseekV3Attention", "DeepseekV3MLP", "DeepseekV3RMSNorm"} <= classes
+        assert not {"DeepseekV3MoE", "DeepseekV3NaiveMoe"} & classes
+        assert graphs > 5
+
+
+def _recomputed_in_parts() -> str:
+    config = {"enable_compile": True, "activation_checkpointing": True}
+    with pytest.raises(StrategyError) as caught:
+        build_manager("fsdp2", config, EP2, Case(model_type="mixtral", tied=None))
+    return str(caught.value)
+
+
+def test_compiled_parts_of_a_block_with_divided_experts_cannot_be_recomputed() -> None:
+    first, second = pool(2).run(_recomputed_in_parts)
+    assert first == second
+    assert "Set activation_checkpointing=false or enable_compile=false, or use ep_size=1" in first

@@ -2,12 +2,16 @@
 
 Blocks of one stack are alike, so one compilation serves many, and sharding gathers and frees between them as without
 compile. See [Note: instance forwards] in `meshwright.recompute`: no name of a parameter changes.
+
+A block that holds modules which cannot be traced (experts, to which tokens are sent by counts that only their values
+tell) is compiled in parts: each of its modules that holds none of them, as large as can be, by itself.
 Source: torch.compile, "regional compilation".
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +23,12 @@ from .layout import ModelLayout
 
 
 def compile_blocks(
-    model: nn.Module, layout: ModelLayout, *, device: torch.device | str = "cpu", backend: str = "inductor"
+    model: nn.Module,
+    layout: ModelLayout,
+    *,
+    device: torch.device | str = "cpu",
+    backend: str = "inductor",
+    leave: Collection[str] = (),
 ) -> None:
     """Compile the forward of every block; in place, after activation checkpointing and before sharding.
 
@@ -28,6 +37,7 @@ def compile_blocks(
         layout: of the model.
         device: where the model will run.
         backend: of `torch.compile`.
+        leave: names of modules that run as they are.
 
     Raises:
         ModelError: the model has no blocks.
@@ -39,10 +49,25 @@ def compile_blocks(
             f"Set enable_compile=false, or describe the model through the hook model_layout."
         )
     check_compiler(str(device), backend)
+    left = {model.get_submodule(name) for name in leave}
     blocks = list(dict.fromkeys(model.get_submodule(name) for name in layout.blocks))
-    for block in blocks:
+    parts = [part for block in blocks for part in _parts(block, left)]
+    for part in dict.fromkeys(parts):
         # Where blocks differ in what compile takes for constants (their index, a window), each is compiled anew.
-        block.forward = compiled(block.forward, backend=backend, versions=_VERSIONS_PER_BLOCK * len(blocks))
+        part.forward = compiled(part.forward, backend=backend, versions=_VERSIONS_PER_BLOCK * len(parts))
+
+
+def _parts(module: nn.Module, left: set[nn.Module]) -> Iterator[nn.Module]:
+    """The largest modules within one that hold none of those which are left, and are called."""
+    if module in left:
+        return
+    # A list of modules is not called itself.
+    is_called = type(module).forward is not nn.Module.forward
+    if is_called and left.isdisjoint(module.modules()):
+        yield module
+    else:
+        for child in module.children():
+            yield from _parts(child, left)
 
 
 # Training and evaluation, two lengths each, and shapes that have become symbolic.

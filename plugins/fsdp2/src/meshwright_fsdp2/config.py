@@ -97,7 +97,11 @@ class FSDP2Config(StrategyConfig):
         description="Overlap communication of tensor parallelism with its matrix products. CUDA only; sets "
         "sequence_parallel and enable_compile, with a warning where they are false.",
     )
-    enable_compile: Annotated[bool, ROUNDS_ANEW] = Field(False, description="Compile each block with torch.compile.")
+    enable_compile: Annotated[bool, ROUNDS_ANEW] = Field(
+        False,
+        description="Compile each block with torch.compile; with ep_size above 1 in parts, around its experts, and "
+        "not with activation_checkpointing.",
+    )
     enable_fsdp2_prefetch: bool = Field(
         False,
         description="Gather the next units explicitly ahead of their use, as many as the two depths say. false: one "

@@ -151,7 +151,8 @@ class FSDP2Manager(DataParallelManager):
 
     def _compile(self, model: nn.Module) -> None:
         if self.config.enable_compile:
-            compile_blocks(model, self.layout, device=self.mesh.device)
+            experts = self.expert_parallel.names if self.expert_parallel is not None else ()
+            compile_blocks(model, self.layout, device=self.mesh.device, leave=experts)
             if self.tensor_parallel is not None:
                 # Outside of what is traced: compiled code sees plain tensors.
                 self.tensor_parallel.localize_blocks()
@@ -266,10 +267,12 @@ def check_options(config: FSDP2Config, mesh: Mesh) -> None:
             "enable_async_tensor_parallel=true overlaps kernels of a GPU, but the mesh is on the CPU. "
             "Set enable_async_tensor_parallel=false."
         )
-    if config.enable_compile and mesh.degrees.ep > 1:
+    if config.enable_compile and config.activation_checkpointing and mesh.degrees.ep > 1:
+        # torch may compile a part anew between a forward and its recomputation, which then saves other tensors.
         raise StrategyError(
-            f"enable_compile=true traces blocks, in which ep_size={mesh.degrees.ep} sends tokens by counts that only "
-            f"their values tell. Set enable_compile=false, or use ep_size=1."
+            f"activation_checkpointing={config.activation_checkpointing} recomputes blocks that are compiled whole, "
+            f"but with ep_size={mesh.degrees.ep} blocks are compiled in parts, around their experts. "
+            f"Set activation_checkpointing=false or enable_compile=false, or use ep_size=1."
         )
     reshard, shards = config.reshard_after_forward, mesh.degrees.dp_shard * mesh.degrees.cp
     if isinstance(reshard, int) and not isinstance(reshard, bool) and (reshard > shards or shards % reshard):
