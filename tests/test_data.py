@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
+import math
 import os
 import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +43,10 @@ from meshwright.data import (
     train_tokenizer,
 )
 from meshwright.data.cache import cache_root
-from meshwright.data.split import held_out_mask
+from meshwright.data.config import DEFAULT_VOCAB_SIZE
+from meshwright.data.shuffle import shuffled
+from meshwright.data.split import training_documents
+from meshwright.data.tokenfile import TokenFile
 from meshwright.data.tokenizer import encode
 from meshwright.errors import ConfigError, DataError
 from meshwright.validation import validated
@@ -49,6 +58,16 @@ PREPARE_MODULE = importlib.import_module("meshwright.data.prepare")
 
 def prose(seed: int, words: int = 60) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=words)) + f" {seed}."
+
+
+def held_out_mask(texts: list[str], fraction: float) -> np.ndarray:
+    """Which of different texts are held out."""
+    trained_on = set(training_documents(texts, fraction))
+    return np.array([text not in trained_on for text in texts])
+
+
+def stream_of(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> np.ndarray:
+    return np.concatenate(list(encode(tokenizer, texts)))
 
 
 def write_corpus(directory: Path, documents: int = 12) -> str:
@@ -251,7 +270,7 @@ def test_any_text_survives_the_tokenizer(trained: PreTrainedTokenizerFast, text:
 @EXAMPLES
 @given(texts=st.lists(st.text(min_size=1), min_size=1, max_size=5))
 def test_stream_holds_each_document_and_an_eos(trained: PreTrainedTokenizerFast, texts: list[str]) -> None:
-    stream = encode(trained, texts)
+    stream = stream_of(trained, texts)
     expected = [token for text in texts for token in [*trained.encode(text), trained.eos_token_id]]
     assert stream.dtype == np.uint16
     assert stream.tolist() == expected
@@ -262,7 +281,7 @@ def test_documents_keep_their_order_over_many_batches(
 ) -> None:
     monkeypatch.setattr("meshwright.data.tokenizer._BATCH_CHARACTERS", 50)
     texts = [prose(seed, words=seed % 7 + 1) for seed in range(200)]
-    assert texts_of(encode(trained, iter(texts)), trained) == texts
+    assert texts_of(stream_of(trained, iter(texts)), trained) == texts
 
 
 def test_training_reaches_the_vocabulary_size_or_as_far_as_the_corpus_goes() -> None:
@@ -288,14 +307,14 @@ def test_saved_maximum_length_does_not_cut_documents(tmp_path: Path, trained_dir
     backend.enable_padding(length=100)
     backend.save(str(tmp_path / "cut" / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path / "cut")
-    assert texts_of(encode(tokenizer, [prose(1), prose(2)]), tokenizer) == [prose(1), prose(2)]
+    assert texts_of(stream_of(tokenizer, [prose(1), prose(2)]), tokenizer) == [prose(1), prose(2)]
 
 
 def test_large_vocabulary_is_stored_in_32_bits() -> None:
     vocabulary = {EOS: 0, "a": 1, "b": 70_000}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=EOS))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    stream = encode(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS), ["a b"])
+    stream = stream_of(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS), ["a b"])
     assert stream.dtype == np.uint32
     assert stream.tolist() == [1, 70_000, 0]
 
@@ -421,8 +440,99 @@ def test_tokenizer_is_trained_on_training_documents_only(tmp_path: Path, monkeyp
     monkeypatch.setattr(PREPARE_MODULE, "train_tokenizer", spy)
     data = prepare(config_for(tmp_path))
     tokenizer = AutoTokenizer.from_pretrained(data.tokenizer_dir)
-    assert seen == texts_of(np.load(data.directory / "train.npy"), tokenizer)
+    assert sorted(seen) == sorted(texts_of(np.load(data.directory / "train.npy"), tokenizer))
     assert 0 < len(seen) < 12
+
+
+@pytest.mark.parametrize("fraction", [1e-6, 0.5, 1 - 1e-6])
+def test_streams_and_tokenizer_have_the_same_sides_in_the_order_of_the_corpus(tmp_path: Path, fraction: float) -> None:
+    write_corpus(tmp_path / "corpus", documents=5)
+    data = prepare(config_for(tmp_path, eval_fraction=fraction))
+    tokenizer = AutoTokenizer.from_pretrained(data.tokenizer_dir)
+    texts = [prose(index) for index in range(5)]
+    mask = held_out_mask(texts, fraction)
+    for split, wanted in (("train", ~mask), ("held_out", mask)):
+        expected = [text for text, is_in in zip(texts, wanted, strict=True) if is_in]
+        assert texts_of(np.load(data.directory / f"{split}.npy"), tokenizer) == expected
+
+
+@pytest.mark.parametrize(
+    ("documents", "fraction", "fingerprint"),
+    [
+        (12, 0.3, "d4aa8131de46037daeba587c0cb455ac"),
+        (3, 0.0001, "692ca1ed6a911090a500b7b4e845499f"),
+        (3, 0.9999, "b4c992051c0e4638f83ed1a8eea6f46e"),
+    ],
+)
+def test_fingerprint_stays_what_it_was_in_earlier_releases(
+    tmp_path: Path, documents: int, fraction: float, fingerprint: str
+) -> None:
+    write_corpus(tmp_path / "corpus", documents)
+    assert prepare(config_for(tmp_path, eval_fraction=fraction)).fingerprint == fingerprint
+
+
+def test_text_is_read_once_and_once_more_to_train_a_tokenizer(
+    tmp_path: Path, corpus: Path, trained_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    real = Path.read_bytes
+
+    def counted(path: Path) -> bytes:
+        if path.parent == corpus:
+            read.append(path)
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", counted)
+    prepare(config_for(tmp_path, tokenizer=str(trained_dir), vocab_size=DEFAULT_VOCAB_SIZE))
+    assert len(read) == len(set(read)) == 12
+    prepare(config_for(tmp_path))
+    assert len(read) == 36
+
+
+def test_memory_does_not_grow_with_the_corpus(
+    tmp_path: Path, trained_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwright.data.tokenizer._BATCH_CHARACTERS", 1 << 12)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    peaks = []
+    for number, documents in enumerate((10, 200, 1600)):
+        text = "\n".join(json.dumps({"text": prose(index, words=120)}) for index in range(documents))
+        (tmp_path / f"{number}.jsonl").write_text(text)
+        del text
+        config = config_for(
+            tmp_path,
+            corpus=str(tmp_path / f"{number}.jsonl"),
+            tokenizer=str(trained_dir),
+            vocab_size=DEFAULT_VOCAB_SIZE,
+        )
+        tracemalloc.start()
+        prepare(config)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    # The first one imports what is needed.
+    assert peaks[2] < 1.1 * peaks[1]
+
+
+@given(data=st.data(), lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6))
+@settings(deadline=None, max_examples=30)
+def test_a_file_of_tokens_is_what_was_written_without_what_was_taken_out(
+    data: st.DataObject, lengths: list[int]
+) -> None:
+    pieces = [np.arange(length, dtype=np.uint16) + 100 * index for index, length in enumerate(lengths)]
+    whole = np.concatenate(pieces)
+    start = data.draw(st.integers(0, len(whole)))
+    stop = data.draw(st.integers(start, len(whole)))
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshwright.data.tokenfile._CHUNK", 7)
+        path = Path(directory) / "tokens.npy"
+        with TokenFile(path, np.dtype(np.uint16)) as file:
+            for piece in pieces:
+                file.append(piece)
+            taken = file.take_out(start, stop)
+            file.append(np.array([9], np.uint16))
+        np.testing.assert_array_equal(taken, whole[start:stop])
+        np.testing.assert_array_equal(np.load(path), [*whole[:start], *whole[stop:], 9])
+        assert np.load(path, mmap_mode="r").dtype == np.uint16
 
 
 def test_second_call_finds_the_entry_and_other_lengths_share_it(
@@ -724,7 +834,7 @@ def test_switch_of_the_tokenizer_library_is_put_back(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     if before is not None:
         monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
-    encode(train_tokenizer(["a b"], 257), ["a"])
+    list(encode(train_tokenizer(["a b"], 257), ["a"]))
     assert os.environ.get("TOKENIZERS_PARALLELISM") == before
 
 
@@ -775,7 +885,68 @@ def test_changing_a_returned_batch_does_not_change_the_order() -> None:
 
 
 def test_order_stays_what_it_was_in_earlier_releases() -> None:
-    assert DataOrder(8, 12, seed=5).indices(0).tolist() == [3, 2, 4, 6, 7, 0, 5, 1, 1, 0, 6, 7]
+    assert DataOrder(8, 12, seed=5, version=1).indices(0).tolist() == [3, 2, 4, 6, 7, 0, 5, 1, 1, 0, 6, 7]
+    assert DataOrder(8, 12, seed=5).indices(0).tolist() == [4, 3, 1, 7, 5, 6, 0, 2, 0, 1, 4, 5]
+    far = DataOrder(10**15, 3, seed=5).indices(10**17)
+    assert far.tolist() == [397021958276261, 547201257243500, 837044565523133]
+
+
+def test_order_of_an_unknown_version_is_refused() -> None:
+    with pytest.raises(ValueError, match="version must be 1 or 2, not 3"):
+        DataOrder(8, 2, 0, version=3)
+
+
+@EXAMPLES
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**70), epoch=st.integers(0, 2**40))
+def test_shuffled_places_are_a_bijection_for_any_size(size: int, seed: int, epoch: int) -> None:
+    found = shuffled(np.arange(size), size, seed=seed, epoch=epoch)
+    assert found.dtype == np.int64
+    assert sorted(found) == list(range(size))
+
+
+@EXAMPLES
+@given(size=st.integers(1, 2**62), seed=st.integers(0, 99), data=st.data())
+def test_shuffled_places_of_any_size_are_computed_alone(size: int, seed: int, data: st.DataObject) -> None:
+    places = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20, unique=True))
+    found = shuffled(np.array(places), size, seed=seed, epoch=0)
+    assert len(set(found.tolist())) == len(places)
+    assert ((found >= 0) & (found < size)).all()
+    assert [int(shuffled(np.array([place]), size, seed=seed, epoch=0)[0]) for place in places] == found.tolist()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_orders_of_a_few_places_are_equally_likely(size: int) -> None:
+    orders = math.factorial(size)
+    draws = 20 * orders
+    counts = Counter(tuple(shuffled(np.arange(size), size, seed=3, epoch=epoch).tolist()) for epoch in range(draws))
+    chi_square = sum((counts[each] - 20) ** 2 / 20 for each in itertools.permutations(range(size)))
+    # Four standard deviations above its mean.
+    assert chi_square < orders - 1 + 4 * math.sqrt(2 * (orders - 1))
+
+
+@pytest.mark.parametrize("size", [1000, 4096, 65537])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_an_epoch_looks_random(size: int, epoch: int) -> None:
+    order = shuffled(np.arange(size), size, seed=0, epoch=epoch)
+    other = shuffled(np.arange(size), size, seed=1, epoch=epoch)
+    bound = 4 / math.sqrt(size)
+    # With its place, its neighbour, half the way round, and another seed's.
+    for against in (np.arange(size), np.roll(order, 1), np.roll(order, size // 2), other):
+        assert abs(np.corrcoef(order, against)[0, 1]) < bound
+    # Sixteenths of the epoch take equally much of sixteenths of the data.
+    table, *_ = np.histogram2d(np.arange(size), order, bins=16)
+    expected = size / 256
+    assert ((table - expected) ** 2 / expected).sum() < 225 + 4 * math.sqrt(2 * 225)
+
+
+def test_an_order_of_any_size_holds_no_more_than_its_batch() -> None:
+    order = DataOrder(10**12, 64, seed=0)
+    order.indices(1)
+    tracemalloc.start()
+    order.indices(10**11)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 * 8 * 20 + 8192
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ Importing this package, and preparing data, import no torch; it is imported by w
 
 from .config import DataConfig
 from .corpus import Corpus, find_corpus
-from .order import DataOrder, check_batch_size, eval_microbatches, step_microbatches
+from .order import ORDER_VERSION, DataOrder, check_batch_size, eval_microbatches, step_microbatches
 from .packing import PackedSequences
 from .prepare import PreparedData, prepare
 from .tokenizer import EOS, holds_tokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
     "EOS",
+    "ORDER_VERSION",
     "Corpus",
     "DataConfig",
     "DataOrder",

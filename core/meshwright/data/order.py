@@ -1,8 +1,11 @@
 """Which sequences a step trains on, on every rank, without any state to save.
 
-[Note: the global stream] One random permutation of all sequences per epoch, drawn from (seed, epoch), one after the
-other. Step s takes batch_size sequences from position s x batch_size. So a run resumes from its step alone, and
-the global batch does not depend on how many ranks share it.
+[Note: the global stream] One random order of all sequences per epoch, of (seed, epoch), one after the other. Step s
+takes batch_size sequences from position s x batch_size. So a run resumes from its step alone, and the global batch does
+not depend on how many ranks share it.
+
+[Note: versions of the order] A run goes on in the order in which it began, so its checkpoints tell the version. 1: each
+epoch is a drawn permutation, which every rank holds. 2: each place is computed by itself, see `shuffle`.
 
 Shapes: B = micro_batch_size, S = sequence length.
 """
@@ -17,21 +20,27 @@ import numpy as np
 from ..contract import IGNORED_LABEL
 from ..errors import ConfigError
 from .packing import PackedSequences
+from .shuffle import shuffled
 
 if TYPE_CHECKING:
     from ..contract import Batch
 
 
+ORDER_VERSION = 2
+"""Of new runs; see [Note: versions of the order]."""
+
+
 class DataOrder:
     """The order in which a run reads its sequences; see [Note: the global stream]."""
 
-    def __init__(self, num_sequences: int, batch_size: int, seed: int) -> None:
+    def __init__(self, num_sequences: int, batch_size: int, seed: int, *, version: int = ORDER_VERSION) -> None:
         """Set the order.
 
         Args:
             num_sequences: in an epoch, at least 1.
             batch_size: sequences in the global batch of a step, at least 1; may exceed `num_sequences`.
             seed: at least 0.
+            version: see [Note: versions of the order].
 
         Raises:
             ValueError: an argument is out of range.
@@ -46,6 +55,9 @@ class DataOrder:
         self.num_sequences = num_sequences
         self.batch_size = batch_size
         self.seed = seed
+        if version not in (1, ORDER_VERSION):
+            raise ValueError(f"version must be 1 or {ORDER_VERSION}, not {version}")
+        self.version = version
         self._drawn: tuple[int, np.ndarray] | None = None
 
     def indices(self, step: int) -> np.ndarray:
@@ -60,9 +72,15 @@ class DataOrder:
         pieces = []
         while position < end:
             epoch, offset = divmod(position, self.num_sequences)
-            pieces.append(self._permutation(epoch)[offset : offset + end - position])
+            pieces.append(self._part(epoch, offset, min(offset + end - position, self.num_sequences)))
             position += len(pieces[-1])
         return np.concatenate(pieces)
+
+    def _part(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Places [start, stop) of an epoch."""
+        if self.version == 1:
+            return self._permutation(epoch)[start:stop]
+        return shuffled(np.arange(start, stop), self.num_sequences, seed=self.seed, epoch=epoch)
 
     def _permutation(self, epoch: int) -> np.ndarray:
         if self._drawn is None or self._drawn[0] != epoch:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections import Counter, deque
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ from .cache import cache_root, cached_entry
 from .config import DEFAULT_VOCAB_SIZE, DataConfig
 from .corpus import Corpus, find_corpus
 from .packing import PackedSequences
-from .split import held_out_mask
-from .tokenizer import encode, load_tokenizer, train_tokenizer, vocab_size_of
+from .split import SPLITS, Split, is_nearer, place_of, split_of, training_documents
+from .tokenfile import TokenFile
+from .tokenizer import encode, load_tokenizer, token_dtype, train_tokenizer, vocab_size_of
 
 FORMAT = 1
 """Raised with every change to what an entry holds, or to how the tokens are made."""
 
-_SPLITS = ("train", "held_out")
+_CHUNK = 1 << 20
 _TOKENIZER_FILES = frozenset({".json", ".txt", ".model", ".tiktoken", ".jinja"})
 
 
@@ -90,7 +92,7 @@ def prepare(config: DataConfig, *, tokenizer_dir: str | Path | None = None) -> P
     source = _tokenizer_source(config, tokenizer_dir)
     directory = cache_root(config.cache_dir) / "data" / _key(config, corpus, source)
     entry = cached_entry(directory, load=_load, build=lambda place: _build(place, config, corpus, source))
-    for split in _SPLITS:
+    for split in SPLITS:
         _check_length(split, entry, config)
     return PreparedData(
         train=PackedSequences(entry.tokens["train"], config.seq_len),
@@ -139,33 +141,82 @@ def _key(config: DataConfig, corpus: Corpus, source: Path | None) -> str:
 
 
 def _build(directory: Path, config: DataConfig, corpus: Corpus, source: Path | None) -> None:
-    """Fill an entry: the token stream of each split, the tokenizer if it is trained, and last what it holds."""
+    """Fill an entry: the token stream of each split, the tokenizer if it is trained, and last what it holds.
+
+    The corpus is read once, and once before to train a tokenizer; neither it nor its tokens are ever in memory whole.
+    """
     # An unusable tokenizer is found before the corpus is read.
     tokenizer = load_tokenizer(source) if source else None
-    mask = held_out_mask(corpus.documents(), config.eval_fraction)
-    chosen = {"train": ~mask, "held_out": mask}
-
-    def texts(split: str) -> Iterator[str]:
-        return compress(corpus.documents(), chosen[split])
-
     if tokenizer is None:
-        tokenizer = train_tokenizer(texts("train"), config.vocab_size)
+        tokenizer = train_tokenizer(training_documents(corpus.documents(), config.eval_fraction), config.vocab_size)
         tokenizer.save_pretrained(directory / "tokenizer")
-    digest = hashlib.sha256()
-    for split in _SPLITS:
-        tokens = encode(tokenizer, texts(split))
-        np.save(directory / f"{split}.npy", tokens)
-        digest.update(f"{split} {tokens.dtype.str} {len(tokens)} ".encode())
-        digest.update(tokens.data)
+    documents = _write_splits(directory, tokenizer, corpus, config.eval_fraction)
     corpus.check_unchanged()
 
     meta = _Meta(
         vocab_size=vocab_size_of(tokenizer),
-        documents={split: int(chosen[split].sum()) for split in _SPLITS},
-        fingerprint=digest.hexdigest()[:32],
+        documents=documents,
+        fingerprint=_fingerprint(directory),
         sizes=_sizes(directory),
     )
     (directory / "meta.json").write_text(json.dumps(asdict(meta), indent=1), encoding="utf-8")
+
+
+def _write_splits(directory: Path, tokenizer: Any, corpus: Corpus, fraction: float) -> dict[str, int]:
+    """Write the token stream of each split; returns the documents of each.
+
+    Raises:
+        DataError: there are fewer than two documents.
+    """
+    places: deque[float] = deque()
+    documents: Counter[Split] = Counter()
+    # Of each side, the document that is nearest to the other: its place, and where its tokens are.
+    nearest: dict[Split, tuple[float, int, int]] = {}
+
+    def read() -> Iterator[str]:
+        for document in corpus.documents():
+            places.append(place_of(document))
+            yield document
+
+    with ExitStack() as stack:
+        dtype = token_dtype(tokenizer)
+        files = {split: stack.enter_context(TokenFile(directory / f"{split}.npy", dtype)) for split in SPLITS}
+        for tokens in encode(tokenizer, read()):
+            place = places.popleft()
+            side = split_of(place, fraction)
+            start = files[side].tokens
+            files[side].append(tokens)
+            documents[side] += 1
+            if side not in nearest or is_nearer(place, nearest[side][0], side):
+                nearest[side] = (place, start, files[side].tokens)
+        _check_documents(documents.total())
+        for full, empty in (SPLITS, SPLITS[::-1]):
+            if not documents[empty]:
+                _, start, stop = nearest[full]
+                files[empty].append(files[full].take_out(start, stop))
+                documents.update({full: -1, empty: 1})
+    return {split: documents[split] for split in SPLITS}
+
+
+def _check_documents(count: int) -> None:
+    if count == 0:
+        raise DataError("the corpus is empty: its files hold no text. Name files that hold some.")
+    if count == 1:
+        raise DataError(
+            "the corpus holds 1 document, but needs at least 2: whole documents are held out for the eval loss. "
+            "Cut it into several .txt files, or into the lines of a .jsonl file."
+        )
+
+
+def _fingerprint(directory: Path) -> str:
+    """Of the tokens of an entry; see `PreparedData`."""
+    digest = hashlib.sha256()
+    for split in SPLITS:
+        tokens = np.load(directory / f"{split}.npy", mmap_mode="r")
+        digest.update(f"{split} {tokens.dtype.str} {len(tokens)} ".encode())
+        for start in range(0, len(tokens), _CHUNK):
+            digest.update(tokens[start : start + _CHUNK].data)
+    return digest.hexdigest()[:32]
 
 
 def _load(directory: Path) -> _Entry | None:
@@ -174,7 +225,7 @@ def _load(directory: Path) -> _Entry | None:
         meta = _Meta(**json.loads((directory / "meta.json").read_text(encoding="utf-8")))
         if not _sizes(directory).items() >= meta.sizes.items():
             return None
-        tokens = {split: np.load(directory / f"{split}.npy", mmap_mode="r") for split in _SPLITS}
+        tokens = {split: np.load(directory / f"{split}.npy", mmap_mode="r") for split in SPLITS}
     except (OSError, ValueError, TypeError):
         return None
     return _Entry(meta, tokens)

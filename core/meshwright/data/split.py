@@ -7,45 +7,50 @@ that grows or is reordered keeps its split, and copies of one document never lie
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Literal
 
-import numpy as np
+Split = Literal["train", "held_out"]
+SPLITS: tuple[Split, ...] = ("train", "held_out")
 
-from ..errors import DataError
+
+def split_of(place: float, fraction: float) -> Split:
+    """The side of a document whose `place_of` is given, where `fraction`, in (0, 1), is to be held out."""
+    return "held_out" if place < fraction else "train"
 
 
-def held_out_mask(documents: Iterable[str], fraction: float) -> np.ndarray:
-    """Mark the documents that are held out.
+def is_nearer(place: float, other: float, side: Split) -> bool:
+    """Whether a document is nearer to the other side than another one of its side.
 
-    A split that would be empty gets the document that is nearest to it, so both hold at least one.
-
-    Args:
-        documents: at least two, in any order.
-        fraction: share to hold out, in (0, 1).
-
-    Returns:
-        (documents,), bool, True where held out.
-
-    Raises:
-        DataError: there are fewer than two documents.
+    A side that would be empty gets the document that is nearest to it (of equal ones, the first), so both hold at
+    least one where there are two.
     """
-    places = np.array([_place(document) for document in documents])
-    if len(places) == 0:
-        raise DataError("the corpus is empty: its files hold no text. Name files that hold some.")
-    if len(places) == 1:
-        raise DataError(
-            "the corpus holds 1 document, but needs at least 2: whole documents are held out for the eval loss. "
-            "Cut it into several .txt files, or into the lines of a .jsonl file."
-        )
-    mask = places < fraction
-    if not mask.any():
-        mask[places.argmin()] = True
-    elif mask.all():
-        mask[places.argmax()] = False
-    return mask
+    return place < other if side == "train" else place > other
 
 
-def _place(document: str) -> float:
+def training_documents(documents: Iterable[str], fraction: float) -> Iterator[str]:
+    """Yield those to train on, in about their order and with one of them in memory."""
+    seen: set[Split] = set()
+    # What changes sides if the other one stays empty.
+    nearest: str | None = None
+    for document in documents:
+        place = place_of(document)
+        side = split_of(place, fraction)
+        seen.add(side)
+        left: str | None = document
+        if len(seen) == 2:
+            if nearest is not None and side == "held_out":
+                yield nearest
+            nearest = None
+        elif nearest is None or is_nearer(place, place_of(nearest), side):
+            left, nearest = nearest, document
+        if side == "train" and left is not None:
+            yield left
+    if nearest is not None and seen == {"held_out"}:
+        yield nearest
+
+
+def place_of(document: str) -> float:
     """Spread documents evenly over [0, 1) by their text."""
     digest = hashlib.blake2b(document.encode(), digest_size=6).digest()
     return int.from_bytes(digest) / 2**48

@@ -107,13 +107,20 @@ def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> np.ndarray:
-    """Encode documents into one stream, the eos token after each; see [Note: no tokenizer threads].
+def token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
+    """In which its tokens are kept: uint16 where the vocabulary fits, else uint32."""
+    return np.dtype(np.uint16 if vocab_size_of(tokenizer) <= 1 << 16 else np.uint32)
 
-    Returns:
-        (tokens,), uint16 where the vocabulary fits, else uint32.
+
+def encode(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> Iterator[np.ndarray]:
+    """Yield the tokens of each document, the eos token after them; see [Note: no tokenizer threads].
+
+    Only so many documents are in memory at once.
+
+    Yields:
+        (tokens,), of `token_dtype`.
     """
-    dtype = np.uint16 if vocab_size_of(tokenizer) <= 1 << 16 else np.uint32
+    dtype = token_dtype(tokenizer)
     eos = tokenizer.eos_token_id
     backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
     if backend is not None:
@@ -121,24 +128,23 @@ def encode(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> np.n
         backend.no_truncation()
         backend.no_padding()
 
-    def encode_batch(texts: list[str]) -> np.ndarray:
+    def encode_batch(texts: list[str]) -> list[np.ndarray]:
         if backend is not None:
             ids = [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
         else:
             ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
-        return np.concatenate([np.array([*document, eos], dtype) for document in ids])
+        return [np.array([*document, eos], dtype) for document in ids]
 
     # Tokenizers written in Python are not known to be safe on several threads.
     workers = (os.cpu_count() or 1) if backend is not None else 1
-    streams: list[np.ndarray] = []
-    pending: deque[Future[np.ndarray]] = deque()
+    pending: deque[Future[list[np.ndarray]]] = deque()
     with _no_tokenizer_threads(), ThreadPoolExecutor(workers) as pool:
         for batch in _batches(documents):
             pending.append(pool.submit(encode_batch, batch))
-            if len(pending) > 2 * workers:  # holds only so many documents in memory at once
-                streams.append(pending.popleft().result())
-        streams += [future.result() for future in pending]
-    return np.concatenate(streams) if streams else np.empty(0, dtype)
+            if len(pending) > 2 * workers:
+                yield from pending.popleft().result()
+        while pending:
+            yield from pending.popleft().result()
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
