@@ -38,6 +38,7 @@ from .checkpoint.directory import read_manifest
 from .checkpoint.loading import checked
 from .contract import StrategyManager
 from .data import (
+    ORDER_VERSION,
     DataOrder,
     PreparedData,
     check_batch_size,
@@ -69,6 +70,8 @@ if TYPE_CHECKING:
 
 METRICS, CURVE, MODEL, SUMMARY, RUN = "metrics.jsonl", "loss.png", "model", "summary.json", "run.yaml"
 CHECKPOINTS = "checkpoints"
+_FIRST_ORDER = 1
+"""Of runs whose checkpoints tell no version of it."""
 AVERAGED_STEPS = 20
 """Training loss is told as the mean over this many last steps."""
 
@@ -162,7 +165,8 @@ def run_rank(store: Store | None, config: RunConfig) -> None:
         mesh = Mesh(plan.degrees, world)
         manager = plan.stack.build(mesh)
         model, weights = world.together(lambda: build_model(config.model, plan.model_config, seed=config.seed))
-        source, identity = _source(config, world), _identity(config, plan)
+        source = _source(config, world)
+        identity = _identity(config, plan, order=world.together(lambda: _order_version(source)))
         if source is not None:
             # Before anything of an earlier run is replaced.
             world.together(lambda: _check_identity(source, identity, config))
@@ -198,7 +202,7 @@ def _train(
         start = load_checkpoint(manager, source, scheduler=scheduler).step
         if mesh.rank == 0:
             console.print(f"going on from {source}, after step {start}", highlight=False, soft_wrap=True)
-    order = DataOrder(len(data.train), config.batch_size, config.seed)
+    order = DataOrder(len(data.train), config.batch_size, config.seed, version=identity["order"])
     place = {
         "data_rank": mesh.data_rank,
         "data_size": mesh.data_size,
@@ -267,7 +271,15 @@ def _source(config: RunConfig, world: World) -> Path | None:
     return newest_checkpoint(directory / CHECKPOINTS, world) if is_unfinished else None
 
 
-def _identity(config: RunConfig, plan: Plan) -> dict[str, Any]:
+def _order_version(source: Path | None) -> int:
+    """Of the order of the data; see [Note: versions of the order] in `data.order`."""
+    if source is None:
+        return ORDER_VERSION
+    identity = read_manifest(source).extra.get("identity") or {}
+    return int(identity.get("order", _FIRST_ORDER))
+
+
+def _identity(config: RunConfig, plan: Plan, *, order: int) -> dict[str, Any]:
     """What must be the same for a run to go on as if it had not been interrupted; values of JSON."""
     model = plan.model_config.to_dict()
     for key in ("transformers_version", "architectures", "_name_or_path"):
@@ -276,6 +288,7 @@ def _identity(config: RunConfig, plan: Plan) -> dict[str, Any]:
         "model": {**model, "dtype": config.model.get("dtype", "float32")},
         "data": {"fingerprint": plan.data.fingerprint, "seq_len": config.data.seq_len},
         "seed": config.seed,
+        "order": order,
         "batch_size": config.batch_size,
         "optimizer": config.optimizer.model_dump(),
         "schedule": config.schedule.model_dump(),
@@ -295,7 +308,7 @@ def _check_identity(source: Path, identity: dict[str, Any], config: RunConfig) -
     if saved is None:
         raise CheckpointError(f"the checkpoint {source} is not of a run of `meshwright train`. Load it in a script.")
     for section, value in identity.items():
-        before = saved.get(section)
+        before = saved.get(section, _FIRST_ORDER if section == "order" else None)
         if before != value:
             keys = [section]
             if isinstance(value, dict) and isinstance(before, dict):
