@@ -1,4 +1,4 @@
-"""A run goes on in the order of the data in which it began, also where its checkpoints are from before there were two."""
+"""A run goes on in the order of the data in which it began, also where its checkpoints tell of none."""
 
 from __future__ import annotations
 
