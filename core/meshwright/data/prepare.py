@@ -71,7 +71,7 @@ class _Meta:
 @dataclass(frozen=True)
 class _Entry:
     meta: _Meta
-    tokens: dict[str, np.ndarray]
+    tokens: dict[Split, np.ndarray]
 
 
 def prepare(config: DataConfig, *, tokenizer_dir: str | Path | None = None) -> PreparedData:
@@ -236,7 +236,7 @@ def _sizes(directory: Path) -> dict[str, int]:
     return {path.relative_to(directory).as_posix(): path.stat().st_size for path in sorted(files)}
 
 
-def _check_length(split: str, entry: _Entry, config: DataConfig) -> None:
+def _check_length(split: Split, entry: _Entry, config: DataConfig) -> None:
     tokens, documents = len(entry.tokens[split]), entry.meta.documents[split]
     if tokens >= config.seq_len:
         return
