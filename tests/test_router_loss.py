@@ -36,11 +36,23 @@ def _padded(batch: Batch) -> Batch:
 
 
 def _train(
-    strategy: str, config: Mapping[str, Any], sizes: Mapping[str, Any], case: Case, padded: bool, shares: int | None
+    strategy: str,
+    config: Mapping[str, Any],
+    sizes: Mapping[str, Any],
+    case: Case,
+    padded: bool,
+    shares: int | None,
+    wrapper: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """Train; `single` sees the microbatches of so many ranks as one."""
     world = open_world("cpu")
-    stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size, config=config)
+    stack, degrees = resolve(
+        strategy,
+        MeshSizes(**sizes),
+        world.size,
+        config=config,
+        wrapper_config={"pipeline": wrapper} if wrapper else None,
+    )
     manager = stack.build(Mesh(degrees, world))
     manager.parallelize(_model(case))
     manager.build_optimizer(optimizer_factory(case.optimizer))
@@ -78,6 +90,8 @@ LAYOUTS = [
     ("fsdp2", 4, {"sequence_parallel": True}, {"tp_size": 2}, 2),
     ("fsdp2", 4, {}, {"ep_size": 4}, 4),
     ("fsdp2", 4, {}, {"ep_size": 4, "tp_size": 2}, 2),
+    ("fsdp2", 2, {}, {"cp_size": 2}, 1),
+    ("fsdp2", 4, {"cp_attention": "ulysses", "activation_checkpointing": "full"}, {"cp_size": 2, "ep_size": 2}, 2),
 ]
 
 
@@ -98,6 +112,40 @@ def test_statistics_are_those_of_all_ranks(
     assert difference(found, _expected(case, padded, shares)).worst <= 1e-9
 
 
+PIPELINES: list[tuple[str, int, dict[str, Any], dict[str, int], int, dict[str, Any]]] = [
+    ("fsdp2", 2, {}, {"pp_size": 2}, 1, {}),
+    ("fsdp2", 4, {"activation_checkpointing": "full"}, {"pp_size": 2}, 2, {"pp_schedule": "interleaved1f1b"}),
+    ("ddp", 4, {"engine": "bucketed"}, {"pp_size": 2}, 2, {"pp_schedule": "zbvzerobubble"}),
+    ("fsdp2", 4, {}, {"pp_size": 2, "cp_size": 2}, 1, {}),
+    ("fsdp2", 4, {}, {"pp_size": 2, "ep_size": 2}, 2, {"pp_schedule": "gpipe"}),
+    ("fsdp2", 4, {"sequence_parallel": True}, {"pp_size": 2, "tp_size": 2}, 1, {}),
+    # The schedule runs twice in a step, and is filled up.
+    ("fsdp2", 2, {}, {"pp_size": 2}, 1, {"pp_batch_size": 8}),
+]
+
+
+@pytest.mark.daily(3)
+@pytest.mark.parametrize(("strategy", "ranks", "config", "sizes", "shares", "wrapper"), PIPELINES, ids=str)
+@pytest.mark.parametrize(("model_type", "padded"), [("mixtral", True), ("qwen3_moe", False)])
+def test_every_stage_of_a_pipeline_adds_its_routers(
+    model_type: str,
+    padded: bool,
+    strategy: str,
+    ranks: int,
+    config: dict[str, Any],
+    sizes: dict[str, int],
+    shares: int,
+    wrapper: dict[str, Any],
+) -> None:
+    case = Case(model_type=model_type, tied=None, steps=2, sequences=16)
+    size = 4 // shares
+    found = pool(ranks).run(
+        _train, strategy, config, sizes, case, padded, None, {"pp_microbatch_size": size, **wrapper}
+    )
+    expected = _expected(Case(**{**vars(case), "microbatches": 4}), padded, shares)
+    assert difference(found, expected).worst <= 1e-9
+
+
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "gpt_oss", "olmoe"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_loss_is_that_of_the_models_own_forward(model_type: str, padded: bool) -> None:
@@ -112,11 +160,12 @@ def test_the_loss_is_that_of_the_models_own_forward(model_type: str, padded: boo
 
 def _refused(kind: str) -> str:
     world = open_world("cpu")
-    sizes = {"pipeline": {"pp_size": 2}, "context": {"cp_size": 2}}.get(kind, {})
-    stack, degrees = resolve("fsdp2", MeshSizes(**sizes), world.size)
+    sizes = {"given stages": {"pp_size": 2}, "another loss under cp": {"cp_size": 2}}.get(kind, {})
+    given = {"pipeline": {"patch_inner_model": False, "patch_causal_lm_model": False}} if sizes.get("pp_size") else None
+    stack, degrees = resolve("fsdp2", MeshSizes(**sizes), world.size, wrapper_config=given)
     manager = stack.build(Mesh(degrees, world))
     model = _model(CASE)
-    if kind == "another loss":
+    if kind.startswith("another loss"):
         forward = model.forward
 
         def other(*args: Any, **kwargs: Any) -> Any:
@@ -139,9 +188,9 @@ def _refused(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("pipeline", "which pipelines, context parallelism and loops by hand do not add"),
-        ("context", "which pipelines, context parallelism and loops by hand do not add"),
+        ("given stages", "pipelines whose stages are given (patch_inner_model=false), do not add"),
         ("another loss", "so its statistics over ranks are not known"),
+        ("another loss under cp", "so its statistics over ranks are not known"),
     ],
 )
 def test_what_cannot_be_added_is_refused_on_all_ranks(kind: str, text: str) -> None:

@@ -6,6 +6,7 @@ the reduction waits for the last microbatch. `single` shows the smallest one.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from abc import abstractmethod
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .batch import check_step
@@ -26,7 +28,7 @@ from .layout import ModelLayout, model_layout
 from .loss import target_loss_sum, targets
 from .mesh import Mesh, same_timeout
 from .norms import check_clip, scale_to_norm, total_grad_norm
-from .router_loss import RouterLoss
+from .router_loss import Notes, RouterLoss, find_routers
 from .state import (
     DTENSORS,
     OptimizerState,
@@ -88,6 +90,7 @@ class DataParallelManager(StrategyManager):
         self._plan_is_checked = False
         self._router_loss: RouterLoss | None = None
         self._router_loss_is_checked = False
+        self._router_notes: Notes | None = None
 
     # -- what a strategy says
 
@@ -127,11 +130,26 @@ class DataParallelManager(StrategyManager):
         """Whether gradients are reduced in the last backward of a step only."""
         return True
 
-    @property
-    def may_share_parameters(self) -> bool:
-        """In a pipeline: whether gradients of a parameter may be summed with those of its copy on another stage, after
-        `check_gradients`, in their places."""
-        return True
+    def trained_as(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the optimizer trains of a parameter of the model, which has its gradient after `check_gradients`."""
+        return parameter
+
+    def copy_of_gradient(self, trained: nn.Parameter) -> Tensor:
+        """In a pipeline, of what `trained_as` gives: its gradient as it is added to those of copies on other stages, of
+        the same shape on each."""
+        gradient = trained.grad if trained.grad is not None else torch.zeros_like(trained)
+        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+    def take_sum_of_copies(self, trained: nn.Parameter, total: Tensor) -> None:
+        """Make the sum of what `copy_of_gradient` has given on all stages the gradient. Collective on the stage.
+
+        Args:
+            total: it may be changed.
+        """
+        if trained.grad is None:
+            trained.grad = torch.zeros_like(trained)
+        local = trained.grad.to_local() if isinstance(trained.grad, DTensor) else trained.grad
+        local.copy_(total)
 
     def reduce_gradients(self) -> None:
         """In a pipeline whose backwards were all run with `sync_gradients(is_last=False)`: what the last one does."""
@@ -149,15 +167,15 @@ class DataParallelManager(StrategyManager):
     def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
         if self._parallelized:
             raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
-        adds_router_loss = not self.in_pipeline and self.mesh.degrees.cp == 1
-        check_trainable(model, may_be_frozen=self.in_pipeline, router_loss=adds_router_loss)
+        check_trainable(model, may_be_frozen=self.in_pipeline, router_loss=True)
         if not self.in_pipeline:
             self.check_model(model)
         check_reduce_dtype(model, getattr(self.config, "reduce_dtype", None))
         self.layout = model_layout(model)
         self._config = getattr(model, "config", None)
-        self._router_loss = RouterLoss(self._config) if asks_for_router_loss(model) else None
-        self._forward_options = forward_options(model)
+        # A pipeline adds it over its stages.
+        self._router_loss = RouterLoss(self._config) if asks_for_router_loss(model) and not self.in_pipeline else None
+        self._forward_options = forward_options(model, in_parts=self.in_pipeline or self.mesh.degrees.cp > 1)
         if weights is None and is_meta(model):
             weights = deferred_weights(model, self.mesh)
         if weights is None:
@@ -315,7 +333,7 @@ class DataParallelManager(StrategyManager):
 
         Args:
             batch: as `divide` gives it.
-            microbatches: of the step; for the router loss alone, which pipelines do not add.
+            microbatches: of the step; for the router loss alone, which pipelines add by themselves.
         """
         inputs, targets_BS = self.without_targets(self.on_device(batch))
         outputs: list[Any] = []
@@ -325,17 +343,24 @@ class DataParallelManager(StrategyManager):
             given: Tensor = outputs[0].logits
             return given
 
-        if self.tensor_parallel is not None:
-            loss = self.tensor_parallel.target_loss_sum(logits, targets_BS) / num_tokens
-        else:
-            loss = target_loss_sum(logits(), targets_BS) / num_tokens
+        with nullcontext() if self._router_notes is None else self._router_notes.noting() as noted:
+            if self.tensor_parallel is not None:
+                loss = self.tensor_parallel.target_loss_sum(logits, targets_BS) / num_tokens
+            else:
+                loss = target_loss_sum(logits(), targets_BS) / num_tokens
         if self._router_loss is None:
             return loss
-        router_loss, mask = self._router_loss, inputs.get("attention_mask")
-        if not self._router_loss_is_checked:
+        router_loss, mask = self._router_loss, self.own_mask(inputs)
+        if noted is None and not self._router_loss_is_checked:
             self.mesh.world.together(lambda: router_loss.check(outputs[0], mask))
             self._router_loss_is_checked = True
-        return loss + router_loss.share(outputs[0], mask, group=self.mesh.group("dp_cp"), microbatches=microbatches)
+        sums = router_loss.sums(outputs[0].router_logits if noted is None else noted, mask)
+        return loss + router_loss.share(sums, group=self.mesh.group("dp_cp"), microbatches=microbatches)
+
+    def own_mask(self, batch: Batch) -> Tensor | None:
+        """The attention mask of the positions that this rank has of a microbatch; None where it has no mask."""
+        mask = batch.get("attention_mask")
+        return mask if mask is None or self.context_parallel is None else self.context_parallel.own(mask)
 
     def without_targets(self, batch: Batch) -> tuple[Batch, Tensor]:
         """What the model is called with, of a microbatch as `divide` gives it, and the label of each position."""
@@ -343,11 +368,15 @@ class DataParallelManager(StrategyManager):
             return self.context_parallel.without_targets(batch)
         return {name: tensor for name, tensor in batch.items() if name != "labels"}, targets(batch["labels"])
 
-    def outputs(self, inputs: Batch) -> Any:
-        """What the module returns for a microbatch without labels, on this rank's device."""
+    def outputs(self, inputs: Batch, **options: Any) -> Any:
+        """What the module returns for a microbatch without labels, on this rank's device.
+
+        Args:
+            options: of its forward, beside those with which it is always called.
+        """
         running = nullcontext(inputs) if self.context_parallel is None else self.context_parallel.running(inputs)
         with running as given:
-            return self.module(**given, **self._forward_options)
+            return self.module(**given, **{**self._forward_options, **options})
 
     def on_device(self, batch: Batch) -> dict[str, Tensor]:
         """A microbatch on this rank's device."""
@@ -378,16 +407,34 @@ class DataParallelManager(StrategyManager):
         if parallel is None or not parallel.is_open:
             return
         multiple = self.tensor_parallel.sequence_multiple if self.tensor_parallel is not None else 1
+        ids = microbatches[0]["input_ids"].to(self.mesh.device)
         was_training = self.module.training
         self.module.eval()
         try:
-            defect = parallel.check(microbatches[0]["input_ids"].to(self.mesh.device), self.outputs, multiple)
+            defect = parallel.check(ids, self.outputs, multiple)
+            if defect is None:
+                defect = self._find_routers(ids[:1, : multiple * -(-_FEW_TOKENS // multiple)])
         finally:
             self.module.train(was_training)
             self.after_eval()
         self.mesh.world.raise_together(defect)
         # Again, now that more is known of the model.
         self.mesh.world.together(lambda: self.check_division(microbatches))
+
+    def _find_routers(self, ids_BS: Tensor) -> ModelError | None:
+        """Under context parallelism: note the logits of routers from now on; what is wrong with them, if anything."""
+        loss, parallel = self._router_loss, self.context_parallel
+        if loss is None or parallel is None:
+            return None
+        try:
+            with parallel.observed():
+                run = functools.partial(
+                    self.outputs, {"input_ids": ids_BS}, **with_router_logits(self._forward_options)
+                )
+                self._router_notes = find_routers(self.model, loss, run).watch(self.model)
+        except ModelError as error:
+            return error
+        return None
 
     def check_plan(self) -> None:
         """In the first step: whether the tensor-parallel plan names every parameter that it should."""
@@ -499,8 +546,9 @@ def check_trainable(model: nn.Module, *, may_be_frozen: bool = False, router_los
         raise ModelError("no parameter of the model requires a gradient. Unfreeze what is to be trained.")
     if asks_for_router_loss(model) and not router_loss:
         raise ModelError(
-            "config.output_router_logits=True asks for a router loss beside the token loss, which pipelines, context "
-            "parallelism and loops by hand do not add. Set it to False to train on the token loss alone."
+            "config.output_router_logits=True asks for a router loss beside the token loss, which loops by hand, and "
+            "pipelines whose stages are given (patch_inner_model=false), do not add. Set it to False to train on the "
+            "token loss alone."
         )
 
 
@@ -546,6 +594,17 @@ def _share_random_state(mesh: Mesh) -> None:
     torch.manual_seed(int(seed))
 
 
-def forward_options(model: nn.Module) -> dict[str, Any]:
-    """No key-value cache while training, for models whose forward knows one."""
-    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+def forward_options(model: nn.Module, *, in_parts: bool = False) -> dict[str, Any]:
+    """What a forward is called with beside the batch, as far as it takes that: no key-value cache.
+
+    Args:
+        in_parts: a rank runs a part of the layers or positions, see [Note: noted logits] in `router_loss`.
+    """
+    options = {"use_cache": False} | ({"output_router_logits": False} if in_parts else {})
+    taken = inspect.signature(model.forward).parameters
+    return {name: value for name, value in options.items() if name in taken}
+
+
+def with_router_logits(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`forward_options` for a run that tells the logits of all routers."""
+    return {name: value or name == "output_router_logits" for name, value in options.items()}

@@ -7,17 +7,23 @@ an expert gets, times K, and p its mean probability, both over all tokens and la
 of ranks' losses would be another loss. So the microbatches with the same index on all ranks count as one, f and the
 number of tokens are summed over ranks, and each rank adds its tokens' share of p: the shares sum to the loss of one
 process that sees all these tokens. A step adds the mean over its microbatches, times `router_aux_loss_coef`.
+
+[Note: noted logits] Where a rank runs a part of the positions, or of the layers, the model's own code would compute the
+loss of that part, or fail. So it is told not to (output_router_logits=False), and what its routers give is noted as it
+runs. Which modules these are, a run on a few tokens tells: those that return the very tensors which the model returns.
 Source: Fedus et al. 2021, arXiv:2101.03961, equations (4) to (6), as transformers computes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import ModelError
 
@@ -42,17 +48,16 @@ class RouterLoss:
             )
         self._coefficient, self._choices = float(coefficient), int(choices)
 
-    def share(self, outputs: Any, mask: Tensor | None, *, group: dist.ProcessGroup, microbatches: int) -> Tensor:
+    def share(self, sums: Tensor, *, group: dist.ProcessGroup, microbatches: int) -> Tensor:
         """This rank's share of a microbatch's part of the loss, scalar. Collective.
 
         Args:
-            outputs: of the model's forward.
-            mask: its attention mask, where it has one.
+            sums: of this rank's tokens over all layers, as `sums` gives them.
             group: the ranks that see different tokens.
             microbatches: of the step.
         """
-        chosen_E, probable_E, tokens = self._sums(outputs.router_logits, mask)
-        every = torch.cat([chosen_E, tokens[None]])
+        chosen_E, probable_E, tokens = _parts(sums)
+        every = torch.cat([chosen_E, tokens[None]]).detach()
         dist.all_reduce(every, group=group)
         return self._loss(every[:-1], probable_E, every[-1]) * (self._coefficient / microbatches)
 
@@ -69,7 +74,7 @@ class RouterLoss:
                 "config.output_router_logits=True, but the model does not return the logits of its routers, (T, E) for "
                 "each layer, and a router loss. Set it to False to train on the token loss alone."
             )
-        chosen_E, probable_E, tokens = self._sums(logits, mask)
+        chosen_E, probable_E, tokens = _parts(self.sums(logits, mask))
         if not tokens:
             # The model divides by their number.
             return
@@ -81,8 +86,14 @@ class RouterLoss:
                 f"token loss alone."
             )
 
-    def _sums(self, logits: Sequence[Tensor], mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Choices and summed probabilities of each expert, (E,), and the number of tokens, over all layers."""
+    def sums(self, logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+        """Over tokens and layers: how often each expert is chosen, its summed probabilities, and the number of tokens
+        that are not masked, once for each layer; (2 E + 1,), float32, or float64 for float64 logits.
+
+        Args:
+            logits: (T, E) for each layer.
+            mask: not 0 for tokens that count, T elements; None: all do.
+        """
         dtype = torch.promote_types(logits[0].dtype, torch.float32)
         weights_T = logits[0].new_ones(logits[0].shape[0], dtype=dtype) if mask is None else mask.flatten().to(dtype)
         chosen_E = probable_E = tokens = weights_T.new_zeros(())
@@ -93,9 +104,99 @@ class RouterLoss:
             chosen_E = chosen_E + weights_T @ choices_TE
             probable_E = probable_E + weights_T @ probabilities_TE.to(dtype)
             tokens = tokens + weights_T.sum()
-        return chosen_E, probable_E, tokens
+        return torch.cat([chosen_E, probable_E, tokens[None]])
 
     def _loss(self, chosen_E: Tensor, probable_E: Tensor, tokens: Tensor) -> Tensor:
         # Ranks without any token have none to divide by.
         tokens = tokens.clamp(min=1.0)
         return (chosen_E / tokens * (probable_E / tokens)).sum() * chosen_E.shape[0]
+
+
+def _parts(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Choices and summed probabilities of each expert, (E,), and the number of tokens."""
+    experts = sums.shape[0] // 2
+    return sums[:experts], sums[experts:-1], sums[-1]
+
+
+@dataclass(frozen=True)
+class Routers:
+    """The modules of a model that route tokens; see [Note: noted logits].
+
+    Attributes:
+        places: where each gives its logits: None for what it returns, or an index into that; by the module's name.
+        experts: that each chooses from.
+    """
+
+    places: Mapping[str, int | None]
+    experts: int
+
+    def watch(self, model: nn.Module) -> Notes:
+        """Note what the routers that `model` has give, from now on."""
+        notes = Notes()
+        for name, module in model.named_modules():
+            if name in self.places:
+                module.register_forward_hook(notes.hook(self.places[name]))
+        return notes
+
+
+class Notes:
+    """Logits of routers, in the order in which they ran."""
+
+    def __init__(self) -> None:
+        self._open: list[Tensor] | None = None
+
+    @contextmanager
+    def noting(self) -> Iterator[list[Tensor]]:
+        """Around one forward: yields the list to which logits are added. What is computed again in backward is not."""
+        self._open = noted = []
+        try:
+            yield noted
+        finally:
+            self._open = None
+
+    def hook(self, place: int | None) -> Callable[[nn.Module, Any, Any], None]:
+        """A forward hook for one router."""
+
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            if self._open is not None:
+                self._open.append(output if place is None else output[place])
+
+        return note
+
+
+def find_routers(model: nn.Module, loss: RouterLoss, run: Callable[[], Any]) -> Routers:
+    """The routers of a model whose configuration asks for their loss.
+
+    Args:
+        run: runs the model on a few tokens, none of them masked, and gives its outputs with the logits of routers.
+
+    Raises:
+        ModelError: its router loss is another than ours, or what computes the logits is not found.
+    """
+    found: dict[int, tuple[str, int | None]] = {}
+    # So that no other tensor takes the identity of one that is seen.
+    kept: list[Tensor] = []
+
+    def seeing(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def see(module: nn.Module, args: Any, output: Any) -> None:
+            places = enumerate(output) if isinstance(output, tuple) else [(None, output)]
+            for place, tensor in places:
+                if isinstance(tensor, Tensor) and tensor.dim() == 2:
+                    kept.append(tensor)
+                    found.setdefault(id(tensor), (name, place))
+
+        return see
+
+    with ExitStack() as hooks, torch.no_grad():
+        for name, module in model.named_modules():
+            hooks.callback(module.register_forward_hook(seeing(name)).remove)
+        outputs = run()
+    loss.check(outputs, None)
+    logits = outputs.router_logits
+    if not all(id(each) in found for each in logits) or len({found[id(each)] for each in logits}) < len(logits):
+        raise ModelError(
+            "config.output_router_logits=True, but the logits of the routers are not what modules of the model return, "
+            "one for each, so a rank that runs a part of it cannot tell them. Set it to False to train on the token "
+            "loss alone, or pp_size=1 and cp_size=1."
+        )
+    return Routers(dict(found[id(each)] for each in logits), logits[0].shape[1])

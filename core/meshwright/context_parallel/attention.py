@@ -25,7 +25,10 @@ from .mask import PositionMask
 
 # What attention functions of transformers are given beside tensors, and what acts the same on a part of the queries.
 # `sliding_window` is in the mask already.
-KNOWN = frozenset({"dropout", "scaling", "sliding_window", "softcap", "position_ids", "cache_position", "use_cache"})
+KNOWN = frozenset(
+    {"dropout", "scaling", "sliding_window", "softcap", "position_ids", "cache_position", "use_cache"}
+    | {"output_router_logits"}
+)
 PER_HEAD = frozenset({"s_aux", "sinks"})
 LARGEST_MASK = 2**24
 """Elements of a mask; where it would have more, queries are taken in blocks."""

@@ -100,9 +100,9 @@ class ContextParallel:
         whole = numbered(ids, padding) if given is None else given
         mask = batch.get("attention_mask")
         divided = {
-            "input_ids": self._part(ids),
-            TARGETS: self._part(targets(labels)),
-            "position_ids": self._part(whole.expand(count, length)),
+            "input_ids": self.own(ids),
+            TARGETS: self.own(targets(labels)),
+            "position_ids": self.own(whole.expand(count, length)),
             "attention_mask": torch.ones_like(ids) if mask is None else mask,
         }
         if given is not None and mask is None:
@@ -144,7 +144,8 @@ class ContextParallel:
                 f"cannot divide. Give position_ids beside it."
             )
 
-    def _part(self, whole: Tensor) -> Tensor:
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's positions of a tensor (B, S)."""
         return local_part(whole, 1, self.rank, self.size)
 
     # -- steps
@@ -185,6 +186,15 @@ class ContextParallel:
 
     # -- before the first step
 
+    @contextmanager
+    def observed(self) -> Iterator[Observer]:
+        """Around forwards in which each position attends to itself, without communication, and is noted."""
+        self.observer = observer = Observer()
+        try:
+            yield observer
+        finally:
+            self.observer = None
+
     @property
     def is_open(self) -> bool:
         """Whether `check` has still to be called."""
@@ -201,13 +211,10 @@ class ContextParallel:
         Returns:
             What is wrong.
         """
-        self.observer = Observer()
-        try:
+        with self.observed() as observer:
             self._finding = find_defect(
-                self._name, self._model, self._layout, self.observer, ids_BS, call, multiple, self.size
+                self._name, self._model, self._layout, observer, ids_BS, call, multiple, self.size
             )
-        finally:
-            self.observer = None
         defect = self._finding.defect
         return None if defect is None else ModelError(f"{defect} Set cp_size=1.")
 

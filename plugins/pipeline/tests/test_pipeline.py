@@ -141,14 +141,45 @@ def test_what_context_parallelism_cannot_divide_is_found_in_any_stage() -> None:
     assert "mixes positions outside of attention" in text
 
 
-def test_the_distributed_optimizer_divides_what_no_stages_share() -> None:
-    options = {
-        "engine": "bucketed",
-        "use_distributed_optimizer": True,
-        "overlap_grad_reduce": True,
-        "bucket_size": 3000,
-    }
-    _over("ddp", Case(layers=5), 4, {**options, "pp_schedule": "interleaved1f1b"}, dp_size=2)
+DISTRIBUTED: dict[str, Any] = {
+    "engine": "bucketed",
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "bucket_size": 3000,
+}
+
+
+@pytest.mark.daily(2)
+@pytest.mark.parametrize(
+    ("options", "case"),
+    [
+        ({"pp_schedule": "interleaved1f1b"}, Case(layers=5)),
+        ({}, Case(layers=5, tied=True, microbatches=2, eval_after=True)),
+        # Both copies on one rank.
+        ({"pp_schedule": "zbv", "overlap_param_gather": True}, Case(layers=5, tied=True, unshard_after=True)),
+        ({}, Case(layers=5, tied=True, norm_type=1.0, max_norm=5.0)),
+        ({"num_distributed_optimizer_instances": 2}, Case(layers=5, tied=True)),
+    ],
+    ids=str,
+)
+def test_the_distributed_optimizer_divides_each_stages_copy_in_its_own_way(options: dict[str, Any], case: Case) -> None:
+    _over("ddp", case, 4, {**DISTRIBUTED, **options}, dp_size=2)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_state_of_copies_under_the_distributed_optimizer_is_stored_once_and_resumes(dtype: str) -> None:
+    case = Case(layers=5, tied=True, steps=4, dtype=dtype)
+    run = ("ddp", DISTRIBUTED, {**PP2, "dp_size": 2}, case)
+    _, state = pool(4).run(_gathered, *run, range(2))[0]
+    names = [name for name in state["optimizer"]["state"] if "embed" in name or "head" in name]
+    assert names == ["model.embed_tokens.weight"]
+    assert ("masters" in state["optimizer"]) == (dtype == "bfloat16")
+    gone_on = [outcome for outcome, _ in pool(4).run(_gathered, *run, range(2, 4), state)]
+    whole = [outcome for outcome, _ in pool(4).run(_gathered, *run, range(4))]
+    for outcome, expected in zip(gone_on, whole, strict=True):
+        assert outcome.losses == expected.losses[2:]
+        assert outcome.norms == expected.norms[2:]
+        assert all(torch.equal(outcome.weights[name], weight) for name, weight in expected.weights.items())
 
 
 @pytest.mark.daily(4)
@@ -870,13 +901,6 @@ def _refusal(strategy: str, config: Any, wrapper: Any, case: Case, sizes: Any) -
             {"module_fqns_per_model_part": [["model.embed_tokens", "model.layers"], ["lm_head"]]},
             Case(),
             ["ConfigError"],
-        ),
-        (
-            "ddp",
-            {"engine": "bucketed", "use_distributed_optimizer": True},
-            {},
-            Case(tied=True),
-            ["StrategyError", "model.embed_tokens.weight", "Untie the model"],
         ),
         (
             "fsdp2",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -62,7 +63,8 @@ def compute_in_float64(model: nn.Module) -> None:
     """
     computation = _Computation()
     for module in model.modules():
-        module.forward = computation.wrapped(module.forward)
+        # A method, so that a copy of the module gets one of its own.
+        module.forward = MethodType(computation.wrapped(type(module).forward), module)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.float64)

@@ -94,14 +94,22 @@ class DDPManager(DataParallelManager):
             return super().trainable()
         return (shard.tensor for shard in self._shards)
 
-    @property
-    def may_share_parameters(self) -> bool:
-        return not self.config.use_distributed_optimizer
+    def trained_as(self, parameter: nn.Parameter) -> nn.Parameter:
+        return parameter if self._shards is None else self._shards.of_parameter(parameter)
+
+    def copy_of_gradient(self, trained: nn.Parameter) -> Tensor:
+        return super().copy_of_gradient(trained) if self._shards is None else self._shards.padded_gradient(trained)
+
+    def take_sum_of_copies(self, trained: nn.Parameter, total: Tensor) -> None:
+        if self._shards is None:
+            super().take_sum_of_copies(trained, total)
+        else:
+            self._shards.take_padded_gradient(trained, total)
 
     def grad_norm(self, norm_type: float, *, without: Collection[nn.Parameter] = ()) -> Tensor:
         if self._shards is None:
             return super().grad_norm(norm_type, without=without)
-        return self._shards.total_norm(norm_type, wide=self.config.reduce_dtype is not None)
+        return self._shards.total_norm(norm_type, wide=self.config.reduce_dtype is not None, without=without)
 
     # -- the distributed optimizer
 
@@ -143,7 +151,7 @@ class DDPManager(DataParallelManager):
     def load_optimizer_state(self, state: Mapping[str, Any], *, full: bool) -> None:
         super().load_optimizer_state(state, full=full)
         if self._shards is not None:
-            self._shards.load_masters(state.get("masters", {}), full=full)
+            self._shards.load_masters(state.get("masters", {}), full=full, group=self.mesh.world.group)
 
     def sharded_state(self) -> ShardedState:
         self._gather()

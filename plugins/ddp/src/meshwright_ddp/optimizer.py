@@ -10,7 +10,7 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO stage 1); Megatron-Core'
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,9 +90,11 @@ class Shards(Parts):
             if shard.is_master:
                 shard.values.copy_(shard.tensor.detach())
 
-    def total_norm(self, norm_type: float, *, wide: bool) -> Tensor:
-        """p-norm of the whole gradient, float64 scalar, equal on all ranks. Collective."""
-        gradients = [shard.tensor.grad for shard in self._shards if shard.tensor.grad is not None]
+    def total_norm(self, norm_type: float, *, wide: bool, without: Collection[nn.Parameter] = ()) -> Tensor:
+        """p-norm of the whole gradient but that of some shards, float64 scalar, equal on all ranks. Collective."""
+        left_out = set(without)
+        trained = [shard.tensor for shard in self._shards if shard.tensor not in left_out]
+        gradients = [tensor.grad for tensor in trained if tensor.grad is not None]
         norm = total_grad_norm(gradients, norm_type, wide=wide, device=self._shards[0].tensor.device)
         if math.isinf(norm_type):
             dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self._groups.shard)
@@ -100,6 +102,26 @@ class Shards(Parts):
         power = norm**norm_type
         dist.all_reduce(power, group=self._groups.shard)
         return power ** (1.0 / norm_type)
+
+    # -- copies of a parameter on several stages of a pipeline, which own different stretches of it
+
+    def of_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The shard of a parameter."""
+        return next(shard.tensor for shard in self._shards if shard.parameter is parameter)
+
+    def padded_gradient(self, trained: nn.Parameter) -> Tensor:
+        """The gradient of a shard at its place in the flattened parameter, and zeros elsewhere."""
+        shard = self._of[trained]
+        flat = torch.zeros(shard.parameter.numel(), dtype=trained.dtype, device=trained.device)
+        if trained.grad is not None:
+            flat[shard.start : shard.end] = trained.grad
+        return flat
+
+    def take_padded_gradient(self, trained: nn.Parameter, flat: Tensor) -> None:
+        """Make the sum over all ranks' `flat` the gradient. Collective."""
+        shard = self._of[trained]
+        dist.all_reduce(flat, group=self._groups.shard)
+        trained.grad = flat[shard.start : shard.end].clone()
 
     # -- state, see `Parts`
 
@@ -153,12 +175,16 @@ class Shards(Parts):
             if shard.is_master
         }
 
-    def load_masters(self, values: Mapping[str, Tensor], *, full: bool) -> None:
-        """The reverse of `masters`; parameters without a value take that of the model. Collective if `full`."""
+    def load_masters(self, values: Mapping[str, Tensor], *, full: bool, group: dist.ProcessGroup | None) -> None:
+        """The reverse of `masters`; parameters without a value take that of the model. Collective if `full`.
+
+        Args:
+            group: all ranks that have this model, the first of which brings the values if `full`.
+        """
         self.read()
         names = [list(values)]
         if full:
-            dist.broadcast_object_list(names, src=0)
+            dist.broadcast_object_list(names, group=group, group_src=0)
         for shard in self._shards:
             if not shard.is_master or shard.name not in names[0]:
                 continue
@@ -167,7 +193,7 @@ class Shards(Parts):
                 received = torch.empty_like(shard.parameter, dtype=shard.tensor.dtype)
                 if value is not None:
                     received.copy_(value)
-                dist.broadcast(received, src=0)
+                dist.broadcast(received, group=group, group_src=0)
                 value = self.part(received, shard.tensor)
             if value is not None:
                 shard.tensor.data.copy_(value)

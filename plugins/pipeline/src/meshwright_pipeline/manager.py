@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwright.batch import check_step
 from meshwright.contract import IGNORED_LABEL, Batch, OptimizerFactory, StrategyManager
 from meshwright.data_parallel import (
     DataParallelManager,
+    asks_for_router_loss,
     check_trainable,
     copy_from_first_rank,
     forward_options,
@@ -36,6 +36,7 @@ from meshwright.layout import ModelLayout, model_layout
 from meshwright.mesh import Mesh
 from meshwright.norms import check_clip
 from meshwright.registry import get_strategy
+from meshwright.router_loss import RouterLoss, Routers, find_routers
 from meshwright.sizes import CLAIMABLE_AXES, Degrees
 from meshwright.state import OptimizerState, ShardedState, TensorKind
 from meshwright.weights import Weights, deferred_weights, is_meta
@@ -46,6 +47,7 @@ from .lent import lent_values
 from .loss import check_loss, loss_of
 from .names import Names, first_names
 from .optimizer import NoStages, StageOptimizers
+from .routing import Idle, StageRouters
 from .runtime import Run
 from .schedules import Action, Kind, Schedule, with_communication
 from .sharded import loading_stages, stages_state
@@ -95,6 +97,7 @@ class PipelineManager(StrategyManager):
             )
         self._inner = inner
         self._stages: dict[int, PipelineStage] = {}
+        self._routers: tuple[RouterLoss, Routers] | None = None
         self._optimizer: Optimizer | None = None
         self._plans: dict[tuple[int, bool], tuple[Action, ...]] = {}
 
@@ -108,8 +111,8 @@ class PipelineManager(StrategyManager):
     def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
         if self._stages:
             raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
-        may_be_frozen = not self.config.patch_inner_model
-        self.mesh.world.together(lambda: check_trainable(model, may_be_frozen=may_be_frozen))
+        taken_apart = self.config.patch_inner_model
+        self.mesh.world.together(lambda: check_trainable(model, may_be_frozen=not taken_apart, router_loss=taken_apart))
         vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
         if self._loss is not None:
             dtype = next(model.parameters()).dtype
@@ -184,11 +187,17 @@ class PipelineManager(StrategyManager):
         dtype = getattr(torch, self.config.dtype) if self.config.dtype is not None else None
         is_first, is_last = index == 0, index == len(self.split) - 1
         ends = {"is_first": is_first, "is_last": is_last}
-        return {**ends, "dtype": dtype, "loss": self._loss, "splits": self._splits}
+        routers = None
+        if self._routers is not None:
+            routers = StageRouters(*self._routers, torch.float64 if self._wide else torch.float32)
+        return {**ends, "dtype": dtype, "loss": self._loss, "splits": self._splits, "routers": routers}
 
     def _divided(self, model: nn.Module, layout: ModelLayout) -> tuple[Cut, tuple[range, ...]]:
         """How the model is cut, and the blocks of each stage."""
-        study = Study(model, layout, forward_options(model))
+        study = Study(model, layout, forward_options(model, in_parts=True))
+        if asks_for_router_loss(model):
+            loss = RouterLoss(model.config)
+            self._routers = (loss, find_routers(model, loss, study.run_with_router_logits))
         blocks, runs_in = study.cut.blocks, study.cut.runs_in
         count = number_of_stages(self.config, layers=len(blocks), ranks=self.mesh.degrees.pp)
         split = split_model(model, layout, self.config, count, blocks=blocks, runs_in=runs_in)
@@ -211,12 +220,6 @@ class PipelineManager(StrategyManager):
                 "patch_stage_backward_maybe_with_nosync=true asks for gradients to be reduced once, and the options of "
                 "the inner strategy for each microbatch's. Let it defer the reduction (fsdp2: "
                 "defer_fsdp_grad_sync=true), or set patch_stage_backward_maybe_with_nosync=false."
-            )
-        if self._names.shared and not manager.may_share_parameters:
-            raise StrategyError(
-                f"{next(iter(self._names.shared))} is needed by several stages, and the inner strategy divides "
-                f"its copies in different ways. Untie the model (tie_word_embeddings=false), set pp_size=1, or leave "
-                f"the distributed optimizer out."
             )
         manager.in_pipeline = True
         return manager
@@ -259,7 +262,7 @@ class PipelineManager(StrategyManager):
         with self._around(microbatches):
             self._check_context(pieces[0])
             self._choose_loss(pieces[0])
-            losses = self._run(pieces, num_tokens, train=True)
+            losses = self._run(pieces, train=True)
         for stage in self._stages.values():
             self.mesh.world.together(stage.manager.check_gradients)
             self.mesh.world.together(stage.manager.check_plan)
@@ -275,7 +278,7 @@ class PipelineManager(StrategyManager):
         try:
             with self._around(microbatches), torch.no_grad():
                 self._check_context(pieces[0])
-                losses = self._run(pieces, num_tokens, train=False)
+                losses = self._run(pieces, train=False)
         finally:
             for stage, training in zip(self._stages.values(), before, strict=True):
                 stage.manager.module.train(training)
@@ -302,10 +305,12 @@ class PipelineManager(StrategyManager):
             self.mesh.world.together(lambda: self._check_division(microbatches))
         pieces = [piece for batch in microbatches for piece in cut_batch(batch, self.config.pp_microbatch_size)]
         (most,) = self.mesh.world.reduce_ints([len(pieces)], dist.ReduceOp.MAX)
+        for stage in self._stages.values():
+            stage.num_tokens, stage.microbatches = num_tokens, most
         length = self._run_length(most)
         most = -(-most // length) * length
         # Ranks of one stage gather and reduce together, so all run the same schedule.
-        idle = {**pieces[0], "labels": torch.full_like(pieces[0]["labels"], IGNORED_LABEL)}
+        idle = Idle(pieces[0], labels=torch.full_like(pieces[0]["labels"], IGNORED_LABEL))
         return pieces + [idle] * (most - len(pieces))
 
     def _check_division(self, microbatches: Sequence[Batch]) -> None:
@@ -338,13 +343,12 @@ class PipelineManager(StrategyManager):
         except ConfigError as error:
             raise BatchError(str(error)) from None
 
-    def _run(self, pieces: Sequence[Batch], num_tokens: Tensor, *, train: bool) -> list[Tensor]:
+    def _run(self, pieces: Sequence[Batch], *, train: bool) -> list[Tensor]:
         """The losses of the pieces, on the last stage's rank."""
-        for stage in self._stages.values():
-            stage.num_tokens = num_tokens
         device = self.mesh.device
         manager = next(iter(self._stages.values())).manager
-        batches = [manager.on_device(manager.divide(piece)) for piece in pieces]
+        kinds = [Idle if isinstance(piece, Idle) else dict for piece in pieces]
+        batches = [kind(manager.on_device(manager.divide(piece))) for kind, piece in zip(kinds, pieces, strict=True)]
         length = self._run_length(len(batches))
         losses: list[Tensor] = []
         for start in range(0, len(batches), length):
@@ -411,13 +415,10 @@ class PipelineManager(StrategyManager):
         here = {index: parameter for index, parameter in copies.items() if parameter is not None}
         if not here:
             return
-        for parameter in here.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
         group, rank = self.mesh.group("pp"), self.mesh.axis_rank("pp")
         ranks = sorted({self._placement[index] for index in holders})
         # Each rank's own copies first, then all ranks' in the same order, so that all get the same bits.
-        parts = [local_part(parameter.grad) for parameter in here.values()]
+        parts = [self._stages[index].manager.copy_of_gradient(parameter) for index, parameter in here.items()]
         own = torch.stack(parts).sum(0)
         received = {other: torch.empty_like(own) for other in ranks if other != rank}
         operations = [dist.P2POp(dist.isend, own, group=group, group_peer=other) for other in received]
@@ -427,16 +428,17 @@ class PipelineManager(StrategyManager):
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         total = torch.stack([own if other == rank else received[other] for other in ranks]).sum(0)
-        for part in parts:
-            part.copy_(total)
+        for index, parameter in here.items():
+            self._stages[index].manager.take_sum_of_copies(parameter, total.clone() if len(here) > 1 else total)
 
     def _parameter(self, index: int, canonical: str) -> nn.Parameter | None:
-        """The copy of a parameter on a stage of this rank."""
+        """What is trained of the copy of a parameter on a stage of this rank."""
         stage = self._stages.get(index)
         if stage is None:
             return None
         names = stage.manager.model.named_parameters()
-        return next(parameter for name, parameter in names if self._names.canonical[name] == canonical)
+        copy = next(parameter for name, parameter in names if self._names.canonical[name] == canonical)
+        return stage.manager.trained_as(copy)
 
     # -- norms
 
@@ -595,10 +597,3 @@ def own_parameters(parts: Sequence[nn.Module]) -> None:
                         made[parameter] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
                     setattr(module, name, made[parameter])
         taken.update(part.parameters())
-
-
-def local_part(gradient: Tensor | None) -> Tensor:
-    """This rank's part of a gradient, which writing into changes."""
-    if gradient is None:
-        raise StrategyError("a parameter has no gradient to be summed.")
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

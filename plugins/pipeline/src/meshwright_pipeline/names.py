@@ -81,6 +81,7 @@ class Names:
         model: dict[str, Any] = {}
         values: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
+        masters: dict[str, Any] = {}
         for state in states:
             for name, tensor in state["model"].items():
                 # Tied names keep sharing one tensor.
@@ -88,11 +89,15 @@ class Names:
             optimizer = state.get("optimizer", {})
             for name, each in optimizer.get("state", {}).items():
                 values.setdefault(self.canonical[name], each)
+            for name, each in optimizer.get("masters", {}).items():
+                masters.setdefault(self.canonical[name], each)
             for group in optimizer.get("param_groups", []):
                 self._add(group, groups)
         whole: dict[str, Any] = {"model": {name: model[name] for name in self._order if name in model}}
         if with_optimizer:
             whole["optimizer"] = {"state": values, "param_groups": groups} if states else {}
+            if masters:
+                whole["optimizer"]["masters"] = masters
         return whole
 
     def _add(self, group: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
@@ -139,6 +144,9 @@ class Names:
             "optimizer": {
                 "state": {local[name]: values for name, values in saved.items() if name in local},
                 "param_groups": groups,
+                "masters": {
+                    local[name]: value for name, value in optimizer.get("masters", {}).items() if name in local
+                },
             },
         }
 

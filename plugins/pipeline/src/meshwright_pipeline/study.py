@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.contract import Batch
+from meshwright.data_parallel import with_router_logits
 from meshwright.errors import ModelError
 from meshwright.layout import ModelLayout
 
@@ -48,7 +49,7 @@ class Study:
     """
 
     def __init__(self, model: nn.Module, layout: ModelLayout, options: Mapping[str, Any]) -> None:
-        self._model = model
+        self._model, self._options = model, options
         with evaluating(model), _told(model):
             self._trials = [_Trial(model, layout, trial_batch(model, *size), options) for size in TRIALS]
             self.cut = self._outline(layout)
@@ -82,6 +83,11 @@ class Study:
                     yield module, (dims_of(shapes, TRIALS), output.dtype)
                 except ModelError:
                     continue
+
+    def run_with_router_logits(self) -> Any:
+        """What the whole model returns for a few tokens when it is asked for the logits of its routers."""
+        with evaluating(self._model):
+            return self._model(**self._trials[0].batch, **with_router_logits(self._options))
 
     def cut_at(self, starts: Sequence[int]) -> Cut:
         """The cut, with what crosses the boundaries before these blocks.

@@ -17,6 +17,7 @@ from meshwright.weights import Weights
 from .boundary import Boundary, Crossing, size_of
 from .given import with_hidden
 from .loss import LossFn
+from .routing import Idle, StageRouters
 from .runtime import Kinds, Tensors
 from .stage import Cut, enter_stage
 
@@ -32,6 +33,11 @@ class PipelineStage:
         dtype: of what crosses boundaries, where it is of floating point; None: its own.
         loss: on the last stage, in the place of the token loss; see [Note: loss_fn].
         splits: whether the schedule splits backwards in two.
+        routers: those of the model, where a router loss is added; see [Note: sums that cross] in `routing`.
+
+    Attributes:
+        num_tokens: of the step.
+        microbatches: of the step, without idle ones.
     """
 
     def __init__(
@@ -44,10 +50,13 @@ class PipelineStage:
         dtype: torch.dtype | None,
         loss: LossFn | None,
         splits: bool,
+        routers: StageRouters | None = None,
     ) -> None:
         self.manager = manager
         self.is_first, self.is_last = is_first, is_last
         self.num_tokens = torch.ones(())
+        self.microbatches = 1
+        self._routers = routers
         self._boundary, self._dtype, self._loss = boundary, dtype, loss
         self._store, self._splits = WeightGradients(), splits
 
@@ -59,8 +68,25 @@ class PipelineStage:
         self.manager.parallelize(model, weights)
         if not self.is_first:
             enter_stage(model, cut, blocks, self._boundary)
+        if self._routers is not None:
+            self._routers.watch(model)
 
     def forward(self, batch: Batch, received: Tensors) -> Tensors:
+        routers = self._routers
+        if routers is None:
+            return self._forward(batch, received)
+        shape, dtype = routers.kind
+        before = torch.zeros(shape, dtype=dtype, device=self.manager.mesh.device) if self.is_first else received[-1]
+        with routers.noting() as logits:
+            output = self._forward(batch, received[:-1])
+        mask = torch.zeros_like(batch["input_ids"]) if isinstance(batch, Idle) else self.manager.own_mask(batch)
+        sums = routers.added(before, logits, mask)
+        if not self.is_last:
+            return (*output, sums)
+        group = self.manager.mesh.group("dp_cp")
+        return (output[0] + routers.loss.share(sums, group=group, microbatches=self.microbatches),)
+
+    def _forward(self, batch: Batch, received: Tensors) -> Tensors:
         self._boundary.start(batch, received)
         try:
             given = self._given(batch, received)
@@ -94,7 +120,7 @@ class PipelineStage:
 
         def receive(module: nn.Module, args: Any, kwargs: Any) -> None:
             ids = kwargs["input_ids"]
-            kinds = self.entering(kwargs)
+            kinds = self._kinds(self._boundary.entering, kwargs)
             # Indices among them must be valid.
             self._boundary.start(
                 kwargs,
@@ -136,10 +162,14 @@ class PipelineStage:
         self.manager.after_backward(is_last=is_last)
 
     def entering(self, batch: Batch) -> Kinds:
-        return self._kinds(self._boundary.entering, batch)
+        return [*self._kinds(self._boundary.entering, batch), *self._sums]
 
     def leaving(self, batch: Batch) -> Kinds:
-        return self._kinds(self._boundary.leaving, batch)
+        return [*self._kinds(self._boundary.leaving, batch), *self._sums]
+
+    @property
+    def _sums(self) -> Kinds:
+        return [self._routers.kind] if self._routers is not None else []
 
     def _kinds(self, crossings: Sequence[Crossing], batch: Batch) -> Kinds:
         return [
