@@ -168,9 +168,11 @@ def _refused(kind: str) -> str:
     if kind.startswith("another loss"):
         forward = model.forward
 
+        @functools.wraps(forward)
         def other(*args: Any, **kwargs: Any) -> Any:
             outputs = forward(*args, **kwargs)
-            outputs.aux_loss = outputs.aux_loss * 2
+            if outputs.aux_loss is not None:
+                outputs.aux_loss = outputs.aux_loss * 2
             return outputs
 
         model.forward = other

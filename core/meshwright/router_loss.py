@@ -148,7 +148,8 @@ class Notes:
     @contextmanager
     def noting(self) -> Iterator[list[Tensor]]:
         """Around one forward: yields the list to which logits are added. What is computed again in backward is not."""
-        self._open = noted = []
+        noted: list[Tensor] = []
+        self._open = noted
         try:
             yield noted
         finally:
