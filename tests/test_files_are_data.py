@@ -299,7 +299,7 @@ def _settings(files: _Files) -> Iterator[tuple[str, Case]]:
     yield "a tag of YAML: train", Case(("train", str(tagged)), 2, "error: ")
     options = {"tp_plan": "evil.plan"}
     plan = files.run_file("plan.yaml", strategy="fsdp2", strategy_config=options, tp_size=2, nproc=2)
-    yield "a plan of its own: train", Case(files.train("o7", run=plan), -1)
+    yield "a plan of its own: train", Case(files.train("o7", run=plan), 2, "error: .*evil")
     policy = {"mp_policy": {"_target_": "evil.EvilConfig"}}
     policy_file = files.run_file("policy.yaml", strategy="fsdp2", strategy_config=policy)
     yield "a class of its own: train", Case(files.train("o8", run=policy_file), 2, "error: .*evil")

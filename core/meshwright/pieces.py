@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,24 +115,35 @@ class _Run:
     length: int
 
 
-def _runs(tensor: DTensor, dim: int) -> list[_Run]:
+_known_runs: dict[tuple[Any, ...], tuple[_Run, ...]] = {}
+"""By all that they depend on. A model's tensors have few sizes, and torch takes long to divide one over many ranks."""
+
+
+def _runs(tensor: DTensor, dim: int) -> tuple[_Run, ...]:
     mesh, size = tensor.device_mesh, tensor.shape[dim]
-    along = [
+    along = tuple(
         placement if is_sharded(placement) and placement.dim == dim else Replicate() for placement in tensor.placements
-    ]
+    )
     if all(placement.is_replicate() for placement in along):
-        return [_Run(0, 0, size)] if size else []
-    # torch divides the indices as it has divided the tensor, so that nothing here need know how.
-    shape = [size if each == dim else 1 for each in range(tensor.dim())]
-    indices = torch.arange(size).view(shape)
-    mine = distribute_tensor(indices, mesh, along, src_data_rank=None).to_local().flatten().tolist()
+        return (_Run(0, 0, size),) if size else ()
+    key = (tuple(mesh.shape), tuple(mesh.get_coordinate() or ()), along, size)
+    if key not in _known_runs:
+        # torch divides the indices as it has divided the tensor, so that nothing here need know how.
+        shape = [size if each == dim else 1 for each in range(tensor.dim())]
+        indices = torch.arange(size).view(shape)
+        mine = distribute_tensor(indices, mesh, along, src_data_rank=None).to_local().flatten().tolist()
+        _known_runs[key] = _consecutive(mine)
+    return _known_runs[key]
+
+
+def _consecutive(indices: Sequence[int]) -> tuple[_Run, ...]:
     runs: list[_Run] = []
-    for place, index in enumerate(mine):
+    for place, index in enumerate(indices):
         if runs and index == runs[-1].start + runs[-1].length:
             runs[-1] = _Run(runs[-1].start, runs[-1].local, runs[-1].length + 1)
         else:
             runs.append(_Run(index, place, 1))
-    return runs
+    return tuple(runs)
 
 
 def _rectangles(start: int, end: int, shape: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:

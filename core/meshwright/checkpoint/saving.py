@@ -73,7 +73,7 @@ class Saving:
         tensors = {**flat(state), f"{RANDOM}{dist.get_rank()}": random_state()}
         share = (agreement or Agreement()).share(tensors, state.optimizer, group)
         self._index = share.index_json
-        self._tensors = [_cut(tensors[each.name], each) for each in share.rectangles]
+        self._tensors = [cut(tensors[each.name], each) for each in share.rectangles]
         settings = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": dict(extra or {})}
         self._settings, told_settings = self._world.together(
             lambda: (settings_of(state.optimizer, share), plain(settings))
@@ -170,7 +170,7 @@ def own_group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group(group)
 
 
-def _cut(sharded: Sharded, rectangle: Rectangle) -> Tensor:
+def cut(sharded: Sharded, rectangle: Rectangle) -> Tensor:
     """A rectangle, as a view of the piece that holds it."""
     for piece in sharded.pieces:
         starts = [a - b for a, b in zip(rectangle.offsets, piece.offsets, strict=True)]
