@@ -148,7 +148,7 @@ def test_show_tells_what_is_in_whole_ones(checkpoints: Path) -> None:
         for text in ("fsdp2", "dp_shard=2", "float64", "whole", "2"):
             assert text in shown.output
     missing = CliRunner().invoke(cli.app, ["checkpoint", "show", str(checkpoints / "none")])
-    assert missing.exit_code == 1
+    assert missing.exit_code == 2
     assert "is no directory" in missing.stderr
 
 

@@ -289,6 +289,7 @@ def held_out_loss(directory: Path) -> float:
 def test_a_run_leaves_metrics_curve_model_and_summary(name, trained):
     directory, output = trained(name)
     assert {path.name for path in directory.iterdir()} == {
+        ".lock",
         "metrics.jsonl",
         "loss.png",
         "model",
@@ -324,7 +325,10 @@ def test_one_rank_and_two_print_the_same_losses(trained):
 def test_a_second_run_does_not_replace_the_first_unasked(trained):
     directory, _ = trained("single")
     before = (directory / "metrics.jsonl").read_bytes()
-    done = command("train", str(directory / "run.yaml"))
+    same = command("train", str(directory / "run.yaml"))
+    assert same.returncode == 0
+    assert "this run has finished" in same.stdout
+    done = command("train", str(directory / "run.yaml"), "--set", "seed=1")
     assert done.returncode == 2
     assert "overwrite=true" in done.stderr
     assert (directory / "metrics.jsonl").read_bytes() == before

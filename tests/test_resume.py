@@ -192,7 +192,8 @@ def test_a_finished_run_is_not_touched_and_another_run_not_continued(workplace: 
         assert process.returncode not in (0, None)
         return errors
 
-    assert "holds the results of an earlier run" in refused(_run_file(workplace, "whole"))
+    assert "this run has finished" in _finish(_run_file(workplace, "whole"))
+    assert "holds the results of an earlier run" in refused(_run_file(workplace, "whole", seed=3))
     source = str(workplace / "whole" / "checkpoints" / f"step-{STEPS:08d}")
     other = _run_file(workplace, "other", resume=source, batch_size=8, steps=20)
     told = refused(other)

@@ -10,7 +10,9 @@
       DataError               corpus, tokenizer or split cannot be used
       BatchError              the microbatches of a step are malformed or differ in number between ranks
       TrainingError           training cannot go on (a loss or gradient that is not finite)
-      CheckpointError         a checkpoint is not whole, not of this model, or cannot be written
+      CheckpointError         a checkpoint cannot be read, or is not of this model or run
+        TornCheckpointError   it has lost or changed something since it was written
+        CheckpointWriteError  it cannot be written
       RankError               a worker process failed, or the rendezvous store cannot be reached
 
 Every message says what is wrong, the value, what is allowed, and how to fix it. `exit_code` is what the
@@ -68,7 +70,15 @@ class TrainingError(MeshwrightError):
 
 
 class CheckpointError(MeshwrightError):
-    """A checkpoint is not whole, not of this model, or cannot be written."""
+    """A checkpoint cannot be read, or is not of this model or run."""
+
+
+class TornCheckpointError(CheckpointError):
+    """A checkpoint has lost or changed something since it was written, or was never completed."""
+
+
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint cannot be written."""
 
     exit_code = 1
 

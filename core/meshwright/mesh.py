@@ -100,6 +100,24 @@ class World:
         self.raise_together(error)
         return result  # type: ignore[return-value]
 
+    def from_first(self, work: Callable[[], T]) -> T:
+        """Run `work`, which must not issue collectives, on the first rank alone; its result or error is that of all.
+
+        Raises:
+            MeshwrightError: as `work` does.
+        """
+        box: list[tuple[MeshwrightError | None, T | None]] = [(None, None)]
+        if self.rank == 0:
+            try:
+                box[0] = (None, work())
+            except MeshwrightError as caught:
+                box[0] = (caught, None)
+        dist.broadcast_object_list(box, group=self.group, group_src=0)
+        error, result = box[0]
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
     def __enter__(self) -> World:
         return self
 

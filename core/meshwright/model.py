@@ -17,25 +17,26 @@ from .pretrained import open_pretrained
 from .weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-OWN_KEYS = ("path", "model_type", "dtype", "allow_pickle")
+OWN_KEYS = ("path", "model_type", "checkpoint", "dtype", "allow_pickle")
 """Keys of the run file's section that are no fields of the configuration."""
 
 
-def model_config(section: Mapping[str, Any], *, tokenizer: Any, seq_len: int) -> Any:
+def model_config(section: Mapping[str, Any], *, tokenizer: Any, seq_len: int, directory: Path | None = None) -> Any:
     """Make the Hugging Face configuration of the run's model.
 
     Args:
         section: the run file's `model`.
         tokenizer: gives vocabulary and end-of-text id where the section leaves them out.
         seq_len: tokens per sequence, which the model's positions must hold.
+        directory: of Hugging Face, with the configuration; None: the section has a `model_type`.
 
     Raises:
         ModelError: unknown type or field, a directory without a configuration, or a vocabulary or context too small.
     """
     fields = {key: value for key, value in section.items() if key not in OWN_KEYS}
     dtype_of(section)
-    if "path" in section:
-        config = config_from_directory(Path(section["path"]).expanduser(), fields)
+    if directory is not None:
+        config = config_from_directory(directory, fields, with_weights="path" in section)
     else:
         config = _config_with_tokenizer(str(section["model_type"]), fields, tokenizer)
     text = config.get_text_config()
@@ -59,7 +60,8 @@ def build_model(section: Mapping[str, Any], config: Any, *, seed: int) -> tuple[
 
     Returns:
         The model with its parameters on the meta device, and their values: those at the section's `path`, a
-        `PretrainedWeights`, or without one new ones from `seed`, as of `new_model_on_meta`.
+        `PretrainedWeights`, or without one new ones from `seed`, as of `new_model_on_meta`. The weights of a
+        `checkpoint` are loaded later.
 
     Raises:
         ModelError: transformers cannot build or load it.
@@ -170,8 +172,16 @@ def _default_config(model_type: str, where: str) -> Any:
     return AutoConfig.for_model(model_type)
 
 
-def config_from_directory(path: Path, fields: Mapping[str, Any], *, where: str = "model") -> Any:
+def config_from_directory(
+    path: Path, fields: Mapping[str, Any], *, where: str = "model", with_weights: bool = True
+) -> Any:
     """The Hugging Face configuration of a directory, with some of its fields changed.
+
+    Args:
+        path: the directory.
+        fields: to be changed.
+        where: how to name the source of `fields` in errors.
+        with_weights: whether the directory must hold weights, too.
 
     Raises:
         ModelError: no such directory, no causal LM, an unknown field, or transformers refuses it.
@@ -182,7 +192,7 @@ def config_from_directory(path: Path, fields: Mapping[str, Any], *, where: str =
         raise ModelError(f"{where}.path={str(path)!r} is not a directory. Give a local Hugging Face model directory.")
     if not (path / "config.json").is_file():
         raise ModelError(f"{str(path)!r} holds no config.json, so it is no Hugging Face model directory.")
-    if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+    if with_weights and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
         raise ModelError(f"{str(path)!r} holds no weights: no .safetensors or .bin file.")
 
     check_brings_no_code(path / "config.json", set_anew=fields)

@@ -101,6 +101,18 @@ def build_scheduler(config: ScheduleConfig, optimizer: Optimizer, steps: int) ->
         raise ConfigError(f"schedule {config.name!r} refuses its options {config.options}: {error}") from error
 
 
+def set_schedule(scheduler: LRScheduler, step: int) -> None:
+    """Put a schedule of `build_scheduler`, and the rates of its optimizer, where they are after so many steps."""
+    state = scheduler.state_dict()
+    rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    scheduler.load_state_dict({**state, "last_epoch": step, "_step_count": step + 1, "_last_lr": rates})
+
+
 def _check_schedule_is_heeded(config: ScheduleConfig) -> None:
     """Refuse what get_scheduler would drop without a word."""
     if config.name == "constant" and config.warmup_steps:

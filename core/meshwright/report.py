@@ -72,17 +72,22 @@ class Reporter:
 
 
 def read_metrics(path: Path, *, until: int, steps: int) -> list[StepResult]:
-    """The first `until` steps that a file of metrics holds, of a run that is to have so many steps."""
+    """The first `until` steps that a file of metrics holds, of a run that is to have so many steps.
+
+    Where the file goes back to an earlier step, what follows replaces what was there from that step on.
+    """
     if not path.is_file():
         return []
     names = {each.name for each in fields(StepResult)}
-    found = []
+    found: list[StepResult] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             record = json.loads(line)
         except ValueError:
             # The last line of a run that was killed.
             break
+        while found and found[-1].step >= record["step"]:
+            found.pop()
         if record["step"] <= until:
             known = {key: value for key, value in record.items() if key in names}
             found.append(StepResult(**known, steps=steps, rank=0))

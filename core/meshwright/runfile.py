@@ -71,6 +71,32 @@ class CheckpointConfig(FrozenModel):
     )
 
 
+Allowed = Literal[
+    "optimizer.lr",
+    "optimizer.weight_decay",
+    "optimizer.no_decay",
+    "schedule",
+    "max_grad_norm",
+    "grad_norm_type",
+    "batch_size",
+    "data",
+    "seed",
+]
+"""What may differ in a run that goes on: what the state in a checkpoint is of use for all the same."""
+
+
+class ResumeConfig(FrozenModel):
+    """From where a run goes on, and what may have changed."""
+
+    source: str = Field("auto", alias="from", description="As the plain word: auto, never, or a checkpoint.")
+    allow: list[Allowed] = Field(
+        [],
+        description="What may differ from what the run was started with. Each takes effect at once: rates and decay "
+        "are those of the run file, a schedule is at the step that it goes on at, other data or another seed begin a "
+        "new order, and another batch size goes on in the old one.",
+    )
+
+
 class RunConfig(MeshSizes):
     """A training run. Sizes are at the top level; see `meshwright.sizes.MeshSizes`."""
 
@@ -90,11 +116,16 @@ class RunConfig(MeshSizes):
     timeout_s: FinitePositive = Field(600.0, description="How long ranks wait for one that hangs, in seconds.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of weights, data order, dropout and sampling.")
     output_dir: str = Field("runs/run", description="Where metrics, the loss curve and the model go.")
-    overwrite: bool = Field(False, description="Replace what a finished run left in output_dir.")
+    overwrite: bool = Field(
+        False,
+        description="Replace what is in output_dir: the results of another run, or, with resume=never, of any. What "
+        "this same run has left there is never replaced unless resume=never.",
+    )
 
     model: dict[str, Any] = Field(
-        description="A configuration (model_type and its fields) or `path`, a local directory, with fields to change; "
-        "dtype is the dtype of the parameters; allow_pickle: true reads .bin files where there are no safetensors."
+        description="A configuration (model_type and its fields), or `path`, a local directory, or `checkpoint`, "
+        "whose weights alone are taken, with fields to change; dtype is the dtype of the parameters; allow_pickle: "
+        "true reads .bin files where there are no safetensors."
     )
     data: DataConfig = DataConfig()
 
@@ -110,19 +141,24 @@ class RunConfig(MeshSizes):
     eval: EvalConfig = EvalConfig()
     sample: SampleConfig = SampleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    resume: str = Field(
+    resume: str | ResumeConfig = Field(
         "auto",
-        description="auto: go on from the newest whole checkpoint of an unfinished run in output_dir; never: start "
-        "anew; else the directory of a checkpoint to go on from.",
+        description="auto: go on from the newest whole checkpoint in output_dir; never: start anew, each time that "
+        "the command is given; else the directory of a checkpoint to go on from. If it is one of output_dir, later "
+        "ones are set aside, and the same command goes on from what has been saved since. Or {from: ..., allow: "
+        "[...]}.",
     )
     log_every: int = Field(10, ge=1, description="Steps between lines where no progress bar can be drawn.")
 
     @field_validator("model")
     @classmethod
     def _model_has_a_source(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if ("path" in value) == ("model_type" in value):
-            raise ValueError("give either model_type, to train from new weights, or path, a local model directory")
-        for key in ("path", "model_type", "dtype"):
+        if sum(key in value for key in ("path", "model_type", "checkpoint")) != 1:
+            raise ValueError(
+                "give either model_type, to train from new weights, or path, a local model directory, or checkpoint, "
+                "to begin with the weights of one"
+            )
+        for key in ("path", "model_type", "checkpoint", "dtype"):
             if not isinstance(value.get(key, ""), str):
                 raise ValueError(f"{key} must be a string, not {value[key]!r}")
         if not isinstance(value.get("allow_pickle", False), bool):
@@ -136,6 +172,11 @@ class RunConfig(MeshSizes):
                 f"schedule.warmup_steps={self.schedule.warmup_steps} is more than steps={self.steps}; lower it"
             )
         return self
+
+    @property
+    def resumption(self) -> ResumeConfig:
+        """`resume`, written out."""
+        return ResumeConfig(**{"from": self.resume}) if isinstance(self.resume, str) else self.resume
 
     def processes(self, claims: frozenset[str], accelerators: int) -> int:
         """How many ranks to start on this node."""
@@ -240,4 +281,4 @@ def _config_schema(config_cls: type[BaseModel], ref_template: str) -> dict[str, 
 
 def as_plain(config: RunConfig) -> dict[str, Any]:
     """The run as plain values, to be written beside its results; `load_run` reads the same run from them."""
-    return config.model_dump()
+    return config.model_dump(by_alias=True)

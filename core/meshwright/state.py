@@ -83,7 +83,8 @@ class OptimizerState(Generic[T]):
     Attributes:
         tensors: by name and key, such as "exp_avg"; on this rank a `Sharded`, in a checkpoint (shape, dtype).
         values: by name and key, what is no tensor, and tensors without dims, such as "step".
-        groups: settings, and under "params" the names of those that they are for.
+        groups: settings, and under "params" the names of those that they are for. To be loaded, none: the optimizer
+            keeps its own.
     """
 
     tensors: dict[str, dict[str, T]] = field(default_factory=dict)
@@ -146,7 +147,8 @@ def loading_optimizer(
     unexpected = (saved.tensors.keys() | saved.values.keys()) - numbers.keys()
     if unexpected:
         _check_names("optimizer", set(unexpected), set())
-    groups = [_matching(group, names, saved.groups, numbers) for group in optimizer.param_groups]
+    own = [{**group, "params": [names[each] for each in group["params"]]} for group in optimizer.param_groups]
+    groups = [_matching(group, names, saved.groups or own, numbers) for group in optimizer.param_groups]
     state: dict[int, dict[str, Any]] = {}
     target: OptimizerState[Sharded] = OptimizerState()
     for number, parameter in enumerate(parameters):

@@ -15,6 +15,7 @@ from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_serializer
+from pydantic.fields import FieldInfo
 
 from .errors import ConfigError, nearest
 
@@ -113,7 +114,7 @@ def _finding(model_cls: type[BaseModel], finding: Any) -> tuple[str, str]:
     keys, holder = _follow(model_cls, finding["loc"])
     path = ".".join(keys) or "as a whole"
     if finding["type"] == "extra_forbidden":
-        known = list(holder.model_fields) if holder else []
+        known = list(_fields(holder)) if holder else []
         return path, f"unknown key.{nearest(keys[-1], known)} Allowed: {', '.join(sorted(known)) or 'none'}."
     if finding["type"] == "missing":
         return path, "required, but not given."
@@ -132,9 +133,14 @@ def _follow(model_cls: type[BaseModel], location: Sequence[str | int]) -> tuple[
     inside: list[type[BaseModel]] = [model_cls]
     annotation: Any = None
     for part in location:
+        if inside and _is_union(annotation):
+            # The name of an alternative, not a key.
+            inside = [cls for cls in inside if cls.__name__ == part]
+            annotation = None
+            continue
         if inside:
             holder = inside[0]
-            field = holder.model_fields.get(str(part))
+            field = _fields(holder).get(str(part))
             annotation = field.annotation if field else None
             inside = _models_in(annotation)
         elif _is_union(annotation):
@@ -146,6 +152,11 @@ def _follow(model_cls: type[BaseModel], location: Sequence[str | int]) -> tuple[
         if part != "[key]":
             keys.append(str(part))
     return keys, holder
+
+
+def _fields(model_cls: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of a model, by the keys that the user writes."""
+    return {field.alias or name: field for name, field in model_cls.model_fields.items()}
 
 
 def _is_union(annotation: Any) -> bool:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from .checkpointer import Checkpointer, OnError, save_checkpoint
 from .directory import Manifest, read_manifest, steps_in
 from .export import export_checkpoint
-from .loading import load_checkpoint, newest_checkpoint
+from .loading import first_whole, load_checkpoint, newest_checkpoint
 
 __all__ = [
     "Checkpointer",
     "Manifest",
     "OnError",
     "export_checkpoint",
+    "first_whole",
     "load_checkpoint",
     "newest_checkpoint",
     "read_manifest",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..contract import StrategyManager
-from ..errors import CheckpointError
+from ..errors import CheckpointError, CheckpointWriteError
 from ..mesh import new_group
 from .agreement import Agreement
 from .directory import (
@@ -75,7 +75,7 @@ class Checkpointer:
     Args:
         manager: whose state is saved.
         root: directory of the checkpoints, which are named by their steps.
-        keep_last: how many to keep; None keeps all.
+        keep_last: how many to keep, whole ones of no later step than the one just saved; None keeps all.
         keep_every: those of steps that are multiples of it are kept, too.
         asynchronous: whether training goes on while one is written.
         on_error: whether a checkpoint that cannot be written ends the training, or is told in a warning. Either way
@@ -130,11 +130,11 @@ class Checkpointer:
             self._tell(error)
             return
         if not self._asynchronous:
-            self._write(saving)
+            self._write(saving, step)
             self.wait()
             return
         saving.detach()
-        self._thread = threading.Thread(target=self._write, args=(saving,), name="meshwright-checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(saving, step), name="meshwright-checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
@@ -167,16 +167,16 @@ class Checkpointer:
         if error_type is None:
             self.close()
 
-    def _write(self, saving: Saving) -> None:
+    def _write(self, saving: Saving, step: int) -> None:
         try:
             saving.write()
             if self._manager.mesh.rank == 0:
-                retain(self._root, keep_last=self._keep_last, keep_every=self._keep_every)
+                retain(self._root, newest=step, keep_last=self._keep_last, keep_every=self._keep_every)
         except CheckpointError as error:
             self._error = error
         except Exception as error:
             # A peer that is gone, or a disk that does not let go of old checkpoints.
-            self._error = CheckpointError(f"a checkpoint failed: {told(error)}")
+            self._error = CheckpointWriteError(f"a checkpoint failed: {told(error)}")
 
     def _tell(self, error: CheckpointError) -> None:
         if self._on_error == "stop":

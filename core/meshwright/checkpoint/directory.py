@@ -6,6 +6,10 @@ complete once; a directory that lost or changed something since is found by its 
 manifest every byte counts, too: it holds its own checksum, and is what `json.dumps` makes of its contents. Files that
 it does not name are never read.
 
+[Note: swap, then remove] What is to be replaced is renamed to `NAME.replaced`, the new one is given its name, and only
+then is the old one removed. After a crash in between, one of both lies beside the name whole, and `recover` gives it
+the name. Readers do not: the writer may be alive.
+
 This module imports no torch.
 """
 
@@ -21,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, CheckpointWriteError, TornCheckpointError
 
 MANIFEST = "checkpoint.json"
 HUGGING_FACE = "huggingface"
@@ -29,6 +33,7 @@ HUGGING_FACE = "huggingface"
 FORMAT = 2
 """Of what is written; those before it are read, too."""
 _STEP = re.compile(r"step-(\d+)")
+_ABANDONED = re.compile(r"abandoned-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -72,12 +77,19 @@ def step_directory(root: Path, step: int) -> Path:
 
 
 def steps_in(root: Path) -> list[tuple[int, Path]]:
-    """Step and directory of each checkpoint in `root`, whole or not, the newest first."""
-    if not root.is_dir():
-        return []
-    found = [
-        (int(match[1]), path) for path in root.iterdir() if path.is_dir() and (match := _STEP.fullmatch(path.name))
-    ]
+    """Step and directory of each checkpoint in `root`, whole or not, the newest first.
+
+    Raises:
+        CheckpointError: `root` cannot be read.
+    """
+    try:
+        if not root.is_dir():
+            return []
+        found = [
+            (int(match[1]), path) for path in root.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir()
+        ]
+    except OSError as error:
+        raise _unreadable(root, error) from None
     return sorted(found, reverse=True)
 
 
@@ -87,12 +99,13 @@ def begin(final: Path) -> Path:
     Raises:
         CheckpointError: it cannot be made.
     """
-    writing = final.with_name(f"{final.name}.writing")
+    writing = _beside(final, "writing")
     try:
+        recover(final)
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
     except OSError as error:
-        raise CheckpointError(f"the checkpoint {final} cannot be written: {error}.") from error
+        raise CheckpointWriteError(f"the checkpoint {final} cannot be written: {error}.") from error
     return writing
 
 
@@ -104,7 +117,7 @@ def digests(directory: Path, names: Sequence[str]) -> dict[str, StoredFile]:
 def commit(writing: Path, final: Path, manifest: Manifest) -> None:
     """Give a complete checkpoint its manifest and its name; see [Note: complete or absent].
 
-    One of that name is replaced.
+    One of that name is replaced. OSError: nothing has changed, or `recover` mends what has.
     """
     content = asdict(manifest)
     version = content.pop("format")
@@ -114,10 +127,33 @@ def commit(writing: Path, final: Path, manifest: Manifest) -> None:
         os.fsync(file.fileno())
     for directory in {(writing / name).parent for name in (MANIFEST, *manifest.files)}:
         _sync(directory)
+    put_in_place(writing, final)
+
+
+def put_in_place(new: Path, final: Path) -> None:
+    """Give a complete directory its name; one that bears it is replaced, see [Note: swap, then remove]."""
+    old = _beside(final, "replaced")
     if final.exists():
-        remove(final)
-    writing.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    try:
+        new.rename(final)
+    except OSError:
+        if old.exists():
+            old.rename(final)
+        raise
     _sync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recover(final: Path) -> None:
+    """Complete what a crash has interrupted in `put_in_place`: the new checkpoint gets the name, or the old one back.
+
+    Only for who writes it, and nobody else does.
+    """
+    old, new = _beside(final, "replaced"), _beside(final, "writing")
+    if old.exists() and not final.exists():
+        (new if _is_whole(new) else old).rename(final)
 
 
 def discard(writing: Path) -> None:
@@ -127,37 +163,103 @@ def discard(writing: Path) -> None:
 
 def remove(final: Path) -> None:
     """Remove a checkpoint, so that no part of it is ever seen under its name."""
-    doomed = final.with_name(f"{final.name}.deleting")
+    doomed = _beside(final, "deleting")
     shutil.rmtree(doomed, ignore_errors=True)
     final.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what interrupted runs have left half written or half removed."""
-    for path in (*root.glob("step-*.writing"), *root.glob("step-*.deleting")):
-        shutil.rmtree(path, ignore_errors=True)
+    """Remove what interrupted runs have left half written or half removed, but for what `recover` can mend.
+
+    Raises:
+        CheckpointWriteError: what can be mended cannot be renamed.
+    """
+    for path in root.glob("step-*.replaced"):
+        try:
+            recover(path.with_suffix(""))
+        except OSError as error:
+            raise CheckpointWriteError(f"{path} cannot be given its name back: {error}.") from error
+    for kind in ("writing", "deleting", "replaced"):
+        for path in root.glob(f"step-*.{kind}"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def retain(root: Path, *, keep_last: int | None, keep_every: int | None) -> None:
-    """Remove all but the newest checkpoints, and those of steps that are multiples of `keep_every`."""
+def retain(root: Path, *, newest: int, keep_last: int | None, keep_every: int | None) -> None:
+    """Remove older checkpoints.
+
+    Args:
+        root: directory of the checkpoints.
+        newest: the step that was saved last. What is of later steps is of another course of the run: it neither counts
+            nor is removed.
+        keep_last: how many to keep; None keeps all. Only whole ones count, and only whole ones are removed.
+        keep_every: those of steps that are multiples of it are kept, too.
+    """
     if keep_last is None:
         return
-    for step, path in steps_in(root)[keep_last:]:
-        if keep_every is None or step % keep_every:
-            remove(path)
+    kept = 0
+    for step, path in steps_in(root):
+        if step > newest or (kept >= keep_last and keep_every is not None and step % keep_every == 0):
+            continue
+        if _is_whole(path):
+            kept += 1
+            if kept > keep_last:
+                remove(path)
+
+
+def set_aside(root: Path, *, after: int, copies: Sequence[Path] = ()) -> Path | None:
+    """Move the checkpoints of later steps than `after` to `root`/abandoned-N, where a run goes on without them.
+
+    Args:
+        root: directory of the checkpoints.
+        after: the step that the run goes on from; -1 moves all.
+        copies: files that are copied there, if they exist.
+
+    Returns:
+        The new directory; None where nothing was to be moved.
+
+    Raises:
+        CheckpointWriteError: they cannot be moved; those that could be are there.
+    """
+    later = [path for step, path in steps_in(root) if step > after]
+    if not later:
+        return None
+    numbers = [int(match[1]) for path in root.iterdir() if (match := _ABANDONED.fullmatch(path.name))]
+    aside = root / f"abandoned-{max(numbers, default=0) + 1}"
+    try:
+        aside.mkdir()
+        for file in copies:
+            if file.is_file():
+                shutil.copy2(file, aside / file.name)
+        for path in later:
+            path.rename(aside / path.name)
+    except OSError as error:
+        raise CheckpointWriteError(f"checkpoints of later steps cannot be moved to {aside}: {error}.") from error
+    _sync(root)
+    return aside
 
 
 def read_manifest(directory: Path) -> Manifest:
     """Read a checkpoint's manifest, and check that its files are there and have their sizes.
 
     Raises:
-        CheckpointError: it is no checkpoint, or no longer whole.
+        TornCheckpointError: it was never completed, or is no longer whole.
+        CheckpointError: it is no directory, cannot be read, or is of another version of meshwright.
     """
+    try:
+        return _manifest(directory)
+    except OSError as error:
+        raise _unreadable(directory, error) from None
+
+
+def _manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is no checkpoint: it is no directory.{_others(directory)}")
     if not path.is_file():
-        what = "is no directory" if not directory.is_dir() else f"has no {MANIFEST}, so it was never completed"
-        raise CheckpointError(f"{directory} is no checkpoint: it {what}.{_others(directory)}")
+        raise TornCheckpointError(
+            f"{directory} is no checkpoint: it has no {MANIFEST}, so it was never completed.{_others(directory)}"
+        )
     try:
         text = path.read_bytes().decode()
         content = json.loads(text)
@@ -175,7 +277,7 @@ def read_manifest(directory: Path) -> Manifest:
             content["has_optimizer"] = None not in (content.pop("groups"), content.pop("values"))
         files = {_plain_name(name): StoredFile(**each) for name, each in content.pop("files").items()}
         manifest = Manifest(**content, files=files, format=version)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise broken(directory, f"{MANIFEST} was altered or cut off ({error})") from None
     for name, stored in manifest.files.items():
         file = directory / name
@@ -190,10 +292,15 @@ def verify(directory: Path, manifest: Manifest, names: Sequence[str]) -> None:
     """Compare checksums of some of a checkpoint's files.
 
     Raises:
-        CheckpointError: a file was altered.
+        TornCheckpointError: a file was altered.
+        CheckpointError: a file cannot be read.
     """
     for name in names:
-        if _stored(directory / name) != manifest.files[name]:
+        try:
+            stored = _stored(directory / name)
+        except OSError as error:
+            raise _unreadable(directory, error) from None
+        if stored != manifest.files[name]:
             raise _changed(directory, name)
 
 
@@ -201,22 +308,39 @@ def read_verified(directory: Path, manifest: Manifest, name: str) -> bytes:
     """The contents of one of a checkpoint's files, which are what was written.
 
     Raises:
-        CheckpointError: the file is missing, cannot be read, or was altered.
+        TornCheckpointError: the file was altered, or is none of the checkpoint.
+        CheckpointError: it cannot be read.
     """
     if name not in manifest.files:
         raise broken(directory, f"{MANIFEST} names no {name}")
     try:
         content = (directory / name).read_bytes()
     except OSError as error:
-        raise CheckpointError(f"the checkpoint {directory} cannot be read: {error}.") from error
+        raise _unreadable(directory, error) from None
     if StoredFile(len(content), hashlib.sha256(content).hexdigest()) != manifest.files[name]:
         raise _changed(directory, name)
     return content
 
 
-def broken(directory: Path, reason: str) -> CheckpointError:
+def broken(directory: Path, reason: str) -> TornCheckpointError:
     """The error for a checkpoint that is not what was written."""
-    return CheckpointError(f"the checkpoint {directory} is not whole: {reason}.{_others(directory)}")
+    return TornCheckpointError(f"the checkpoint {directory} is not whole: {reason}.{_others(directory)}")
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether a checkpoint has all that its manifest names, in size; not so where that cannot be read."""
+    try:
+        read_manifest(directory)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _unreadable(directory: Path, error: OSError) -> CheckpointError:
+    """Not torn: it may be whole once the file system is well again."""
+    return CheckpointError(
+        f"{directory} cannot be read: {error}. See to it that it can; or move it away, if it is not to be used."
+    )
 
 
 def _changed(directory: Path, name: str) -> CheckpointError:
@@ -232,8 +356,16 @@ def _plain_name(name: str) -> str:
 
 
 def _others(directory: Path) -> str:
+    """What else there is, for the end of a message."""
+    told = ""
+    if _beside(directory, "replaced").is_dir() and not directory.exists():
+        told = f" A save over it was interrupted: its former contents are {_beside(directory, 'replaced').name}."
     names = [path.name for _, path in steps_in(directory.parent) if path != directory]
-    return f" Others beside it: {', '.join(names[:5])}." if names else ""
+    return told + (f" Others beside it: {', '.join(names[:5])}." if names else "")
+
+
+def _beside(final: Path, what: str) -> Path:
+    return final.with_name(f"{final.name}.{what}")
 
 
 def _stored(path: Path, *, sync: bool = False) -> StoredFile:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..contract import StrategyManager
-from ..errors import CheckpointError
+from ..errors import CheckpointError, TornCheckpointError
 from ..mesh import World
 from ..pieces import Sharded
 from ..state import TensorKind
@@ -29,7 +29,11 @@ from .values import MODEL, decoded, flat, random_to_load, set_random_state
 
 
 def load_checkpoint(
-    manager: StrategyManager, directory: str | Path, *, scheduler: LRScheduler | None = None
+    manager: StrategyManager,
+    directory: str | Path,
+    *,
+    scheduler: LRScheduler | None = None,
+    keep_settings: bool = False,
 ) -> Manifest:
     """Load a checkpoint that any strategy on any mesh has saved, all ranks together.
 
@@ -39,6 +43,8 @@ def load_checkpoint(
         manager: with its model; in place.
         directory: of the checkpoint.
         scheduler: of the learning rate; in place.
+        keep_settings: whether the optimizer's groups keep the settings that they were built with (rates, decay, ...),
+            so that only the state of each parameter is loaded. They may be other groups then.
 
     Returns:
         What the checkpoint tells about itself.
@@ -55,6 +61,8 @@ def load_checkpoint(
     _check_model(directory, mine.model, stored, world)
     has_optimizer = mine.optimizer is not None
     saved = world.together(lambda: read_optimizer(directory, manifest, stored) if has_optimizer else None)
+    if saved is not None and keep_settings:
+        saved = replace(saved, groups=[])
     if scheduler is not None and manifest.scheduler is None:
         raise CheckpointError(f"the checkpoint {directory} has no learning-rate schedule. Load it without scheduler.")
     with manager.loading(saved) as target:
@@ -70,25 +78,52 @@ def load_checkpoint(
 
 
 def newest_checkpoint(root: str | Path, world: World) -> Path | None:
-    """The newest whole checkpoint in a directory of them; tells which newer ones are not whole. Collective."""
-    box = [[path for _, path in steps_in(Path(root))]]
-    dist.broadcast_object_list(box, group=world.group, group_src=0)
-    for path in box[0]:
+    """The newest whole checkpoint in a directory of them, None where there are none. Collective.
+
+    Warns:
+        UserWarning: on the first rank, of newer ones that are not whole.
+
+    Raises:
+        CheckpointError: none of them is whole, or the newest that is not torn cannot be read or is of another version
+            of meshwright; on all ranks.
+    """
+    root = Path(root)
+    found, torn = first_whole(world.from_first(lambda: [path for _, path in steps_in(root)]), world)
+    if found is not None:
+        for text in torn if world.rank == 0 else ():
+            warnings.warn(f"{text} An older one is tried.", stacklevel=2)
+    elif torn:
+        reasons = "\n".join(f"  {text}" for text in torn)
+        raise CheckpointError(
+            f"none of the checkpoints in {root} is whole, and none was changed or removed:\n{reasons}\nBring one back "
+            f"from a copy, or start anew in another directory. (`meshwright train` with resume=never and "
+            f"overwrite=true removes them.)"
+        )
+    return found
+
+
+def first_whole(paths: Sequence[Path], world: World) -> tuple[Path | None, list[str]]:
+    """The first whole checkpoint of some, and what is wrong with those before it. Collective.
+
+    Raises:
+        CheckpointError: one before it is not torn, but cannot be loaded; on all ranks.
+    """
+    torn = []
+    for path in paths:
         try:
             world.together(lambda path=path: checked(path, world))  # type: ignore[misc]
-        except CheckpointError as error:
-            if world.rank == 0:
-                warnings.warn(f"{error} An older one is tried.", stacklevel=2)
+        except TornCheckpointError as error:
+            torn.append(str(error))
             continue
-        return path
-    return None
+        return path, torn
+    return None, torn
 
 
 def checked(directory: Path, world: World) -> Manifest:
     """The manifest of a checkpoint whose files are what they were; each rank checks a part of them.
 
     Raises:
-        CheckpointError: it is not whole.
+        CheckpointError: it is not whole, or cannot be read.
     """
     manifest = read_manifest(directory)
     verify(directory, manifest, list(manifest.files)[world.rank :: world.size])

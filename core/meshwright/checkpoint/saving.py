@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .. import __version__
 from ..contract import StrategyManager
-from ..errors import CheckpointError
+from ..errors import CheckpointError, CheckpointWriteError
 from ..mesh import new_group
 from ..pieces import Sharded
 from ..state import ShardedState
@@ -117,7 +117,7 @@ class Saving:
         if error is not None:
             if self._world.rank == 0:
                 discard(self._writing)
-            raise CheckpointError(f"the checkpoint {self._final} could not be written: {error}")
+            raise CheckpointWriteError(f"the checkpoint {self._final} could not be written: {error}")
 
     def _write_own(self) -> dict[str, StoredFile]:
         """Write this rank's files, and on the first rank those that there is one of."""

@@ -2,7 +2,8 @@
 
 [Note: the global stream] One random order of all sequences per epoch, of (seed, epoch), one after the other. Step s
 takes batch_size sequences from position s x batch_size. So a run resumes from its step alone, and the global batch does
-not depend on how many ranks share it.
+not depend on how many ranks share it. A run that goes on with another batch size, or in another order, has an origin: a
+step, and the position at which it began.
 
 [Note: versions of the order] A run goes on in the order in which it began, so its checkpoints tell the version. 1: each
 epoch is a drawn permutation, which every rank holds. 2: each place is computed by itself, see `shuffle`.
@@ -33,7 +34,15 @@ ORDER_VERSION = 2
 class DataOrder:
     """The order in which a run reads its sequences; see [Note: the global stream]."""
 
-    def __init__(self, num_sequences: int, batch_size: int, seed: int, *, version: int = ORDER_VERSION) -> None:
+    def __init__(
+        self,
+        num_sequences: int,
+        batch_size: int,
+        seed: int,
+        *,
+        version: int = ORDER_VERSION,
+        origin: tuple[int, int] = (0, 0),
+    ) -> None:
         """Set the order.
 
         Args:
@@ -41,6 +50,7 @@ class DataOrder:
             batch_size: sequences in the global batch of a step, at least 1; may exceed `num_sequences`.
             seed: at least 0.
             version: see [Note: versions of the order].
+            origin: a step, and the position in the global stream at which it begins; earlier steps have no batch.
 
         Raises:
             ValueError: an argument is out of range.
@@ -58,17 +68,23 @@ class DataOrder:
         if version not in (1, ORDER_VERSION):
             raise ValueError(f"version must be 1 or {ORDER_VERSION}, not {version}")
         self.version = version
+        self._origin = origin
         self._drawn: tuple[int, np.ndarray] | None = None
+
+    def position(self, step: int) -> int:
+        """Return where in the global stream `step` begins, counted from 0."""
+        first, position = self._origin
+        return position + (step - first) * self.batch_size
 
     def indices(self, step: int) -> np.ndarray:
         """Return the global batch of `step`, counted from 0: (batch_size,), int64.
 
         Raises:
-            ValueError: `step` is negative.
+            ValueError: `step` is before the origin.
         """
-        if step < 0:
-            raise ValueError(f"step must be at least 0, not {step}")
-        position, end = step * self.batch_size, (step + 1) * self.batch_size
+        if step < self._origin[0]:
+            raise ValueError(f"step must be at least {self._origin[0]}, not {step}")
+        position, end = self.position(step), self.position(step + 1)
         pieces = []
         while position < end:
             epoch, offset = divmod(position, self.num_sequences)

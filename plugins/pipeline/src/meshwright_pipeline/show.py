@@ -113,7 +113,7 @@ def view_of(config: RunConfig) -> View:
     from transformers import AutoModelForCausalLM
 
     from meshwright.layout import model_layout
-    from meshwright.run import data_and_model_config, processes
+    from meshwright.plan import data_and_model_config, processes
     from meshwright.stack import resolve
 
     stack, degrees = resolve(

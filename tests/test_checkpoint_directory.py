@@ -1,0 +1,189 @@
+"""The names of checkpoints: whatever happens when, what was whole is there, or is again at the next start. No ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.checkpoint.directory import (
+    MANIFEST,
+    Manifest,
+    begin,
+    commit,
+    digests,
+    read_manifest,
+    remove_leftovers,
+    retain,
+    set_aside,
+    step_directory,
+    steps_in,
+)
+from meshwright.errors import CheckpointError, TornCheckpointError
+
+
+def _write(final: Path, content: str, commit: Callable[[Path, Path, Manifest], None] = commit) -> None:
+    writing = begin(final)
+    (writing / "data").write_text(content)
+    files = digests(writing, ["data"])
+    commit(writing, final, Manifest(1, "single", {}, 1, {}, extra={"content": content}, files=files))
+
+
+def _content(final: Path) -> str:
+    assert read_manifest(final).extra["content"] == (final / "data").read_text()
+    return (final / "data").read_text()
+
+
+class _PowerCut(BaseException):
+    """No handler of the code under test catches it."""
+
+
+CHANGES = ("rename", "rmdir", "unlink", "mkdir", "fsync", "replace")
+
+
+class _Failing:
+    """Lets so many changes of the file system happen, and ends the next with an error, before or after it is made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: BaseException, after: int, *, made: bool) -> None:
+        self.left, self.error, self.made = after, error, made
+        for name in CHANGES:
+            monkeypatch.setattr(os, name, self._failing(getattr(os, name)))
+
+    def _failing(self, change: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.left -= 1
+            if self.left < 0 and self.made:
+                change(*args, **kwargs)
+            if self.left < 0:
+                raise self.error
+            return change(*args, **kwargs)
+
+        return run
+
+
+def _interrupted(root: Path, work: Callable[[], None], error: BaseException, after: int, *, made: bool) -> bool:
+    """Whether `work` was interrupted, so late."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        failing = _Failing(monkeypatch, error, after, made=made)
+        try:
+            work()
+        except (type(error), CheckpointError):
+            return True
+    return failing.left < 0
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["before", "after"])
+def test_a_crash_at_any_instant_of_a_save_leaves_the_old_or_the_new_checkpoint(made: bool, tmp_path: Path) -> None:
+    found, after = [], 0
+    while True:
+        root = tmp_path / str(after)
+        final = step_directory(root, 5)
+        _write(final, "old")
+        if not _interrupted(root, lambda final=final: _write(final, "new"), _PowerCut(), after, made=made):
+            break
+        # Under its name, or beside it, until the next start.
+        assert final.exists() or (root / f"{final.name}.replaced").is_dir()
+        if not final.exists():
+            with pytest.raises(CheckpointError, match=r"its former contents are step-00000005\.replaced"):
+                read_manifest(final)
+        remove_leftovers(root)
+        assert [path.name for path in root.iterdir()] == [final.name]
+        found.append(_content(final))
+        after += 1
+    assert _content(final) == "new"
+    # All that came before the manifest was written leaves the old one, all after the swap the new one.
+    assert found == sorted(found, reverse=True)
+    assert {"old", "new"} == set(found)
+
+
+def test_a_failed_rename_leaves_the_old_checkpoint_under_its_name(tmp_path: Path) -> None:
+    after = 0
+    while True:
+        final = tmp_path / str(after) / "named"
+        _write(final, "old")
+        error = OSError(28, "No space left on device")
+        if not _interrupted(tmp_path, lambda final=final: _write(final, "new"), error, after, made=False):
+            break
+        # The failure is over: the next save, or a look at it, finds one of both.
+        if final.exists():
+            assert _content(final) in ("old", "new")
+        _write(final, "newer")
+        assert _content(final) == "newer"
+        assert [path.name for path in final.parent.iterdir()] == ["named"]
+        after += 1
+    assert after > 3
+
+
+def _saved(root: Path, *steps: int) -> None:
+    for step in steps:
+        _write(step_directory(root, step), f"of step {step}")
+
+
+def _steps(root: Path) -> list[int]:
+    return [step for step, _ in steps_in(root)]
+
+
+def test_retention_never_removes_what_was_just_saved_nor_what_is_of_later_steps(tmp_path: Path) -> None:
+    _saved(tmp_path, 3, 6, 9, 12)
+    # Training went on from step 3.
+    for step in (4, 5, 7):
+        _saved(tmp_path, step)
+        retain(tmp_path, newest=step, keep_last=1, keep_every=None)
+        assert step in _steps(tmp_path)
+    assert _steps(tmp_path) == [12, 9, 7]
+
+
+def test_retention_counts_whole_checkpoints_alone_and_removes_no_other(tmp_path: Path) -> None:
+    _saved(tmp_path, 1, 2, 3, 4, 5)
+    (step_directory(tmp_path, 5) / "data").unlink()
+    (step_directory(tmp_path, 2) / MANIFEST).unlink()
+    retain(tmp_path, newest=5, keep_last=2, keep_every=None)
+    assert _steps(tmp_path) == [5, 4, 3, 2]
+    retain(tmp_path, newest=5, keep_last=None, keep_every=None)
+    assert _steps(tmp_path) == [5, 4, 3, 2]
+
+
+def test_what_is_set_aside_is_moved_with_copies_and_numbered(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("lines")
+    for number, after in ((1, 3), (2, 3), (3, -1)):
+        _saved(root, 3, 6, 9)
+        aside = set_aside(root, after=after, copies=[metrics, tmp_path / "none"])
+        assert aside == root / f"abandoned-{number}"
+        assert _steps(aside) == [step for step in (9, 6, 3) if step > after]
+        assert _content(step_directory(aside, 9)) == "of step 9"
+        assert (aside / "metrics.jsonl").read_text() == "lines"
+        assert _steps(root) == [step for step in (3,) if step <= after]
+    assert set_aside(root, after=-1) is None
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_torn_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _saved(tmp_path, 1)
+    path = step_directory(tmp_path, 1)
+    text = (path / MANIFEST).read_text()
+    (path / MANIFEST).write_text(text.replace('"format": ', '"format": 9'))
+    with pytest.raises(CheckpointError, match="has format 9") as caught:
+        read_manifest(path)
+    assert not isinstance(caught.value, TornCheckpointError)
+    (path / MANIFEST).write_text(text)
+
+    def fail(self: Path) -> bytes:
+        raise OSError(5, "Input/output error", str(self))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail)
+        with pytest.raises(CheckpointError, match=r"cannot be read.*Input/output error") as caught:
+            read_manifest(path)
+        assert not isinstance(caught.value, TornCheckpointError)
+        assert caught.value.exit_code == 2
+    shutil.rmtree(path)
+    path.mkdir()
+    with pytest.raises(TornCheckpointError, match="was never completed"):
+        read_manifest(path)
