@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from meshwright.layout import layout_by_structure
-from meshwright.testing import conformance
+from meshwright.testing import Case, conformance, pool
+from meshwright.testing.parity import Outcome, train_case
 from meshwright_fsdp2.units import find_units
 
 
@@ -66,3 +67,20 @@ def test_a_block_that_shares_with_the_rest_is_left_to_the_root() -> None:
 def test_architectures_whose_layers_share_a_block_reach_parity(model_type: str, config: dict[str, bool]) -> None:
     (cell,) = conformance("fsdp2", ranks=2, models=[model_type], config=config)
     cell.check()
+
+
+def _trained(strategy: str, case: Case) -> tuple[Outcome, dict[str, torch.dtype]]:
+    outcome = train_case(strategy, {}, {}, case)
+    return outcome, {name: weight.dtype for name, weight in outcome.weights.items()}
+
+
+@pytest.mark.daily(1)
+@pytest.mark.parametrize("model_type", ["hunyuan_v1_moe", "ernie4_5_moe", "olmo_hybrid", "zamba"])
+def test_parameters_that_a_half_precision_model_keeps_in_float32_are_units_of_their_own(model_type: str) -> None:
+    case = Case(model_type=model_type, tied=None, dtype="bfloat16", steps=2)
+    ((expected, dtypes),) = pool(1).run(_trained, "single", case)
+    assert set(dtypes.values()) == {torch.bfloat16, torch.float32}
+    for found, kept in pool(2).run(_trained, "fsdp2", case):
+        assert kept == dtypes
+        assert found.losses == pytest.approx(expected.losses, abs=3e-3)
+        assert found.norms == pytest.approx(expected.norms, rel=1e-2)

@@ -39,7 +39,7 @@ from .config import AXES, FSDP2Config
 from .forward import surround_forward
 from .packed import check_not_packed, without_packed_check
 from .sharding import Sharding, shard_units
-from .units import Unit, find_units, separate_names
+from .units import Unit, find_units, separate_names, units_by_dtype
 from .usage import Usage
 
 
@@ -120,7 +120,8 @@ class FSDP2Manager(DataParallelManager):
                 model, self.layout, self.mesh["cp"], attention=self.config.cp_attention
             )
         if self.config.activation_checkpointing == "selective":
-            check_selective(find_units(model, self.layout))
+            units = find_units(model, self.layout)
+            check_selective([*(inner for inner, _ in units_by_dtype(model, units)), *units])
         if self.mesh.degrees.ep > 1:
             self.expert_parallel = ExpertParallel(model, self.mesh)
         if self.mesh.degrees.tp > 1:
@@ -251,7 +252,7 @@ def check_selective(units: Sequence[Unit]) -> None:
     inner = next((unit for unit in units if not unit.is_block and not unit.is_root), None)
     if inner is not None:
         raise StrategyError(
-            f"activation_checkpointing='selective' does not go with blocks that share parameters, which are gathered "
+            f"activation_checkpointing='selective' does not go with blocks of which a part is gathered "
             f"by themselves ({', '.join(inner.names)}). Set activation_checkpointing=full."
         )
 

@@ -41,6 +41,14 @@ def of_experts(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     return replace(policy, output_dtype=None, cast_forward_inputs=False)
 
 
+def of_dtype(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """The policy of parameters that a model keeps in another dtype than the rest: they stay as they are."""
+    reduce_dtype = policy.reduce_dtype
+    if reduce_dtype is not None and torch.promote_types(reduce_dtype, dtype) != reduce_dtype:
+        reduce_dtype = None
+    return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+
+
 def offload(config: FSDP2Config, device: torch.device) -> OffloadPolicy:
     """The offload policy.
 

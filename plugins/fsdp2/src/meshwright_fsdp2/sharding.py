@@ -6,12 +6,11 @@ of every unit is 1. That also keeps clear of a division that torch applies twice
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -24,8 +23,8 @@ from meshwright.tensor_parallel import TensorParallel
 
 from . import schedule
 from ._compat import held_after_forward, reduce_unused_parameters
-from .policies import of_blocks, of_experts
-from .units import Unit, find_units
+from .policies import of_blocks, of_dtype, of_experts
+from .units import Unit, find_units, units_by_dtype
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,9 @@ class Sharding:
 
     def prefetch(self, *, forward: int, backward: int) -> None:
         """See `schedule.prefetch`. Units that blocks share are gathered where they are used."""
-        experts = {unit.names[0]: module for unit, module in self.units if unit.is_experts}
+        inner = {unit.names[0]: module for unit, module in self.units if unit.is_experts or unit.dtype}
         blocks = [
-            [module, *(each for name, each in experts.items() if name.startswith(f"{unit.names[0]}."))]
+            [module, *(each for name, each in inner.items() if name.startswith(f"{unit.names[0]}."))]
             for unit, module in self.units[:-1]
             if unit.is_block
         ]
@@ -111,30 +110,47 @@ def shard_units(
         expert_mesh: where experts are sharded, one axis of the expert mesh or (replicate, shard).
 
     Raises:
-        ModelError: a unit has trainable parameters of several dtypes.
+        ModelError: a unit has trainable parameters of several dtypes, which cannot be told apart by modules.
     """
     experts = expert_parallel.names if expert_parallel is not None else ()
     found = find_units(model, layout, experts)[: None if with_root else -1]
-    check_dtypes(model, found)
+    apart = units_by_dtype(model, found)
+    own = [(_of_dtype(model, unit), unit, around) for unit, around in apart]
     frozen = [all(not p.requires_grad for p in model.get_submodule(unit.names[0]).parameters()) for unit in found]
     done: list[tuple[Unit, FSDPModule]] = []
+    kept_out = {parameter for parameters, _, _ in own for parameter in parameters}
     zeros_for_unused = True
     for unit in found:
         reshard = not unit.is_last if reshard_after_forward is None else reshard_after_forward
         if unit.is_experts and expert_mesh is not None:
             reshard = _reshard_experts(reshard, expert_mesh)
             options = _Options(expert_mesh, reshard, of_experts(mp_policy), offload_policy)
-            module = _fully_shard(model, unit, options, {"shard_placement_fn": _place_experts(expert_mesh.size(-1))})
+            placement: dict[str, Any] = {"shard_placement_fn": _place_experts(expert_mesh.size(-1))}
         else:
             policy = mp_policy if unit.is_root else of_blocks(mp_policy)
             options = _Options(mesh, reshard, policy, offload_policy)
-            module = _fully_shard(model, unit, options, _placement(mesh, tensor_parallel))
+            placement = _placement(mesh, tensor_parallel)
+        module = _fully_shard(model, unit, options, placement | {"ignored_params": kept_out})
         zeros_for_unused = reduce_unused_parameters(module)
         done.append((unit, module))
-    for (unit, _), is_frozen in zip(done, frozen, strict=True):
+        # Behind the unit around them, which else would leave out all that their modules hold.
+        for parameters, inner, around in own:
+            if around is unit and inner.dtype is not None:
+                others = set(model.parameters()) - parameters
+                options = replace(options, mp_policy=of_dtype(mp_policy, inner.dtype))
+                module = _fully_shard(model, inner, options, placement | {"ignored_params": others})
+                reduce_unused_parameters(module)
+                done.insert(len(done) - 1, (inner, module))
+    for unit, is_frozen in zip(found, frozen, strict=True):
         if is_frozen and (unit.is_block or unit.is_experts):
             schedule.skip_frozen_backward(model.get_submodule(unit.names[0]))
     return Sharding(tuple(done), model, zeros_for_unused)
+
+
+def _of_dtype(model: nn.Module, unit: Unit) -> set[nn.Parameter]:
+    """The trainable parameters of a unit's dtype, before any is sharded."""
+    modules = [model.get_submodule(name) for name in unit.names]
+    return {p for module in modules for p in module.parameters() if p.requires_grad and p.dtype == unit.dtype}
 
 
 @dataclass(frozen=True)
@@ -200,27 +216,3 @@ def sum_gradients(unit: FSDPModule) -> None:
     """See [Note: sums]."""
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
-
-
-def check_dtypes(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Refuse units whose trainable parameters have several dtypes: their gradients are reduced as one buffer.
-
-    Raises:
-        ModelError: names a parameter of each dtype.
-    """
-    taken: set[nn.Parameter] = set()
-    for unit in units:
-        examples: dict[torch.dtype, str] = {}
-        for name in unit.names:
-            for leaf, parameter in model.get_submodule(name).named_parameters():
-                if parameter not in taken:
-                    taken.add(parameter)
-                    if parameter.requires_grad:
-                        examples.setdefault(parameter.dtype, f"{name}.{leaf}" if name else leaf)
-        if len(examples) > 1:
-            told = " and ".join(f"{name} ({dtype})" for dtype, name in examples.items())
-            raise ModelError(
-                f"fsdp2 reduces the gradients of {unit.names[0] or 'the root'} together, but {told} differ in dtype. "
-                f"Convert the model to one dtype (model.to(torch.float32), with mp_policy.param_dtype to compute in "
-                f"another), or freeze the parameters of one."
-            )

@@ -4,15 +4,21 @@ A block is a unit, and the root holds the rest. Experts that are divided over ra
 their own. Where blocks share parameters (one transformer block that serves several layers, say), the modules that share
 them are a unit of their own, since a parameter has one owner. A block that shares parameters with what lies outside of
 the blocks is left to the root.
+
+[Note: units by dtype] A unit's gradients are reduced as one buffer, so they have one dtype. Some models keep a few
+parameters in float32 beside half precision (routers, decay rates): those of another dtype than most of their unit are a
+unit of their own, at a module within it, gathered with that module's forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
+from meshwright.errors import ModelError
 from meshwright.layout import ModelLayout
 
 
@@ -24,6 +30,8 @@ class Unit:
     is_last: bool
     is_block: bool = False
     is_experts: bool = False
+    dtype: torch.dtype | None = None
+    """Of the parameters that the unit has; None: of all that no other unit has."""
 
     @property
     def is_root(self) -> bool:
@@ -47,6 +55,61 @@ def find_units(model: nn.Module, layout: ModelLayout, experts: Collection[str] =
     for stack in layout.stacks:
         units += [Unit((name,), is_last=name == stack[-1], is_block=True) for name in stack if name not in taken]
     return [*units, Unit(("",), is_last=True)]
+
+
+def units_by_dtype(model: nn.Module, units: Sequence[Unit]) -> list[tuple[Unit, Unit]]:
+    """See [Note: units by dtype]: what has to be split off, each with the unit around it.
+
+    Args:
+        model: before sharding.
+        units: of `find_units`.
+
+    Raises:
+        ModelError: parameters of several dtypes lie in the very module of a unit, or in modules that share a unit.
+    """
+    names = {name for unit in units for name in unit.names}
+    taken: set[nn.Parameter] = set()
+    found: list[tuple[Unit, Unit]] = []
+    for unit in units:
+        owners: dict[torch.dtype, dict[str, int]] = {}
+        for name in unit.names:
+            prefix = f"{name}." if name else ""
+            for leaf, parameter in model.get_submodule(name).named_parameters():
+                if parameter not in taken:
+                    taken.add(parameter)
+                    if parameter.requires_grad:
+                        owners.setdefault(parameter.dtype, {})[prefix + leaf] = parameter.numel()
+        most = max(owners, key=lambda dtype: sum(owners[dtype].values()), default=None)
+        for dtype, sizes in owners.items():
+            if dtype != most:
+                places = [_place_within(model, unit, leaf, names) for leaf in sizes]
+                if None in places:
+                    raise _mixed(unit, {each: next(iter(owned)) for each, owned in owners.items()})
+                modules = tuple(dict.fromkeys(place for place in places if place is not None))
+                found.append((replace(unit, names=modules, dtype=dtype, is_block=False), unit))
+    return found
+
+
+def _place_within(model: nn.Module, unit: Unit, parameter: str, taken: Collection[str]) -> str | None:
+    """The outermost module around a parameter that is called, lies within its unit and is none itself."""
+    if len(unit.names) > 1:
+        return None
+    prefix = f"{unit.names[0]}." if unit.names[0] else ""
+    parts = parameter.removeprefix(prefix).split(".")[:-1]
+    for count in range(1, len(parts) + 1):
+        name = prefix + ".".join(parts[:count])
+        if name not in taken and not isinstance(model.get_submodule(name), nn.ModuleList | nn.ModuleDict):
+            return name
+    return None
+
+
+def _mixed(unit: Unit, examples: Mapping[torch.dtype, str]) -> ModelError:
+    told = " and ".join(f"{name} ({dtype})" for dtype, name in examples.items())
+    return ModelError(
+        f"fsdp2 reduces the gradients of {unit.names[0] or 'the root'} together, but {told} differ in dtype, and no "
+        f"module within it holds those of one. Convert the model to one dtype (model.to(torch.float32), with "
+        f"mp_policy.param_dtype to compute in another), or freeze the parameters of one."
+    )
 
 
 def separate_names(units: Sequence[Unit]) -> list[str]:
