@@ -253,7 +253,7 @@ def check_selective(units: Sequence[Unit]) -> None:
     if inner is not None:
         raise StrategyError(
             f"activation_checkpointing='selective' does not go with blocks of which a part is gathered "
-            f"by themselves ({', '.join(inner.names)}). Set activation_checkpointing=full."
+            f"by itself ({', '.join(inner.names)}). Set activation_checkpointing=full."
         )
 
 
