@@ -13,7 +13,7 @@ from .errors import ConfigError
 from .parsing import parse_yaml, read_text
 from .registry import Registry, get_registry
 from .sizes import MeshSizes, Size
-from .validation import FrozenModel, validated
+from .validation import FrozenModel, PathText, check_path, validated
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -38,16 +38,16 @@ class ScheduleConfig(FrozenModel):
     """A learning-rate schedule of transformers.get_scheduler."""
 
     name: str = Field("cosine", description="Schedule name, such as cosine, linear or constant_with_warmup.")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
+    warmup_steps: int = Field(0, ge=0, lt=2**31, description="Steps of linear warm-up.")
     options: dict[str, Any] = Field({}, description="Further arguments of the schedule, such as num_cycles.")
 
 
 class EvalConfig(FrozenModel):
     """Held-out loss."""
 
-    every: int | None = Field(None, ge=1, description="Steps between evaluations; null: only at the end.")
-    sequences: int | None = Field(
-        None, ge=1, description="Sequences to evaluate on, spread over the held-out split; null: all of it."
+    every: Size | None = Field(None, description="Steps between evaluations; null: only at the end.")
+    sequences: Size | None = Field(
+        None, description="Sequences to evaluate on, spread over the held-out split; null: all of it."
     )
 
 
@@ -55,16 +55,16 @@ class SampleConfig(FrozenModel):
     """The text generated at the end."""
 
     prompt: str | None = Field("def ", description="Text to continue; null: no sample.")
-    max_new_tokens: int = Field(80, ge=1)
+    max_new_tokens: Size = Field(80)
     temperature: float = Field(0.7, ge=0, allow_inf_nan=False, description="0: the likeliest token each time.")
 
 
 class CheckpointConfig(FrozenModel):
     """Checkpoints, in output_dir/checkpoints."""
 
-    every: int | None = Field(None, ge=1, description="Steps between checkpoints, also after the last; null: none.")
-    keep_last: int | None = Field(2, ge=1, description="How many of the newest are kept; null: all.")
-    keep_every: int | None = Field(None, ge=1, description="Those of steps that are multiples of it are kept, too.")
+    every: Size | None = Field(None, description="Steps between checkpoints, also after the last; null: none.")
+    keep_last: Size | None = Field(2, description="How many of the newest are kept; null: all.")
+    keep_every: Size | None = Field(None, description="Those of steps that are multiples of it are kept, too.")
     asynchronous: bool = Field(True, description="Go on training while one is written.")
     on_error: Literal["stop", "continue"] = Field(
         "stop", description="What to do when one cannot be written; those that were there are kept either way."
@@ -104,18 +104,20 @@ class RunConfig(MeshSizes):
     strategy_config: dict[str, Any] = Field({}, description="Options of the strategy; `meshwright schema` lists them.")
     wrapper_config: dict[str, dict[str, Any]] = Field({}, description="Options of wrapping strategies, by name.")
 
-    nproc: Size | Literal["auto"] = Field(
+    nproc: Annotated[Size, Field(le=4096)] | Literal["auto"] = Field(
         "auto",
         description="Ranks to start on this node. auto: one per accelerator, 4 on a CPU; as many as the sizes fill "
         "for a strategy without a data-parallel axis. Not used under torchrun.",
     )
-    threads_per_rank: Size | Literal["auto"] = Field(
+    threads_per_rank: Annotated[Size, Field(le=4096)] | Literal["auto"] = Field(
         "auto", description="CPU threads of each rank; auto: the cores divided by the ranks of the node."
     )
     device: str | None = Field(None, description="cpu, cuda or cuda:0; null: the accelerator if there is one.")
-    timeout_s: FinitePositive = Field(600.0, description="How long ranks wait for one that hangs, in seconds.")
+    timeout_s: FinitePositive = Field(
+        600.0, le=31_536_000, description="How long ranks wait for one that hangs, in seconds."
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of weights, data order, dropout and sampling.")
-    output_dir: str = Field("runs/run", description="Where metrics, the loss curve and the model go.")
+    output_dir: PathText = Field("runs/run", description="Where metrics, the loss curve and the model go.")
     overwrite: bool = Field(
         False,
         description="Replace what is in output_dir: the results of another run, or, with resume=never, of any. What "
@@ -129,7 +131,7 @@ class RunConfig(MeshSizes):
     )
     data: DataConfig = DataConfig()
 
-    steps: int = Field(ge=1, description="Optimizer steps.")
+    steps: Size = Field(description="Optimizer steps.")
     batch_size: Size = Field(description="Sequences per optimizer step, over all ranks.")
     micro_batch_size: Size | None = Field(
         None, description="Sequences per forward pass on each rank; null: batch_size / dp_size, no accumulation."
@@ -141,14 +143,14 @@ class RunConfig(MeshSizes):
     eval: EvalConfig = EvalConfig()
     sample: SampleConfig = SampleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    resume: str | ResumeConfig = Field(
+    resume: PathText | ResumeConfig = Field(
         "auto",
         description="auto: go on from the newest whole checkpoint in output_dir; never: start anew, each time that "
         "the command is given; else the directory of a checkpoint to go on from. If it is one of output_dir, later "
         "ones are set aside, and the same command goes on from what has been saved since. Or {from: ..., allow: "
         "[...]}.",
     )
-    log_every: int = Field(10, ge=1, description="Steps between lines where no progress bar can be drawn.")
+    log_every: Size = Field(10, description="Steps between lines where no progress bar can be drawn.")
 
     @field_validator("model")
     @classmethod
@@ -161,6 +163,9 @@ class RunConfig(MeshSizes):
         for key in ("path", "model_type", "checkpoint", "dtype"):
             if not isinstance(value.get(key, ""), str):
                 raise ValueError(f"{key} must be a string, not {value[key]!r}")
+        for key in ("path", "checkpoint"):
+            if key in value:
+                check_path(value[key])
         if not isinstance(value.get("allow_pickle", False), bool):
             raise ValueError(f"allow_pickle must be true or false, not {value['allow_pickle']!r}")
         return value

@@ -30,7 +30,7 @@ VIEWS = {
 CLAIMABLE_AXES = (*ROOT_AXES, "ep")
 """Axes that a strategy can claim to shard; `ep_shard` follows from the others."""
 
-Size = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator, model_validator
 
-from ..validation import FrozenModel
+from ..validation import FrozenModel, PathText
 
 DEFAULT_VOCAB_SIZE = 1024
 
@@ -12,29 +12,30 @@ DEFAULT_VOCAB_SIZE = 1024
 class DataConfig(FrozenModel):
     """Corpus, tokenizer and sequence length of a run."""
 
-    corpus: str | list[str] = Field(
+    corpus: PathText | list[PathText] = Field(
         default="stdlib",
         description="'stdlib' (the sources of the running Python's standard library), or one or several globs of "
         ".txt files (a document each) and .jsonl files (a document per line); ~ and ** are allowed.",
     )
     text_field: str = Field(default="text", min_length=1, description="Field of a .jsonl line that holds the document.")
-    tokenizer: str | None = Field(
+    tokenizer: PathText | None = Field(
         default=None,
         description="Local directory with a tokenizer; null: the model's own, or else one trained on the corpus.",
     )
     vocab_size: int = Field(
         default=DEFAULT_VOCAB_SIZE,
         ge=257,
+        le=1_000_000,
         description="Largest vocabulary of a trained tokenizer: 256 bytes, one special token, and the merges.",
     )
-    seq_len: int = Field(default=256, ge=2, description="Tokens in a training sequence.")
+    seq_len: int = Field(default=256, ge=2, lt=2**31, description="Tokens in a training sequence.")
     eval_fraction: float = Field(
         default=0.05,
         gt=0,
         lt=1,
         description="Share of the documents that is held out from training, for the eval loss.",
     )
-    cache_dir: str | None = Field(
+    cache_dir: PathText | None = Field(
         default=None,
         description="Where tokenized corpora are kept; null: meshwright under XDG_CACHE_HOME, or under ~/.cache.",
     )
