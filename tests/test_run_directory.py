@@ -53,11 +53,12 @@ class _KillAfter:
 def _rank(path: str, kill_after: int | None) -> tuple[str, str, int]:
     """What a rank prints, its error and exit code."""
     output = io.StringIO()
-    # The process group is there; there is no launcher, whose store a rank would report to.
-    for name in LAUNCHER_VARIABLES:
-        os.environ.pop(name, None)
-    with redirect_stdout(output), warnings.catch_warnings(), get_registry().observing(_KillAfter(kill_after)):
+    observer = get_registry().observing(_KillAfter(kill_after))
+    with redirect_stdout(output), warnings.catch_warnings(), observer, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
+        # The process group is there; there is no launcher, whose store a rank would report to.
+        for name in LAUNCHER_VARIABLES:
+            patch.delenv(name, raising=False)
         try:
             run_rank(None, load_run(path))
         except MeshwrightError as error:
