@@ -498,13 +498,16 @@ def test_weights_of_a_checkpoint_begin_a_new_run_under_any_strategy(
     layout: dict[str, Any], place: Place, uninterrupted: Place
 ) -> None:
     source = step_directory(uninterrupted.root, STEPS)
-    changes = {"model": {"checkpoint": str(source), "dtype": "float64"}, "steps": 3}
+    data = yaml.safe_load(place.file().read_text())["data"]
+    # The checkpoint brings its tokenizer along.
+    del data["vocab_size"]
+    changes = {"model": {"checkpoint": str(source), "dtype": "float64"}, "steps": 3, "data": data}
     ranks = 2 if layout else 1
     output, error, code = place.run(ranks=ranks, **changes, **layout, nproc=ranks, micro_batch_size=1)
     assert code == 0, error
     assert "going on from" not in output
     model = AutoModelForCausalLM.from_pretrained(uninterrupted.out / "model", dtype=torch.float64)
-    losses, _ = _handwritten(place.file(steps=3), [(0, {"rate": _cosine(1e-2, steps=3)})], model)
+    losses, _ = _handwritten(place.file(**changes), [(0, {"rate": _cosine(1e-2, steps=3)})], model)
     assert [line["loss"] for line in place.metrics()] == pytest.approx(losses, rel=TOLERANCE)
 
 
