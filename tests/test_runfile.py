@@ -130,6 +130,12 @@ def test_half_a_surrogate_pair_is_refused(run_file):
     assert "half of a surrogate pair" in refusal(run_file('resume: "\\ud800"\n'))
 
 
+@pytest.mark.parametrize("character", ["\0", "\x1b", "\ufffe"])
+def test_characters_that_yaml_does_not_allow_are_an_error(character, run_file):
+    assert "is not valid YAML: unacceptable character" in refusal(run_file(f"resume: a{character}b\n"))
+    assert "is not valid YAML: unacceptable character" in refusal(run_file(), f"resume=a{character}b")
+
+
 def test_a_file_without_an_end_is_refused():
     assert "larger than" in refusal(Path("/dev/zero"))
 

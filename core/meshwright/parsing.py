@@ -79,8 +79,9 @@ def parse_yaml(text: str) -> Any:
     Raises:
         ValueError: the text is not valid YAML, gives a key twice, or is nested too deeply or too large.
     """
-    loader = _Loader(text)
     try:
+        # Making a loader looks for characters that are not allowed.
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -88,8 +89,6 @@ def parse_yaml(text: str) -> Any:
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
-    finally:
-        loader.dispose()
 
 
 def as_yaml(value: Any) -> str:
