@@ -43,6 +43,7 @@ from .state import (
     sharded_model,
     sharded_optimizer,
 )
+from .validation import NO_FLOAT16
 from .weights import Weights, deferred_weights, fill, is_meta, materialize
 
 if TYPE_CHECKING:
@@ -544,6 +545,11 @@ def check_trainable(model: nn.Module, *, may_be_frozen: bool = False, router_los
     """
     if not may_be_frozen and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("no parameter of the model requires a gradient. Unfreeze what is to be trained.")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype is torch.float16:
+            raise ModelError(
+                f"{name} is to be trained in float16: {NO_FLOAT16}. Load the model in bfloat16 or float32."
+            )
     if asks_for_router_loss(model) and not router_loss:
         raise ModelError(
             "config.output_router_logits=True asks for a router loss beside the token loss, which loops by hand, and "

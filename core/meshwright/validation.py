@@ -20,6 +20,10 @@ from pydantic.fields import FieldInfo
 
 from .errors import ConfigError, nearest
 
+DTYPES = ("float64", "float32", "bfloat16")
+"""In which models are trained, by name."""
+NO_FLOAT16 = "float16 would need a loss that is scaled, or its small gradients are zero, and none scales it here"
+
 
 class FrozenModel(BaseModel):
     """A frozen pydantic model that refuses unknown fields and values of another type: nothing a user writes is dropped,

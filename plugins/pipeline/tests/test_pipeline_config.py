@@ -73,7 +73,7 @@ def test_dtype_is_told_by_its_plain_name(dtype):
         ({"pp_batch_size": 6, "pp_microbatch_size": 4}, "pp_microbatch_size=4. Use one of 1, 2, 3, 6"),
         ({"module_fqns_per_model_part": []}, "at least one stage"),
         ({"module_fqns_per_model_part": [["a"], []]}, "each stage at least one module"),
-        ({"dtype": "int8"}, "must be one of float64, float32, bfloat16, float16"),
+        ({"dtype": "int8"}, "must be one of float64, float32, bfloat16, as"),
         ({"dtype": torch.int64}, "must be one of float64"),
         ({"loss_fn": 3}, "must be a callable, or the import path of one"),
         ({"loss_fn": "os.system"}, "its module is not on the allow-list"),

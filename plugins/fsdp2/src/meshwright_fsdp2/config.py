@@ -11,10 +11,10 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from meshwright.contract import ROUNDS_ANEW, StrategyConfig
 from meshwright.errors import ConfigError, nearest
 from meshwright.imports import check_import
+from meshwright.validation import DTYPES, NO_FLOAT16
 
 AXES = frozenset({"dp_replicate", "dp_shard", "cp", "tp", "ep"})
 """What the strategy shards."""
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 _POLICIES: Mapping[str, Mapping[str, str]] = {
     "MixedPrecisionPolicy": {
         "param_dtype": "dtype",
@@ -71,7 +71,7 @@ class FSDP2Config(StrategyConfig):
         description="Keep shards, gradients and optimizer state in CPU memory: torch's CPUOffloadPolicy, or a mapping "
         "of its pin_memory, with or without `_target_`. On a CPU only with pin_memory=false.",
     )
-    autocast_dtype: Literal["bfloat16", "float16"] | None = Field(
+    autocast_dtype: Literal["bfloat16"] | None = Field(
         None,
         description="Run the forward under torch.autocast with this dtype. With output_dtype float32 in mp_policy, or "
         "float32 parameters, the residual stream stays float32.",
@@ -131,7 +131,10 @@ class FSDP2Config(StrategyConfig):
     @field_validator("autocast_dtype", mode="before")
     @classmethod
     def _name_dtype(cls, value: Any) -> Any:
-        return value if value is None else dtype_name(value)
+        name = value if value is None else dtype_name(value)
+        if name == "float16":
+            raise ValueError(f"cannot be float16: {NO_FLOAT16}. Use bfloat16")
+        return name
 
     @field_validator("mp_policy")
     @classmethod
@@ -174,6 +177,10 @@ def dtype_name(value: Any) -> Any:
     return str(value).removeprefix("torch.") if is_dtype or isinstance(value, str) else value
 
 
+def _is_half(value: Any) -> bool:
+    return dtype_name(value) == "float16"
+
+
 def policy_value(policy: Any, key: str) -> Any:
     """An argument of a policy, be it an object or a mapping; None where it has none."""
     return policy.get(key) if isinstance(policy, Mapping) else getattr(policy, key, None)
@@ -181,7 +188,12 @@ def policy_value(policy: Any, key: str) -> Any:
 
 def _checked_policy(value: Any, name: str) -> Any:
     """A policy object or mapping as it came, dtypes of a mapping by their plain names."""
-    if value is None or _is_policy(value, name):
+    if value is None:
+        return value
+    if _is_policy(value, name):
+        halves = [key for key, kind in _POLICIES[name].items() if kind == "dtype" and _is_half(getattr(value, key))]
+        if halves:
+            raise ValueError(f"{halves[0]} cannot be float16: {NO_FLOAT16}")
         return value
     if not isinstance(value, Mapping):
         raise ValueError(f"must be a {name} of torch.distributed.fsdp, or a mapping of its arguments")
@@ -203,7 +215,7 @@ def _checked_policy(value: Any, name: str) -> Any:
         if known[key] == "bool" and not isinstance(each, bool):
             raise ValueError(f"{key}={each!r} must be true or false")
         if known[key] == "dtype" and each is not None and dtype_name(each) not in DTYPES:
-            raise ValueError(f"{key}={each!r} is not one of {', '.join(DTYPES)}")
+            raise ValueError(f"{key}={each!r} is not one of {', '.join(DTYPES)}; {NO_FLOAT16}")
     return {key: dtype_name(each) if known.get(key) == "dtype" else each for key, each in value.items()}
 
 

@@ -11,20 +11,19 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from meshwright.contract import StrategyConfig
+from meshwright.validation import DTYPES, NO_FLOAT16
 
 AXES = frozenset({"dp_replicate", "dp_shard", "cp", "tp"})
 """What the strategy shards."""
 STAGES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Megatron-Core's names of the ZeRO stages 0 to 3."""
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
-
 
 def _dtype_name(value: Any) -> Any:
     """The name of a dtype, given by its name, with or without "torch.", or as torch.dtype."""
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:
-        raise ValueError(f"must be one of {', '.join(DTYPES)}")
+        raise ValueError(f"must be one of {', '.join(DTYPES)}; {NO_FLOAT16}")
     return name
 
 

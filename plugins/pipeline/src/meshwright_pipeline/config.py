@@ -8,7 +8,7 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from meshwright.errors import ConfigError
 from meshwright.imports import check_import
-from meshwright.validation import FrozenModel
+from meshwright.validation import DTYPES, NO_FLOAT16, FrozenModel
 
 from .schedules import (
     SCHEDULES,
@@ -20,7 +20,6 @@ from .schedules import (
     stages_in_csv,
 )
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 # What torch calls the schedules that a file describes.
 _FROM_FILE = ("pipelineschedulesingle", "pipelineschedulemulti")
 
@@ -102,7 +101,7 @@ class PipelineConfig(FrozenModel):
     def _name_dtype(cls, value: Any) -> Any:
         name = str(value).removeprefix("torch.")
         if value is not None and name not in DTYPES:
-            raise ValueError(f"must be one of {', '.join(DTYPES)}, as a name or a torch.dtype")
+            raise ValueError(f"must be one of {', '.join(DTYPES)}, as a name or a torch.dtype; {NO_FLOAT16}")
         return None if value is None else name
 
     @field_validator("loss_fn")
