@@ -181,7 +181,7 @@ class RunConfig(MeshSizes):
     @property
     def resumption(self) -> ResumeConfig:
         """`resume`, written out."""
-        return ResumeConfig(**{"from": self.resume}) if isinstance(self.resume, str) else self.resume
+        return ResumeConfig.model_validate({"from": self.resume}) if isinstance(self.resume, str) else self.resume
 
     def processes(self, claims: frozenset[str], accelerators: int) -> int:
         """How many ranks to start on this node."""
