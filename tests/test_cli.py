@@ -160,6 +160,8 @@ BAD_INPUT = {
         ["data.tokenizer='earlier/model/../model' lies in what this run replaces"],
     ),
     "output is a file": (["output_dir=0.txt"], ["is a file"]),
+    "output lies in a file": (["output_dir=0.txt/a/b"], ["0.txt, which is a file"]),
+    "output lies in a device": (["output_dir=/dev/null/x"], ["lies below /dev/null, which is a file"]),
 }
 
 

@@ -200,6 +200,13 @@ def test_each_json_line_is_a_document_and_empty_ones_are_left_out(tmp_path: Path
     assert list(corpus.documents()) == ["one\u2028still one", "two"]
 
 
+@pytest.mark.parametrize("line", ["[" * 20_000, '{"text": ' + "1" * 5000 + "}"])
+def test_a_line_that_python_cannot_read_is_named(line: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(line)
+    with pytest.raises(DataError, match=r"a\.jsonl:1: not valid JSON"):
+        list(find_corpus(str(tmp_path / "a.jsonl"), "text").documents())
+
+
 def test_stdlib_holds_sources_without_tests_and_installed_packages() -> None:
     names = [file.path.as_posix() for file in find_corpus("stdlib").files]
     assert names == sorted(names, key=Path)

@@ -263,3 +263,21 @@ def test_a_configuration_that_is_no_json_is_an_error(edited):
     Path(path, "config.json").write_text("{")
     with pytest.raises(ModelError, match="refuses the model configuration"):
         config_of({"path": path})
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"\xff\xfe{}", "decode"),
+        (b"[]", "it holds a JSON list, not an object"),
+        (b"{", "Expecting property name"),
+        (b'{"a":' * 20_000 + b"1" + b"}" * 20_000, "it is nested too deeply"),
+        # Shallow enough for a reader of JSON, and too deep for what looks at its values.
+        (b'{"model_type": "llama", "a":' + b"[" * 300 + b"]" * 300 + b"}", "it is nested deeper than 50 levels"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_named(content: bytes, text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match=rf"config\.json is no model configuration: .*{text}"):
+        model_config({"path": str(tmp_path)}, tokenizer=Tokenizer(), seq_len=16, directory=tmp_path)

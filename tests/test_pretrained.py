@@ -242,6 +242,25 @@ def _lose_tensor(directory: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+DEEP = '{"a":' * 20_000 + "1" + "}" * 20_000
+
+
+def _deep_index(directory: Path) -> None:
+    (directory / "model.safetensors.index.json").write_text(DEEP)
+
+
+def _list_of_generation(directory: Path) -> None:
+    (directory / "generation_config.json").write_text("[]")
+
+
+def _deep_generation(directory: Path) -> None:
+    (directory / "generation_config.json").write_text(DEEP)
+
+
+def _wrong_generation(directory: Path) -> None:
+    (directory / "generation_config.json").write_text('{"max_new_tokens": "x", "temperature": []}')
+
+
 def _break_index(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text('{"weight_map": [1]}')
 
@@ -264,6 +283,10 @@ def _adapt(directory: Path) -> None:
         (_lose_file, r"lacks 1 of the \d+ weight files .*: model-00002-of"),
         (_lose_tensor, r"names 1 tensors that its files do not hold: .* should be in model-00002"),
         (_break_index, r"index\.json is no index of weight files"),
+        (_deep_index, r"index\.json is no index of weight files.*nested too deeply"),
+        (_list_of_generation, r"generation_config\.json is no generation configuration: .*a JSON list, not an object"),
+        (_deep_generation, r"generation_config\.json is no generation configuration: .*nested too deeply"),
+        (_wrong_generation, r"generation_config\.json is no generation configuration"),
         (_quantize, "holds a quantized model"),
         (_adapt, "holds an adapter"),
     ],

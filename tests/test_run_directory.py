@@ -27,6 +27,7 @@ from meshwright.optim import build_scheduler, decay_groups, set_schedule
 from meshwright.output import locked
 from meshwright.plan import data_and_model_config
 from meshwright.registry import get_registry
+from meshwright.report import as_record, read_metrics
 from meshwright.resume import check_restarts
 from meshwright.run import run_rank
 from meshwright.runfile import RunConfig, ScheduleConfig, load_run
@@ -522,3 +523,16 @@ def test_a_checkpoint_of_weights_that_the_run_would_replace_is_refused(place: Pl
     assert code == 2
     assert "is no checkpoint" in error
     assert place.contents() == before
+
+
+@pytest.mark.parametrize("bad", [b"\xff\xfe\x80", b'{"step": 2, "lo', b"[1]", b'{"step": "x"}', b"[" * 5000])
+def test_a_damaged_line_of_metrics_costs_only_that_line(bad: bytes, tmp_path: Path) -> None:
+    results = [StepResult(step, 4, 2.5, 1.0, 0.1, 8, 0.5, rank=0) for step in (1, 2, 3)]
+    lines = [json.dumps(as_record(result)).encode() for result in results]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n".join([lines[0], bad, lines[2]]) + b"\n")
+    with pytest.warns(UserWarning, match=r"1 lines cannot be read and are left out: 2\."):
+        assert read_metrics(path, until=4, steps=4) == [results[0], results[2]]
+    # The last line of a run that was killed is nothing to be told of.
+    path.write_bytes(b"\n".join([*lines[:2], bad]))
+    assert read_metrics(path, until=4, steps=4) == results[:2]

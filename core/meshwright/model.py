@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 
 from .deferred import DeferredModel
 from .errors import ModelError, nearest, reason
+from .parsing import read_json_object
 from .pretrained import open_pretrained
 from .weights import Weights
 
@@ -195,6 +195,11 @@ def config_from_directory(
     if with_weights and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
         raise ModelError(f"{str(path)!r} holds no weights: no .safetensors or .bin file.")
 
+    try:
+        read_json_object(path / "config.json")
+    except (OSError, ValueError) as error:
+        wrong = f"{path / 'config.json'} is no model configuration: {error}"
+        raise ModelError(f"{wrong}. Write or copy it again.") from None
     check_brings_no_code(path / "config.json", set_anew=fields)
 
     def load(**changes: Any) -> Any:
@@ -218,12 +223,12 @@ def check_brings_no_code(path: Path, *, set_anew: Iterable[str] = ()) -> None:
         ModelError: names the field and the kernels.
     """
     try:
-        values = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        values = read_json_object(path)
+    except (OSError, ValueError):
         # transformers tells what is wrong with it.
         return
     given = set(set_anew)
-    waiting = [each for each in values.items() if each[0] not in given] if isinstance(values, Mapping) else []
+    waiting = [each for each in values.items() if each[0] not in given]
     while waiting:
         key, value = waiting.pop()
         if isinstance(value, Mapping):

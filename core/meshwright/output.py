@@ -78,7 +78,7 @@ def _told(holder: Path) -> str:
     try:
         told = json.loads(holder.read_text(encoding="utf-8"))
         return f": process {told['pid']} on {told['host']}, started {told['started']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ import yaml
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 50
+MAX_JSON_BYTES = 1 << 28
+"""Of a JSON file beside a model's weights: an index names each tensor of large models."""
 MAX_VALUES = 100_000
 """Of a YAML file, with every alias written out: a few short lines of aliases can stand for billions of values."""
 
@@ -103,9 +105,28 @@ def parse_json(text: str) -> Any:
         ValueError: the text is not valid JSON, or nested too deeply.
     """
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [inner for outer in level if isinstance(outer, dict | list) for inner in _parts(outer)]
+        if not level:
+            return value
+    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object that a JSON file of somebody else holds.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no UTF-8, no JSON, nested too deeply, too large, or holds something else than an object.
+    """
+    value = parse_json(read_text(path, max_bytes=MAX_JSON_BYTES))
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a JSON {type(value).__name__}, not an object")
+    return value
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
@@ -120,6 +141,10 @@ def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
     if len(content) > max_bytes:
         raise ValueError(f"it is larger than {max_bytes:,} bytes")
     return content.decode("utf-8-sig")
+
+
+def _parts(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def _check_size(node: yaml.Node, depth: int, known: dict[yaml.Node, tuple[int, int] | None]) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .hookspecs import hookimpl
+from .parsing import parse_json
 from .train import StepResult
+
+_TOLD = 5
+"""This many lines are named that cannot be read."""
 
 
 class Reporter:
@@ -74,24 +79,37 @@ class Reporter:
 def read_metrics(path: Path, *, until: int, steps: int) -> list[StepResult]:
     """The first `until` steps that a file of metrics holds, of a run that is to have so many steps.
 
-    Where the file goes back to an earlier step, what follows replaces what was there from that step on.
+    Where the file goes back to an earlier step, what follows replaces what was there from that step on. A line that
+    cannot be read is left out, with a warning, unless it is the last: a run that is killed may leave that torn.
     """
     if not path.is_file():
         return []
-    names = {each.name for each in fields(StepResult)}
     found: list[StepResult] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    unread: list[int] = []
+    lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
-        except ValueError:
-            # The last line of a run that was killed.
-            break
-        while found and found[-1].step >= record["step"]:
+            result = _read_line(line, steps)
+        except (ValueError, TypeError, KeyError):
+            unread += [number] if number < len(lines) else []
+            continue
+        while found and found[-1].step >= result.step:
             found.pop()
-        if record["step"] <= until:
-            known = {key: value for key, value in record.items() if key in names}
-            found.append(StepResult(**known, steps=steps, rank=0))
+        if result.step <= until:
+            found.append(result)
+    if unread:
+        some = ", ".join(map(str, unread[:_TOLD])) + (", ..." if len(unread) > _TOLD else "")
+        warnings.warn(f"{path}: {len(unread)} lines cannot be read and are left out: {some}.", stacklevel=2)
     return found
+
+
+def _read_line(line: bytes, steps: int) -> StepResult:
+    """Raises ValueError, TypeError or KeyError where it does not hold numbers of a step."""
+    record = parse_json(line.decode())
+    numbers = {each.name: record[each.name] for each in fields(StepResult) if each.name in record}
+    if not all(type(value) in (int, float) for value in numbers.values()) or type(numbers["step"]) is not int:
+        raise ValueError("no numbers of a step")
+    return StepResult(**{**numbers, "steps": steps, "rank": 0})
 
 
 def _line(result: StepResult) -> str:

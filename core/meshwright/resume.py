@@ -109,6 +109,8 @@ def check_output(config: RunConfig) -> Fate:
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"output_dir={config.output_dir!r} is a file. Name a directory.")
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"output_dir={config.output_dir!r} lies below {existing}, which is a file. Name another.")
     if not os.access(existing, os.W_OK):
         raise ConfigError(f"output_dir={config.output_dir!r} cannot be written: {existing} is read-only for you.")
     fate = _fate(config, directory)

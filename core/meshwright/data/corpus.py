@@ -145,9 +145,10 @@ def _read_lines(path: Path, text_field: str) -> Iterator[str]:
 def _text_of(line: str, text_field: str, where: str) -> str:
     try:
         record: Any = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
+        at = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise DataError(
-            f"{where}: not valid JSON ({error.msg} at column {error.colno}). Each line of a .jsonl file must be one "
+            f"{where}: not valid JSON ({at}). Each line of a .jsonl file must be one "
             f'object, such as {{"{text_field}": "..."}}.'
         ) from None
     if not isinstance(record, dict):

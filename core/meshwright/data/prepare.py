@@ -226,7 +226,7 @@ def _load(directory: Path) -> _Entry | None:
         if not _sizes(directory).items() >= meta.sizes.items():
             return None
         tokens = {split: np.load(directory / f"{split}.npy", mmap_mode="r") for split in SPLITS}
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
     return _Entry(meta, tokens)
 

@@ -7,7 +7,6 @@ Source: https://huggingface.co/docs/safetensors (format); transformers' order of
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -18,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import ModelError
+from ..parsing import read_json_object
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -157,10 +157,10 @@ def _size(path: Path) -> str:
 
 def _read_index(path: Path) -> Mapping[str, str]:
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        index = read_json_object(path)["weight_map"]
         if not all(isinstance(each, str) for pair in index.items() for each in pair):
             raise TypeError("weight_map maps names to file names")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
             f"{path} is no index of weight files ({type(error).__name__}: {error}). Write or download it again."
         ) from error

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from .._compat import load_state_dict_as_pretrained
-from ..errors import ModelError, nearest
+from ..errors import ModelError, nearest, reason
+from ..parsing import read_json_object
 from .files import Held, Source, open_directory
 from .recorded import Recorded, read_whole
 
@@ -180,7 +181,7 @@ def _captured_report() -> Iterator[list[str]]:
 def _reasons(report: list[str]) -> str:
     """Why conversions failed, from the report that transformers logs, without its tracebacks."""
     found = re.findall(r"^(.+)\nError: (.+)$", "\n".join(report), re.MULTILINE)
-    return "".join(f"\n  {where}: {reason}" for reason, where in found[:TOLD])
+    return "".join(f"\n  {where}: {cause}" for cause, where in found[:TOLD])
 
 
 def _remarks(found: dict[str, Any], directory: Path) -> tuple[str, ...]:
@@ -217,8 +218,16 @@ def _more(names: Any) -> str:
 def _read_generation_config(model: nn.Module, directory: Path) -> None:
     from transformers import GenerationConfig
 
-    if (directory / "generation_config.json").is_file() and hasattr(model, "generation_config"):
-        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    path = directory / "generation_config.json"
+    if path.is_file() and hasattr(model, "generation_config"):
+        try:
+            read_json_object(path)
+            model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+        except Exception as error:
+            # transformers raises whatever its values meet.
+            raise ModelError(
+                f"{path} is no generation configuration: {reason(error)}. Mend it, or remove it: it is not needed."
+            ) from error
 
 
 def _sources_of(model: nn.Module) -> dict[str, Source]:
