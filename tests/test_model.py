@@ -38,7 +38,8 @@ class Tokenizer:
 
 
 def config_of(section: dict[str, Any], seq_len: int = 16) -> Any:
-    return model_config(section, tokenizer=Tokenizer(), seq_len=seq_len)
+    directory = Path(section["path"]) if "path" in section else None
+    return model_config(section, tokenizer=Tokenizer(), seq_len=seq_len, directory=directory)
 
 
 def model_of(section: dict[str, Any], seed: int = 0) -> Any:
@@ -250,7 +251,7 @@ def test_a_directory_with_broken_weights_is_an_error(edited):
     [
         ({"model_type": "t5"}, "'t5' has no causal language model"),
         ({"model_type": "no_such_type"}, "no_such_type"),
-        ({"model_type": "own_type", "auto_map": {"AutoConfig": "code.Config"}}, "trust_remote_code"),
+        ({"model_type": "own_type", "auto_map": {"AutoConfig": "code.Config"}}, "code of its own"),
     ],
 )
 def test_a_directory_that_transformers_cannot_train_is_an_error(changes, text, edited):

@@ -20,7 +20,6 @@ from meshwright import (
     MeshError,
     MeshSizes,
     MeshwrightError,
-    ModelError,
     StrategyError,
     count_tokens,
     open_world,
@@ -532,7 +531,7 @@ def test_maybe_compile_after_parallelize_compiles_nothing_again() -> None:
 # -- dtypes of a model
 
 
-def _mixed_dtypes(freeze: bool) -> str | float:
+def _mixed_dtypes(freeze: bool) -> tuple[float, torch.dtype]:
     model = tiny_model(dtype=torch.float32)
     norm = model.model.layers[1].input_layernorm
     norm.to(torch.bfloat16)
@@ -541,24 +540,23 @@ def _mixed_dtypes(freeze: bool) -> str | float:
     model.model.layers[0].register_buffer("mask", torch.ones(3, dtype=torch.bool))
     world = open_world("cpu")
     manager = FSDP2Manager(FSDP2Config(), Mesh(MeshSizes().resolve(world.size, frozenset({"dp_shard"})), world))
-    try:
-        manager.parallelize(model)
-    except ModelError as error:
-        return str(error)
+    manager.parallelize(model)
     case = Case()
     batches = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
     loss = manager.forward_backward(batches, num_tokens=count_tokens(batches, manager.mesh))
     with manager.unshard():
         assert model.model.layers[0].steps.tolist() == [3, 4, 5]
-    return float(loss)
+        return float(loss), model.model.layers[1].input_layernorm.weight.dtype
 
 
-def test_several_trainable_dtypes_in_a_unit_are_refused_and_frozen_or_whole_numbers_are_not() -> None:
-    (text, *rest) = pool(2).run(_mixed_dtypes, False)
-    assert rest == [text]
-    assert "model.layers.1.input_layernorm.weight (torch.bfloat16)" in text
-    losses = pool(2).run(_mixed_dtypes, True)
-    assert losses[0] == losses[1] == pytest.approx(4.9, abs=0.5)
+@pytest.mark.parametrize("freeze", [False, True])
+def test_parameters_of_several_dtypes_in_a_block_keep_them_also_where_they_are_frozen(
+    freeze: bool,
+) -> None:
+    (loss, dtype), other = pool(2).run(_mixed_dtypes, freeze)
+    assert other == (loss, dtype)
+    assert loss == pytest.approx(4.9, abs=0.5)
+    assert dtype is torch.bfloat16
 
 
 # -- refusals
