@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError
-from meshwright.optim import build_scheduler, decay_groups, optimizer_factory
+from meshwright.optim import build_scheduler, decay_groups, optimizer_factory, try_optimization
 from meshwright.runfile import OptimizerConfig, ScheduleConfig
 
 
@@ -93,6 +93,43 @@ def test_arguments_that_an_optimizer_refuses_are_an_error_that_names_it(config):
     factory = optimizer_factory(OptimizerConfig(**config))
     with pytest.raises(ConfigError, match=f"optimizer '{config.get('name', 'AdamW')}' refuses"):
         factory(named())
+
+
+def tried(optimizer: dict[str, Any], schedule: dict[str, Any], device: str = "cpu") -> None:
+    try_optimization(OptimizerConfig(**optimizer), ScheduleConfig(**schedule), 10, device=torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        ({"options": {"capturable": True}}, "'AdamW' cannot step"),
+        ({"options": {"differentiable": True}}, "'AdamW' cannot step"),
+        ({"options": {"betas": [0.9, 0.9, 0.9]}}, "'AdamW' cannot step"),
+        ({"lr": 1e300}, "'AdamW' cannot step with lr=1e[+]300"),
+        ({"name": "SGD", "lr": 3e38, "weight_decay": 3e38}, "'SGD' .* infinite or NaN"),
+        ({"name": "SparseAdam"}, "'SparseAdam' cannot step"),
+        ({"name": "ASGD", "options": {"t0": "a"}}, "'ASGD' cannot step"),
+        ({"name": "Rprop", "options": {"step_sizes": ["a", "b"]}}, "'Rprop' cannot step"),
+    ],
+)
+def test_what_would_fail_in_a_step_is_an_error_beforehand(optimizer, text):
+    with pytest.raises(ConfigError, match=text):
+        tried(optimizer, {})
+
+
+def test_what_only_a_cpu_refuses_is_left_to_the_ranks_of_a_gpu():
+    tried({"options": {"capturable": True}}, {}, device="cuda")
+
+
+@pytest.mark.parametrize("power", [-3, -0.5])
+def test_a_schedule_without_a_rate_after_the_last_step_is_an_error_beforehand(power):
+    with pytest.raises(ConfigError, match=r"schedule 'polynomial' .* has no rate after step 10 of 10"):
+        tried({}, {"name": "polynomial", "options": {"power": power}})
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"])
+def test_schedules_that_have_rates_pass(name):
+    tried({}, {"name": name, "warmup_steps": 2})
 
 
 def test_options_reach_the_optimizer():

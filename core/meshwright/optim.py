@@ -7,6 +7,7 @@ follows from the step number alone.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
@@ -41,6 +42,59 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
             raise ConfigError(f"optimizer {config.name!r} refuses its parameters or options: {error}") from error
 
     return factory
+
+
+def try_optimization(optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int, *, device: torch.device) -> None:
+    """Make and step both for a stand-in, so that their errors come before anything is started.
+
+    Args:
+        steps: of the run.
+        device: of the run; the stand-in is on the CPU.
+
+    Raises:
+        ConfigError: the optimizer or the schedule cannot be used as configured.
+    """
+    if device.type != "cpu":
+        # Refused on a CPU alone; each rank tries it with its own device.
+        known = {key: value for key, value in optimizer.options.items() if key != "capturable"}
+        optimizer = optimizer.model_copy(update={"options": known})
+    stand_in = [("weight", nn.Parameter(torch.ones(2, 2))), ("bias", nn.Parameter(torch.ones(2)))]
+    made = optimizer_factory(optimizer)(stand_in)
+    try:
+        for _ in range(2):
+            for _, parameter in stand_in:
+                parameter.grad = torch.ones_like(parameter)
+            made.step()
+    except Exception as error:
+        raise ConfigError(
+            f"optimizer {optimizer.name!r} cannot step with lr={optimizer.lr} and options {optimizer.options}: "
+            f"{reason(error)}. Change them, or use another optimizer."
+        ) from error
+    if not all(bool(parameter.isfinite().all()) for _, parameter in stand_in):
+        raise ConfigError(
+            f"optimizer {optimizer.name!r} with lr={optimizer.lr} and options {optimizer.options} makes parameters "
+            f"infinite or NaN in its first two steps. Lower the rate, or change the options."
+        )
+    _check_rates(schedule, build_scheduler(schedule, made, steps), steps)
+
+
+def _check_rates(config: ScheduleConfig, scheduler: LRScheduler, steps: int) -> None:
+    """Refuse a schedule that has no usable rate at its ends, or at some steps between them."""
+    sampled = {*range(0, steps, max(1, steps // 64)), 1, config.warmup_steps, steps - 1, steps}
+    for step in sorted(sampled):
+        try:
+            rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+            usable = all(math.isfinite(rate) and rate >= 0 for rate in rates)
+        except Exception as error:
+            raise ConfigError(
+                f"schedule {config.name!r} with options {config.options} has no rate after step {step} of {steps}: "
+                f"{reason(error)}. Change the options."
+            ) from error
+        if not usable:
+            raise ConfigError(
+                f"schedule {config.name!r} with options {config.options} gives the rates {rates} after step {step} of "
+                f"{steps}, which must be finite and not below 0. Change the options."
+            )
 
 
 def decay_groups(
@@ -139,7 +193,7 @@ def _optimizer_class(config: OptimizerConfig) -> type[Optimizer]:
             f"optimizer {config.name!r} is not in torch.optim.{nearest(config.name, known)} "
             f"Known: {', '.join(sorted(known))}."
         )
-    if inspect.signature(cls.step).parameters["closure"].default is inspect.Parameter.empty:
+    if needs_closure(cls):
         raise ConfigError(f"optimizer {config.name!r} needs a closure that runs the model again; use another one.")
     arguments = [name for name in inspect.signature(cls).parameters if name not in ("self", "params")]
     given = {**config.options, **({"weight_decay": config.weight_decay} if config.weight_decay else {})}
@@ -153,3 +207,14 @@ def _optimizer_class(config: OptimizerConfig) -> type[Optimizer]:
         if name in config.options:
             raise ConfigError(f"optimizer.options holds {name!r}, which has a key of its own: set optimizer.{name}.")
     return cls
+
+
+def needs_closure(cls: type[Optimizer]) -> bool:
+    """Whether steps need a function that runs the model again."""
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def reason(error: Exception) -> str:
+    """An error of an optimizer or schedule in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".:")

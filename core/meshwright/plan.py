@@ -21,7 +21,7 @@ from .errors import ConfigError
 from .layout import model_layout, model_size
 from .mesh import Mesh, find_device
 from .model import model_config
-from .optim import build_scheduler, optimizer_factory
+from .optim import try_optimization
 from .registry import get_registry
 from .resume import check_output, check_restarts, check_source
 from .runfile import RunConfig
@@ -59,7 +59,7 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
     check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=micro_batch_size)
     check_restarts(config)
     check_output(config)
-    _check_optimization(config)
+    try_optimization(config.optimizer, config.schedule, config.steps, device=find_device(config.device))
     data, hf_config = data_and_model_config(config)
     if config.eval.sequences is not None and config.eval.sequences > len(data.held_out):
         raise ConfigError(
@@ -122,13 +122,6 @@ def _identity(config: RunConfig, data: PreparedData, hf_config: Any) -> dict[str
     }
     plain: dict[str, Any] = json.loads(json.dumps(identity, default=str))
     return plain
-
-
-def _check_optimization(config: RunConfig) -> None:
-    """Make optimizer and schedule once for a stand-in, so that their errors come before anything is started."""
-    stand_in = [("weight", nn.Parameter(torch.zeros(2, 2))), ("bias", nn.Parameter(torch.zeros(2)))]
-    optimizer = optimizer_factory(config.optimizer)(stand_in)
-    build_scheduler(config.schedule, optimizer, config.steps)
 
 
 def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str:
