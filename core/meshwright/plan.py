@@ -20,13 +20,14 @@ from .data import PreparedData, check_batch_size, holds_tokenizer, load_tokenize
 from .errors import ConfigError
 from .layout import model_layout, model_size
 from .mesh import Mesh, find_device
-from .model import model_config
+from .model import dtype_of, model_config
 from .optim import try_optimization
 from .registry import get_registry
 from .resume import check_output, check_restarts, check_source
 from .runfile import RunConfig
 from .sizes import Degrees
 from .stack import Stack, resolve
+from .trial import check_memory, memory_of_node, try_model
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,9 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
     check_output(config)
     try_optimization(config.optimizer, config.schedule, config.steps, device=find_device(config.device))
     data, hf_config = data_and_model_config(config)
+    seq_len, dtype = config.data.seq_len, dtype_of(config.model)
+    size = try_model(hf_config, dtype, seq_len=seq_len, device=find_device(config.device), degrees=degrees)
+    check_memory(stack, degrees, size, memory_of_node())
     if config.eval.sequences is not None and config.eval.sequences > len(data.held_out):
         raise ConfigError(
             f"eval.sequences={config.eval.sequences}, but the held-out split has {len(data.held_out)}. "
