@@ -69,8 +69,8 @@ class Versions:
 MATRIX = [
     Versions("pinned", "2.13.0", "5.23.0"),
     Versions("oldest transformers", "2.13.0", "5.17.0"),
-    Versions("newest torch", "2.14.1", "5.23.0"),
-    Versions("oldest torch", "2.12.1", "5.17.0"),
+    Versions("torch 2.14", "2.14.1", "5.23.0"),
+    Versions("newest torch", "2.15.0", "5.23.0"),
 ]
 
 
