@@ -54,6 +54,14 @@ def test_workers_stay_between_tasks() -> None:
     assert pool(2).run(_pid) == pool(2).run(_pid)
 
 
+def test_a_worker_that_dies_between_tasks_is_told_and_replaced() -> None:
+    before = pool(2).run(_pid)
+    os.kill(before[1], signal.SIGKILL)
+    with pytest.warns(UserWarning, match="a worker died after a task had ended"):
+        after = pool(2).run(_pid)
+    assert set(before).isdisjoint(after)
+
+
 def _group(strategy: str, config: dict[str, Any], sizes: dict[str, int]) -> None:
     case = Case(steps=1)
     # A full state, so that torch plans how to gather each kind of placement.

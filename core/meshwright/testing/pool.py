@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -59,13 +60,22 @@ class WorkerPool:
         Raises:
             RankError: a rank failed, died or took too long; carries the traceback of the first one that did.
         """
+        try:
+            return self._run(task, args, timeout_s, device)
+        except (ConnectionResetError, BrokenPipeError):
+            # A worker ended with the message unread: what killed it came after the task before, and is not this one.
+            warnings.warn("a worker died after a task had ended; new ones take its place.", stacklevel=2)
+            return self._run(task, args, timeout_s, device)
+
+    def _run(self, task: Callable[..., T], args: tuple[Any, ...], timeout_s: float, device: str) -> list[T]:
         if not self._workers:
             self._start()
-        with tempfile.TemporaryDirectory(prefix="meshwright-") as directory:
+        # A store that is closed late may write its file once more, while the directory is removed.
+        with tempfile.TemporaryDirectory(prefix="meshwright-", ignore_cleanup_errors=True) as directory:
             message = pickle.dumps((str(Path(directory) / "store"), device, task, args))
-            for _, connection in self._workers:
-                connection.send((sys.path, message))
             try:
+                for _, connection in self._workers:
+                    connection.send((sys.path, message))
                 results = self._collect(timeout_s)
             except BaseException:
                 self.close()
