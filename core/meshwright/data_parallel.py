@@ -28,6 +28,7 @@ from .layout import ModelLayout, model_layout
 from .loss import target_loss_sum, targets
 from .mesh import Mesh, same_timeout
 from .norms import check_clip, scale_to_norm, total_grad_norm
+from .optimizer_trial import call_factory, check_optimizer
 from .router_loss import Notes, RouterLoss, find_routers
 from .state import (
     DTENSORS,
@@ -200,8 +201,22 @@ class DataParallelManager(StrategyManager):
         self._require_model()
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.parameter_names = {parameter: name for name, parameter in named}
-        self._optimizer = factory(named)
+        self._optimizer = self.made(factory, named)
         return self._optimizer
+
+    def made(self, factory: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+        """The factory's optimizer, if it steps these parameters as it would step whole ones. Collective.
+
+        Args:
+            named: what is trained, as `parts` knows it.
+
+        Raises:
+            StrategyError: on all ranks alike; names the optimizer.
+            ConfigError: of the factory of a run file, likewise.
+        """
+        optimizer = self.mesh.world.together(lambda: call_factory(factory, named))
+        check_optimizer(optimizer, self.parts, self.mesh.world)
+        return optimizer
 
     def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
         self._require_model()

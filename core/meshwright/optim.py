@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .contract import OptimizerFactory
 from .errors import ConfigError, nearest
+from .optimizer_trial import needs_closure, reason
 from .runfile import OptimizerConfig, ScheduleConfig
 
 

@@ -19,7 +19,7 @@ from meshwright.state import OptimizerState, ShardedState, TensorKind
 
 from .bucketed import BucketedDataParallel
 from .config import AXES, DDPConfig, DistributedDataParallelConfig
-from .optimizer import Shards, check_elementwise
+from .optimizer import Shards
 from .torch_engine import StageEngine, TorchEngine
 
 
@@ -120,9 +120,7 @@ class DDPManager(DataParallelManager):
             return super().build_optimizer(factory)
         shards.read()
         self.parameter_names = {shard.tensor: shard.name for shard in shards}
-        # What an optimizer says of a parameter that it refuses may name the shape of this rank's shard.
-        optimizer = self.mesh.world.together(lambda: factory([(shard.name, shard.tensor) for shard in shards]))
-        check_elementwise(optimizer)
+        optimizer = self.made(factory, [(shard.name, shard.tensor) for shard in shards])
         optimizer.register_step_post_hook(lambda *_: engine.shards_were_stepped())
         self._optimizer = optimizer
         return optimizer

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from meshwright.errors import StrategyError
 from meshwright.norms import total_grad_norm
@@ -27,8 +26,6 @@ from .buffers import Buffer
 from .reduction import Groups
 
 HALF = (torch.float16, torch.bfloat16)
-
-_NOT_ELEMENTWISE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SparseAdam, getattr(torch.optim, "Muon", ()))
 
 
 @dataclass(eq=False)
@@ -197,20 +194,6 @@ class Shards(Parts):
                 value = self.part(received, shard.tensor)
             if value is not None:
                 shard.tensor.data.copy_(value)
-
-
-def check_elementwise(optimizer: Optimizer) -> None:
-    """Refuse optimizers of torch that look at the shape of a parameter.
-
-    Raises:
-        StrategyError: on all ranks alike.
-    """
-    if any(isinstance(optimizer, cls) for cls in _NOT_ELEMENTWISE):
-        raise StrategyError(
-            f"{type(optimizer).__name__} does not treat every element of a parameter alike, so it cannot step parts of "
-            f"parameters. Use AdamW, Adam, SGD, Adagrad or another element-wise one, or set "
-            f"use_distributed_optimizer=false."
-        )
 
 
 def _shard(buffer: Buffer, index: int, rank: int) -> Shard:

@@ -229,8 +229,7 @@ class PipelineManager(StrategyManager):
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
         self._require_model()
         trained = [stage.manager for stage in self._stages.values() if any(True for _ in stage.manager.trainable())]
-        for manager in trained:
-            manager.build_optimizer(self._named(factory))
+        self.mesh.world.together(lambda: [manager.build_optimizer(self._named(factory)) for manager in trained])
         rates: list[Any] = [None] * self.mesh.degrees.pp
         mine = trained[0].optimizer.param_groups[0]["lr"] if trained else None
         dist.all_gather_object(rates, mine, group=self.mesh.group("pp"))
