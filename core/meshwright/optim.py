@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .contract import OptimizerFactory
 from .errors import ConfigError, nearest
-from .optimizer_trial import needs_closure, reason
 from .runfile import OptimizerConfig, ScheduleConfig
 
 

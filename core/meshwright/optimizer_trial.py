@@ -10,7 +10,6 @@ strategy cuts parameters. So nothing need be known of a class, and optimizers of
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from ._compat import is_sharded
 from .contract import OptimizerFactory
 from .errors import MeshwrightError, StrategyError
 from .mesh import World
+from .optim import needs_closure, reason
 from .state import Parts
 
 _EXACT = 1e-6
@@ -57,17 +57,6 @@ class _Kind:
     def is_joint(self) -> bool:
         """Whether a step may need all ranks of the mesh; all of them have parameters of this kind then."""
         return self.mesh is not None and not self.is_piece
-
-
-def needs_closure(cls: type[Optimizer]) -> bool:
-    """Whether steps need a function that runs the model again."""
-    closure = inspect.signature(cls.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def reason(error: Exception) -> str:
-    """An error of an optimizer or schedule in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".:")
 
 
 def call_factory(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
