@@ -1,7 +1,7 @@
 """The only place in core that touches private or version-dependent names of torch and transformers.
 
-Each function says why it is needed and with which versions it was tried; tests/test_compat.py holds a canary for each,
-which fails when the name goes away or its behaviour changes.
+Each function says why it is needed; tests/test_compat.py holds a canary for each, which fails when the name goes away
+or its behaviour changes. docs/versions.md says with which versions they passed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 # Sees every operator that runs, which `torch.overrides` cannot inside of torch's own functions. The module has a
-# private name, though torch's own documentation teaches the class. Tried with torch 2.13; 2.11 by reading.
+# private name, though torch's own documentation teaches the class.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from .errors import MeshError, ModelError
@@ -31,7 +31,6 @@ def flatten_mesh(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh
     """Register the view `name` over `axes` in the root mesh, so that it can be sliced together with other axes.
 
     Private because torch has no public call for it; `fully_shard` needs views and axes of one root mesh.
-    Tried with torch 2.11 (by reading) and 2.13.
     """
     return mesh[tuple(axes)]._flatten(name)
 
@@ -39,7 +38,7 @@ def flatten_mesh(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh
 def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta:
     """How long collectives of a group wait for peers; None: of the group of all ranks.
 
-    Private, since torch tells a group's options to nobody. Tried with torch 2.11 (by reading) and 2.13.
+    Private, since torch tells a group's options to nobody.
     """
     group = group or dist.group.WORLD
     if group is None:
@@ -54,7 +53,7 @@ def groups_with_timeout(timeout: timedelta) -> Iterator[None]:
     """Give this timeout to all process groups that are made in the context, by whomever.
 
     torch gives its own (30 minutes; NCCL: 10) to groups of a `DeviceMesh` and of packages that ask for none; what sets
-    it afterwards, and the registry of groups, are private. Tried with torch 2.11 (by reading) and 2.13.
+    it afterwards, and the registry of groups, are private.
     """
     known = set(live_groups())
     try:
@@ -74,7 +73,6 @@ def foreach_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype
     """The p-norm of each tensor, in few kernel launches; computed in `dtype`, or in the tensors' own.
 
     `torch.nn.utils.get_total_norm` does the same, but puts the norms together in the tensors' dtype.
-    Tried with torch 2.11 (by reading) and 2.13.
     """
     return list(torch._foreach_norm(tensors, norm_type, dtype=dtype)) if tensors else []
 
@@ -83,7 +81,6 @@ def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply all tensors in place by a 0-dim factor, in few kernel launches.
 
     `torch.nn.utils.clip_grads_with_norm_` does the same, but takes parameters, not the local parts of DTensors.
-    Tried with torch 2.11 (by reading) and 2.13.
     """
     if tensors:
         torch._foreach_mul_(tensors, factor)
@@ -93,19 +90,19 @@ def all_reduce(tensor: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
     """A new tensor: the "sum" or "max" over the ranks of the group.
 
     Functional collectives, here and below, since the public ones work in place and cannot be traced by torch.compile
-    within autograd functions. Tried with torch 2.11 (by reading) and 2.13.
+    within autograd functions.
     """
     return funcol.wait_tensor(funcol.all_reduce(tensor.contiguous(), op, group))
 
 
 def all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The tensors of all ranks of the group, one behind the other along `dim`; see `all_reduce`."""
-    return funcol.wait_tensor(_all_gather(tensor.contiguous(), dim % tensor.dim(), group))
+    return funcol.wait_tensor(funcol.all_gather_single(tensor.contiguous(), dim % tensor.dim(), group))
 
 
 def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's part along `dim`, which the group divides, of the sum over its ranks; see `all_reduce`."""
-    return funcol.wait_tensor(_reduce_scatter(tensor.contiguous(), "sum", dim % tensor.dim(), group))
+    return funcol.wait_tensor(funcol.reduce_scatter_single(tensor.contiguous(), "sum", dim % tensor.dim(), group))
 
 
 def all_to_all(
@@ -119,16 +116,9 @@ def all_to_all(
     return funcol.wait_tensor(funcol.all_to_all_single(tensor.contiguous(), receives, sends, group))
 
 
-# torch 2.13 has new names for them, and warns of the old ones.
-_all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-_reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
-
-
 def is_sharded(placement: Placement) -> bool:
     """Whether a placement divides the tensor; `Placement.is_shard` answers False for torch 2.13's strided shards,
     which `fully_shard` makes of parameters that tensor parallelism shards along the same dim.
-
-    Tried with torch 2.11 (by reading) and 2.13.
     """
     return placement.is_shard() or isinstance(placement, _StridedShard)
 
@@ -136,7 +126,7 @@ def is_sharded(placement: Placement) -> bool:
 def packed_shard(dim: int, parts: int) -> Placement:
     """The placement of `parts` equal parts that lie one behind the other along `dim`, each of which is sharded.
 
-    Private because torch has no public placement for it. Tried with torch 2.11 (by reading) and 2.13.
+    Private because torch has no public placement for it.
     """
     return _StridedShard(dim, split_factor=parts)
 
@@ -145,24 +135,17 @@ def is_matrix_product(op: Any) -> bool:
     """Whether an operator is a matrix product of weights, for selective recomputation.
 
     Operators are known by their names, which torch does not promise to keep. `_grouped_mm` is that of experts.
-    Tried with torch 2.11 (by reading) and 2.13.
     """
     return str(op).removesuffix(".default") in ("aten.mm", "aten.addmm", "aten._grouped_mm")
 
 
 def is_attention(op: Any) -> bool:
-    """Whether an operator is a whole attention: any variant of scaled_dot_product_attention, or flex attention.
-
-    Tried with torch 2.11 (by reading) and 2.13.
-    """
+    """Whether an operator is a whole attention: any variant of scaled_dot_product_attention, or flex attention."""
     return str(op).startswith(("aten._scaled_dot_product_", "aten.scaled_dot_product_", "flex_attention"))
 
 
 def is_choice(op: Any) -> bool:
-    """Whether an operator chooses the largest of candidates, values and indices, as routers choose experts.
-
-    Tried with torch 2.11 (by reading) and 2.13.
-    """
+    """Whether an operator chooses the largest of candidates, values and indices, as routers choose experts."""
     return str(op) == "aten.topk.default"
 
 
@@ -170,7 +153,6 @@ def is_communication(op: Any) -> bool:
     """Whether an operator is a functional collective or waits for one; those of tensor parallelism are.
 
     FSDP's own (`c10d`) write into buffers and are no results to be held.
-    Tried with torch 2.11 (by reading) and 2.13.
     """
     return str(op).startswith(("_c10d_functional.", "_c10d_functional_autograd.", "c10d_functional."))
 
@@ -179,26 +161,19 @@ def compiled(function: Callable[..., Any], *, backend: str, versions: int) -> Ca
     """`torch.compile` that may keep so many versions of a function.
 
     torch shares one limit between all functions with the same source (the blocks of a stack), 8 by default, beyond
-    which it goes on uncompiled with a warning. `recompile_limit` of torch.compile came with torch 2.12 (by reading);
-    before, the limit is a setting of a private module.
-    Tried with torch 2.13.
+    which it goes on uncompiled with a warning.
     """
     # Tensor parallelism writes down what it has copied, and forgets it when the block ends: also within a checkpoint,
-    # where torch 2.13 traces that only if told that backward need not do it again.
-    if hasattr(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
-        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        return torch.compile(function, backend=backend, recompile_limit=versions)
-    settings = torch._dynamo.config
-    settings.recompile_limit = max(settings.recompile_limit, versions)
-    return torch.compile(function, backend=backend)
+    # where torch traces that only if told, by a setting of a private module, that backward need not do it again.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    return torch.compile(function, backend=backend, recompile_limit=versions)
 
 
 @contextmanager
 def without_hooks(module: nn.Module) -> Iterator[None]:
     """A module without its forward hooks, such as those that torch's tensor-parallel styles leave on it.
 
-    Private because torch gives handles to those who register hooks only. Tried with torch 2.11 (by reading) and 2.13.
+    Private because torch gives handles to those who register hooks only.
     """
     before, after = dict(module._forward_pre_hooks), dict(module._forward_hooks)
     module._forward_pre_hooks.clear()
@@ -214,7 +189,7 @@ def is_elementwise(result: Tensor, source: Tensor) -> bool:
     """Whether a tensor comes from another by operations that treat every element alike, as far as autograd tells.
 
     Copies, hyperbolic tangents, products and quotients with scalars are known. Private because a product's node does
-    not tell the shape of its factor but by what it saves. Tried with torch 2.11 (by reading) and 2.13.
+    not tell the shape of its factor but by what it saves.
     """
     if result.shape != source.shape:
         return False
@@ -235,7 +210,7 @@ def is_elementwise(result: Tensor, source: Tensor) -> bool:
 def storage_of(tensor: Tensor) -> tuple[int, Any]:
     """A key that is the same for all views of one storage, and what must be kept alive for it to stay so.
 
-    `_cdata` is private; the Python object of a storage is not always the same. Tried with torch 2.13.
+    `_cdata` is private; the Python object of a storage is not always the same.
     """
     storage = tensor.untyped_storage()
     return storage._cdata, storage
@@ -244,7 +219,7 @@ def storage_of(tensor: Tensor) -> tuple[int, Any]:
 def written_arguments(operator: Any) -> list[int | str]:
     """Positions, or names of keyword-only arguments, that an operator writes into.
 
-    `_schema` is private and is what torch's own dispatch modes read. Tried with torch 2.13.
+    `_schema` is private and is what torch's own dispatch modes read.
     """
     return [
         argument.name if argument.kwarg_only else index
@@ -258,7 +233,7 @@ def load_state_dict_as_pretrained(config: Any, state_dict: dict[str, Tensor], dt
 
     All names here are public. But that tensors are passed on as they are, so that those of a subclass without values
     end up as parameters of the model, and that nothing else is allocated, is how transformers happens to do it.
-    Gives the model and what is missing, unexpected and mismatched. Tried with transformers 5.23.
+    Gives the model and what is missing, unexpected and mismatched.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -280,7 +255,7 @@ def to_saved_format(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, T
     """Tensors of a model's modules, in the names and shapes of published checkpoints; views of them where it can be.
 
     Models of transformers may hold in one parameter what their checkpoints hold in several (experts). The function is
-    what `save_pretrained` calls, but has no public name. Tried with transformers 5.23; 5.17 by reading.
+    what `save_pretrained` calls, but has no public name.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -290,7 +265,7 @@ def to_saved_format(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, T
 def saved_together(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
     """The names of a model's tensors, together where `to_saved_format` makes something of several of them.
 
-    Private like it; what it does with names is repeated here. Tried with transformers 5.23.
+    Private like it; what it does with names is repeated here.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
@@ -312,7 +287,7 @@ def saved_together(model: nn.Module, names: Sequence[str]) -> list[list[str]]:
 def nested_configs(model: nn.Module) -> list[Any]:
     """The configurations of transformers that a model's modules hold, with those nested in them; each once.
 
-    Private because the setting below is. Tried with transformers 5.23; 5.17 by reading.
+    Private because the setting below is.
     """
     found: dict[int, Any] = {}
 
@@ -331,7 +306,7 @@ def nested_configs(model: nn.Module) -> list[Any]:
 def attention_setting(config: Any) -> str | None:
     """The name of the attention that a configuration chooses, of itself alone.
 
-    `set_attn_implementation` of a model is public, but checks and changes more. Tried with transformers 5.23.
+    `set_attn_implementation` of a model is public, but checks and changes more.
     """
     setting: str | None = config._attn_implementation_internal
     return setting
@@ -370,7 +345,7 @@ def register_attention(name: str, attention: Callable[..., Any], mask: Callable[
 
 
 def mask_maker(implementation: str) -> Callable[..., Tensor]:
-    """The function of transformers that makes masks for an implementation. Tried with transformers 5.23."""
+    """The function of transformers that makes masks for an implementation."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     function: Callable[..., Tensor] = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
@@ -382,7 +357,7 @@ def for_documents(function: Callable[..., Tensor], positions_BS: Tensor) -> tupl
 
     As transformers itself does it for sequences without an attention mask; the functions are not documented. Up to 5.22
     mask functions see the places of tokens in the row, from 5.23 on those in the document: it matters to attention in
-    chunks. Tried with transformers 5.17 and 5.23.
+    chunks.
     """
     from transformers import masking_utils
 
@@ -398,7 +373,7 @@ def for_documents(function: Callable[..., Tensor], positions_BS: Tensor) -> tupl
 def is_left_out_of_files(model: nn.Module, name: str) -> bool:
     """Whether `save_pretrained` leaves a tensor of a model out, since the model makes it anew.
 
-    The patterns have no public name. Tried with transformers 5.23; 5.17 by reading.
+    The patterns have no public name.
     """
     patterns = getattr(model, "_keys_to_ignore_on_save", None) or []
     return any(re.search(pattern, name) for pattern in patterns)

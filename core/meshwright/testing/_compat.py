@@ -19,7 +19,7 @@ from torch.distributed.tensor import _redistribute
 def bound_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by the names of the operation's schema; those left out are missing.
 
-    Private because torch has no public call for an operation's schema. Tried with torch 2.11 (by reading) and 2.13.
+    Private because torch has no public call for an operation's schema.
     """
     names = [argument.name for argument in operation._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
@@ -29,7 +29,6 @@ def process_group(value: Any) -> dist.ProcessGroup:
     """The group of a collective from what its operation carries: the group's name, or the group in TorchScript's box.
 
     Private because collectives below the Python functions name their group in these two ways only.
-    Tried with torch 2.11 (by reading) and 2.13.
     """
     if isinstance(value, dist.ProcessGroup):
         return value
@@ -37,10 +36,7 @@ def process_group(value: Any) -> dist.ProcessGroup:
 
 
 def unwraps_itself(kind: type) -> bool:
-    """Whether a tensor class wraps plain tensors and runs operations on them, as DTensor does.
-
-    Tried with torch 2.11 (by reading) and 2.13.
-    """
+    """Whether a tensor class wraps plain tensors and runs operations on them, as DTensor does."""
     return hasattr(kind, "__tensor_flatten__")
 
 
@@ -58,7 +54,7 @@ def forget_meshes() -> None:
     """Empty the caches in which torch keeps the layouts of DTensors, and with them meshes whose groups are gone.
 
     Each gloo group has threads of its own, and they go on polling. Private because torch, which expects one mesh in the
-    life of a process, has no public call for it. Tried with torch 2.11 (by reading) and 2.13.
+    life of a process, has no public call for it.
     """
     for cache in (*_FROZEN, *_caches()):
         cache.cache_clear()

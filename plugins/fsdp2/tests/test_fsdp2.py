@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshwright import ConfigError, MeshSizes, OptimizerConfig, StrategyError, count_tokens, get_strategy, resolve
+from meshwright import ConfigError, MeshSizes, OptimizerConfig, count_tokens, get_strategy, resolve
 from meshwright.layout import model_layout, model_size
 from meshwright.testing import Case, assert_parity, count_collectives, pool
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, full_weights, share, train_steps
 from meshwright_fsdp2 import FSDP2Config
-from meshwright_fsdp2._compat import reduce_unused_parameters
 
 BLOCKS = 3
 UNITS = BLOCKS + 1  # and the root
@@ -191,30 +190,3 @@ def test_ranks_that_use_different_parameters_and_parameters_that_none_uses(
     """Two branches of one shape: torch by itself adds up the gradients of one and the other, in silence."""
     case = Case(model_type="routed", route=route, microbatches=2, steps=4)
     assert_parity("fsdp2", case, world_size=4, config=config, sizes=sizes)
-
-
-def _without_zeros() -> str:
-    """As under a torch that cannot reduce zeros for unused parameters."""
-    case = Case(model_type="routed", route="ranks")
-    manager = build_manager("fsdp2", {}, {}, case)
-    for unit in manager._sharding.modules:
-        unit.set_reduce_scatter_unused_params(False)
-    manager._usage._zeros_for_unused = False
-    with pytest.raises(StrategyError) as caught:
-        train_steps(manager, case, range(1))
-    return str(caught.value)
-
-
-def test_a_torch_that_cannot_reduce_different_parameters_is_told_on_all_ranks() -> None:
-    texts = pool(2).run(_without_zeros)
-    assert len(set(texts)) == 1
-    assert "only some ranks used blocks.1.even.weight" in texts[0]
-
-
-def _has_switch() -> bool:
-    manager = build_manager("fsdp2", {}, {}, Case())
-    return all(reduce_unused_parameters(unit) for unit in manager._sharding.modules)
-
-
-def test_canary_this_torch_can_reduce_unused_parameters() -> None:
-    assert pool(1).run(_has_switch) == [True]

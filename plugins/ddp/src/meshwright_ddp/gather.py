@@ -17,8 +17,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._compat import all_gather
-
 
 class BucketGather:
     """Fills one bucket of parameter values from its owners, in place.
@@ -39,7 +37,7 @@ class BucketGather:
     def start(self) -> None:
         """Issue the collective, if it is needed and not under way."""
         if self.is_stale and self._work is None:
-            self._work = all_gather(self._values, self._own, group=self._group, async_op=True)
+            self._work = dist.all_gather_single(self._values, self._own, group=self._group, async_op=True)
 
     def wait(self) -> None:
         if self._work is not None:

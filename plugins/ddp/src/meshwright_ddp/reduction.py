@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._compat import reduce_scatter
-
 
 @dataclass(frozen=True)
 class Groups:
@@ -118,4 +116,4 @@ class Reduction:
             self._received = torch.empty_like(self.gradients)
             self._work = dist.all_to_all_single(self._received, self.gradients, group=group, async_op=True)
         else:
-            self._work = reduce_scatter(self._own, self.gradients, op=op, group=group, async_op=True)
+            self._work = dist.reduce_scatter_single(self._own, self.gradients, op=op, group=group, async_op=True)

@@ -18,7 +18,6 @@ from meshwright.data_parallel import DataParallelManager
 from meshwright.errors import StrategyError
 from meshwright.mesh import Mesh
 
-from ._compat import syncing_buffers
 from .config import DDPConfig
 from .hooks import compressing_hook, sum_hook, wide_sum_hook
 
@@ -116,7 +115,7 @@ class TorchEngine:
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             find_unused_parameters=config.find_unused_parameters,
             static_graph=config.static_graph,
-            **syncing_buffers(config.broadcast_buffers),
+            forward_sync_buffers=config.broadcast_buffers,
         )
         self.module.register_comm_hook(state, hook)
 

@@ -1,7 +1,7 @@
 """The only place in this package that touches private or version-dependent names of torch and transformers.
 
-Each function says why it is needed and with which versions it was tried; tests/test_fsdp2_compat.py holds a canary for
-each.
+Each function says why it is needed; tests/test_fsdp2_compat.py holds a canary for each, and docs/versions.md says with
+which versions they passed.
 """
 
 from __future__ import annotations
@@ -15,27 +15,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 
-def reduce_unused_parameters(unit: FSDPModule) -> bool:
-    """Let a unit's reduce-scatter take zeros for parameters without gradient, so that ranks may use different ones.
-
-    torch 2.13 has the call, torch 2.11 (by reading) has not.
-
-    Returns:
-        Whether this torch can.
-    """
-    switch = getattr(unit, "set_reduce_scatter_unused_params", None)
-    if switch is None:
-        return False
-    switch(True, recurse=False)
-    return True
-
-
 @contextmanager
 def held_after_forward(units: list[FSDPModule]) -> Iterator[None]:
     """Let units keep their gathered parameters after forward, and reshard after it as before again on leaving.
 
     `set_reshard_after_forward` takes True and False only, so it cannot bring back a number of ranks; what it sets is
-    kept and put back. torch 2.11 (by reading) has one parameter group for each unit, torch 2.13 a list.
+    kept and put back.
     """
     groups = [group for unit in units for group in _parameter_groups(unit)]
     before = [group.post_forward_mesh_info for group in groups]
@@ -49,18 +34,14 @@ def held_after_forward(units: list[FSDPModule]) -> Iterator[None]:
 
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:
-    state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return list(groups)
+    return list(unit._get_fsdp_state()._fsdp_param_groups)
 
 
 def reduce_now(root: FSDPModule) -> None:
     """Reduce the gradients that have been accumulated, as the end of a backward does.
 
     For backwards whose weights come later than their inputs: FSDP reduces when the latter are done. torch's pipeline
-    runtime calls the same two private methods. Tried with torch 2.13; 2.11 by reading.
+    runtime calls the same two private methods.
     """
     root._get_fsdp_state()._root_post_backward_final_callback()
 
@@ -69,7 +50,7 @@ def reduce_now(root: FSDPModule) -> None:
 def never_packed() -> Iterator[bool]:
     """Let transformers' check for packed sequences answer False without looking, wherever modules have taken it from.
 
-    The check is a private function without a switch. Tried with transformers 5.23; 5.17 by reading.
+    The check is a private function without a switch.
 
     Yields:
         Whether this version of transformers has the check.

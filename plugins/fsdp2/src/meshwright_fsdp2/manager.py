@@ -97,11 +97,7 @@ class FSDP2Manager(DataParallelManager):
                 forward=self.config.fsdp2_forward_prefetch_depth, backward=self.config.fsdp2_backward_prefetch_depth
             )
         self._surround_forward(model)
-        self._usage = Usage(
-            model,
-            self._sharding.first_modules,
-            zeros_for_unused=self._sharding.zeros_for_unused,
-        )
+        self._usage = Usage(model, self._sharding.first_modules)
         return model
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:

@@ -22,7 +22,7 @@ from meshwright.layout import ModelLayout
 from meshwright.tensor_parallel import TensorParallel
 
 from . import schedule
-from ._compat import held_after_forward, reduce_unused_parameters
+from ._compat import held_after_forward
 from .policies import of_blocks, of_dtype, of_experts
 from .units import Unit, find_units, units_by_dtype
 
@@ -34,12 +34,10 @@ class Sharding:
     Attributes:
         units: as found, innermost first, the root last; with the module that holds each one's state.
         model: the root.
-        zeros_for_unused: whether units reduce zeros for parameters without gradient.
     """
 
     units: tuple[tuple[Unit, FSDPModule], ...]
     model: nn.Module
-    zeros_for_unused: bool
 
     @property
     def root(self) -> FSDPModule:
@@ -119,7 +117,6 @@ def shard_units(
     frozen = [all(not p.requires_grad for p in model.get_submodule(unit.names[0]).parameters()) for unit in found]
     done: list[tuple[Unit, FSDPModule]] = []
     kept_out = {parameter for parameters, _, _ in own for parameter in parameters}
-    zeros_for_unused = True
     for unit in found:
         reshard = not unit.is_last if reshard_after_forward is None else reshard_after_forward
         if unit.is_experts and expert_mesh is not None:
@@ -131,7 +128,6 @@ def shard_units(
             options = _Options(mesh, reshard, policy, offload_policy)
             placement = _placement(mesh, tensor_parallel)
         module = _fully_shard(model, unit, options, placement | {"ignored_params": kept_out})
-        zeros_for_unused = reduce_unused_parameters(module)
         done.append((unit, module))
         # Behind the unit around them, which else would leave out all that their modules hold.
         for parameters, inner, around in own:
@@ -139,12 +135,11 @@ def shard_units(
                 others = set(model.parameters()) - parameters
                 options = replace(options, mp_policy=of_dtype(mp_policy, inner.dtype))
                 module = _fully_shard(model, inner, options, placement | {"ignored_params": others})
-                reduce_unused_parameters(module)
                 done.insert(len(done) - 1, (inner, module))
     for unit, is_frozen in zip(found, frozen, strict=True):
         if is_frozen and (unit.is_block or unit.is_experts):
             schedule.skip_frozen_backward(model.get_submodule(unit.names[0]))
-    return Sharding(tuple(done), model, zeros_for_unused)
+    return Sharding(tuple(done), model)
 
 
 def _of_dtype(model: nn.Module, unit: Unit) -> set[nn.Parameter]:
@@ -170,6 +165,8 @@ def _fully_shard(model: nn.Module, unit: Unit, options: _Options, placement: dic
     sharded = fully_shard(distinct[0] if len(distinct) == 1 else distinct, **vars(options), **placement)
     module: FSDPModule = sharded[0] if isinstance(sharded, list) else sharded
     sum_gradients(module)
+    # Ranks may use different parameters: the others count as zero in the sum.
+    module.set_reduce_scatter_unused_params(True, recurse=False)
     return module
 
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.errors import StrategyError
 from meshwright.mesh import World
 
 
@@ -25,20 +24,12 @@ class Usage:
     Args:
         model: after sharding.
         units: name and module of each unit.
-        zeros_for_unused: whether the units reduce zeros for parameters without gradient.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[tuple[str, nn.Module]],
-        *,
-        zeros_for_unused: bool,
-    ) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
         self._parameters = dict(model.named_parameters())
         # Gathered ones are plain tensors, or DTensors on the one axis that is not gathered: `tp`, or `ep`.
         self._axes = {name: p.device_mesh.ndim for name, p in self._parameters.items() if isinstance(p, DTensor)}
-        self._zeros_for_unused = zeros_for_unused
         self._used: set[str] = set()
         self._watched: set[str] = set()
         for name, unit in units:
@@ -67,24 +58,10 @@ class Usage:
         return axes == self._axes.get(fqn, axes)
 
     def settle(self, world: World) -> None:
-        """After backward: drop the gradients of parameters that no rank has used.
-
-        Raises:
-            StrategyError: ranks have used different parameters, and this torch cannot reduce that (on all ranks).
-        """
+        """After backward: drop the gradients of parameters that no rank has used."""
         marks = [int(name in self._used) for name in self._parameters]
         self._used.clear()
-        highest = world.reduce_ints([*marks, *(-mark for mark in marks)], dist.ReduceOp.MAX)
-        somewhere = highest[: len(marks)]
-        everywhere = [-mark for mark in highest[len(marks) :]]
-        if not self._zeros_for_unused and somewhere != everywhere:
-            name = next(
-                n for n, some, every in zip(self._parameters, somewhere, everywhere, strict=True) if some > every
-            )
-            raise StrategyError(
-                f"only some ranks used {name} in this step, so gradients were reduced wrongly; the parameters were not "
-                f"changed. Update torch to 2.13 or later, which can reduce them, or use ddp."
-            )
+        somewhere = world.reduce_ints(marks, dist.ReduceOp.MAX)
         for parameter, is_used in zip(self._parameters.values(), somewhere, strict=True):
             if not is_used:
                 parameter.grad = None
