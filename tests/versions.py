@@ -28,6 +28,9 @@ PAGE = ROOT / "docs" / "versions.md"
 PLUGINS = ("fsdp2", "ddp", "megatron_fsdp", "pipeline")
 PACKAGES = ["-e", ".[all,dev]", *(word for name in PLUGINS for word in ("-e", f"plugins/{name}"))]
 TESTS = [
+    "tests/test_configs.py",
+    "tests/test_runfile.py",
+    "tests/test_cli.py",
     "tests/test_compat.py",
     "tests/test_parity.py",
     "tests/test_state.py",
