@@ -37,6 +37,11 @@ def _handed_over(config: dict[str, Any]) -> Any:
             | {"data_parallel_sharding_strategy": "optim_grads", "activation_checkpointing": "full"},
             {"zero_dp_strategy": 2, "check_for_nan_in_grad": True, "activation_checkpointing": "full"},
         ),
+        (
+            {"data_parallel_sharding_strategy": "optim_grads_params", "suggested_communication_unit_size": 10}
+            | {"fsdp_double_buffer": True, "average_in_collective": True},
+            {"suggested_communication_unit_size": 10, "fsdp_double_buffer": True, "average_in_collective": True},
+        ),
     ],
     ids=str,
 )
@@ -56,6 +61,8 @@ def test_every_option_is_handed_over_as_it_stands_defaults_too(
         ({"bucket_size": 5}, "bucket_size=5 is no option of megatron_fsdp"),
         ({"use_distributed_optimizer": True}, "Set data_parallel_sharding_strategy to optim or more"),
         ({"keep_fp8_transpose_cache": True}, "float8 parameters"),
+        ({"nccl_ub": True}, "nccl_ub=true"),
+        ({"disable_symmetric_registration": True}, "acts only with nccl_ub"),
     ],
     ids=str,
 )

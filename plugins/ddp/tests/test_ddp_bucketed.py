@@ -398,6 +398,30 @@ def _traffic(config: dict[str, Any], microbatches: int) -> dict[str, tuple[int, 
     }
 
 
+def _ways(config: dict[str, Any]) -> tuple[list[str], set[str]]:
+    """By which collectives buckets travel, and what these do with gradients."""
+    manager = build_manager("ddp", config, {}, Case(dtype="bfloat16"))
+    traffic = measure_collectives(lambda: train_steps(manager, Case(), range(1)))
+    kinds = sorted({each.kind for each in traffic if each.bytes > 1000})
+    return kinds, {"average" if bucket.reduction._scaling.average else "sum" for bucket in _engine(manager).buckets}
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds", "does"),
+    [
+        (BUCKETED, ["all_reduce"], "sum"),
+        ({**BUCKETED, "average_in_collective": True}, ["all_reduce"], "average"),
+        (ZERO1, ["all_gather", "reduce_scatter"], "sum"),
+        ({**ZERO1, "reduce_scatter_with_fp32_accumulation": True}, ["all_gather", "all_to_all"], "sum"),
+    ],
+    ids=str,
+)
+def test_buckets_travel_by_the_collective_that_the_options_say(
+    config: dict[str, Any], kinds: list[str], does: str
+) -> None:
+    assert pool(2).run(_ways, config) == [(kinds, {does})] * 2
+
+
 NUMEL = sum(p.numel() for p in tiny_model().parameters())
 
 

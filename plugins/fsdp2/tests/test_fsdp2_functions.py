@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from meshwright import MeshError, MeshwrightError, deferred
 from meshwright.loss import token_loss_sum
 from meshwright.testing import Case, pool
 from meshwright.testing.models import tiny_model
+from meshwright.testing.observe import Observer
 from meshwright.testing.parity import global_batch, reference, share
 from meshwright_fsdp2 import (
     apply_fsdp_sharding_recursively,
@@ -124,6 +126,76 @@ def test_a_loop_by_hand_has_the_losses_of_one_process(names: tuple[str, ...], op
         assert placements == {(Shard(0),)}
 
 
+class _Counting(Observer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def observe(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.counts[operation.overloadpacket.__name__] += 1
+
+
+def _acts(options: dict[str, Any]) -> dict[str, Any]:
+    """What a step computes and sends, and where shards lie, on two ranks of tensor parallelism."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    model = fsdp2_strategy_parallelize(tiny_model(), mesh, **{"mp_policy": PLAIN, **options})
+    ids = torch.arange(16).expand(2, 16)
+    with _Counting() as counting:
+        logits = model(input_ids=ids, use_cache=False).logits
+        token_loss_sum(logits, ids).backward()
+    block = model.model.layers[0]
+    return {
+        "attentions": counting.counts["_scaled_dot_product_flash_attention_for_cpu"],
+        "activations": counting.counts["silu"],
+        "scatters": counting.counts["reduce_scatter_tensor"],
+        "gate": str(block.mlp.gate_proj.weight.placements[-1]),
+        "offload": type(block._get_fsdp_state()._fsdp_param_group.offload_policy).__name__,
+        "logits": str(logits.dtype),
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({}, {}),
+        ({"activation_checkpointing": True}, {"attentions": 6, "activations": 6}),
+        ({"activation_checkpointing": "selective"}, {"activations": 6}),
+        # Into and out of attention and the feed-forward of each block, in forward and backward.
+        ({"sequence_parallel": True}, {"scatters": 4 * 3}),
+        ({"mp_policy": None}, {"logits": "torch.float32"}),
+        ({"cpu_offload": True}, {"offload": "CPUOffloadPolicy"}),
+        ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {"offload": "CPUOffloadPolicy"}),
+        ({"tp_shard_plan": {"model.layers.*.mlp.up_proj": "colwise_gather_output"}}, {"gate": "R"}),
+    ],
+    ids=str,
+)
+def test_each_option_acts(options: dict[str, Any], changes: dict[str, Any]) -> None:
+    plain = {"attentions": 3, "activations": 3, "scatters": 0, "gate": "S(0)"}
+    plain |= {"offload": "OffloadPolicy", "logits": "torch.float64"}
+    assert pool(2).run(_acts, options) == [plain | changes] * 2
+
+
+def _along(axes: tuple[str, ...], options: dict[str, Any]) -> tuple[tuple[int, ...], list[int]]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=axes)
+    if "dp_cp_mesh_name" in options:
+        mesh._flatten(options["dp_cp_mesh_name"])
+    weight = fsdp2_strategy_parallelize(tiny_model(), mesh, **options).model.layers[0].mlp.gate_proj.weight
+    return tuple(weight.device_mesh.shape), [each.dim for each in weight.placements]
+
+
+@pytest.mark.parametrize(
+    ("axes", "options", "expected"),
+    [
+        (("one", "two"), {"dp_mesh_name": "one", "tp_mesh_name": "two"}, ((1, 2), [0, 0])),
+        (("one", "two"), {"dp_mesh_name": "two"}, ((2,), [0])),
+        (("data_parallel", "two"), {"dp_cp_mesh_name": "both"}, ((2,), [0])),
+    ],
+    ids=str,
+)
+def test_each_name_of_an_axis_acts(axes: tuple[str, ...], options: dict[str, Any], expected: Any) -> None:
+    assert pool(2).run(_along, axes, options) == [expected] * 2
+
+
 def test_a_pair_of_axes_makes_hsdp_and_an_axis_of_one_rank_for_tensors_is_none() -> None:
     options = {"dp_mesh_name": ("replicate", "shard"), "tp_mesh_name": "tp"}
     for losses, placements, _ in pool(4).run(_train, (2, 2, 1), ("replicate", "shard", "tp"), options):
@@ -199,6 +271,18 @@ def _without_stack() -> bool:
 
 def test_a_module_without_a_stack_is_left_to_the_caller() -> None:
     assert pool(1).run(_without_stack) == [False]
+
+
+def _recursively_offloaded() -> list[str]:
+    model = tiny_model()
+    apply_fsdp_sharding_recursively(
+        model, init_device_mesh("cpu", (1,)), PLAIN, offload_policy=CPUOffloadPolicy(pin_memory=False)
+    )
+    return [type(each._get_fsdp_state()._fsdp_param_group.offload_policy).__name__ for each in model.model.layers]
+
+
+def test_offloaded_blocks() -> None:
+    assert pool(1).run(_recursively_offloaded) == [["CPUOffloadPolicy"] * 3]
 
 
 def _recursively() -> tuple[list[str], list[str], list[bool]]:

@@ -35,8 +35,8 @@ SP = {"sequence_parallel": True}
 HARD = Case(tied=True, microbatches=2, sequences=24, eval_after=True, unshard_after=True)
 
 
-def _placements() -> dict[str, Any]:
-    manager = build_manager("fsdp2", {}, TP2, Case())
+def _placements(config: dict[str, Any]) -> dict[str, Any]:
+    manager = build_manager("fsdp2", config, TP2, Case())
     parameters = dict(manager.model_parts[0].named_parameters())
     return {
         name: (p.device_mesh.mesh_dim_names, p.placements[-1], p.placements[0].dim) for name, p in parameters.items()
@@ -44,7 +44,7 @@ def _placements() -> dict[str, Any]:
 
 
 def test_every_parameter_lies_on_both_axes() -> None:
-    for found in pool(4).run(_placements):
+    for found in pool(4).run(_placements, {}):
         assert {names for names, _, _ in found.values()} == {("dp_shard", "tp")}
         assert {dim for _, _, dim in found.values()} == {0}
         along_tp = {name.removeprefix("model.layers.0."): tp for name, (_, tp, _) in found.items()}
@@ -52,6 +52,13 @@ def test_every_parameter_lies_on_both_axes() -> None:
         assert along_tp["mlp.down_proj.weight"] == Shard(1)
         assert along_tp["input_layernorm.weight"] == Replicate()
         assert along_tp["model.embed_tokens.weight"] == along_tp["lm_head.weight"] == Shard(0)
+
+
+def test_a_plan_of_ones_own_takes_the_place_of_the_models() -> None:
+    plan = {"model.layers.*.mlp.up_proj": "colwise_gather_output"}
+    for found in pool(2).run(_placements, {"tp_plan": plan}):
+        divided = {name for name, (_, tp, _) in found.items() if tp.is_shard()}
+        assert divided == {f"model.layers.{index}.mlp.up_proj.weight" for index in range(3)}
 
 
 @pytest.mark.daily(4)

@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from meshwright import ConfigError, MeshwrightError, model_layout
+from meshwright import ConfigError, MeshwrightError, StrategyError, model_layout
 from meshwright.loss import token_loss_sum
 from meshwright.tensor_parallel.plan import find_plan
 from meshwright.tensor_parallel.torch_styles import use_own_styles
 from meshwright.testing import pool
+from meshwright.testing.collectives import measure_collectives
 from meshwright.testing.models import tiny_model
 from meshwright_megatron_fsdp import HAVE_NVFSDP, megatron_fsdp_strategy_parallelize, nvfsdp_strategy_parallelize
 
@@ -56,6 +57,111 @@ def _loop(options: dict[str, Any]) -> float:
 )
 def test_a_loop_by_hand_equals_one_process_and_keeps_the_groups(options: dict[str, Any]) -> None:
     assert max(pool(2).run(_loop, options)) < 1e-11
+
+
+AXES = ("data_parallel", "context_parallel", "tensor_parallel")
+
+
+def _acts(options: dict[str, Any], shape: tuple[int, ...], axes: tuple[str, ...]) -> dict[str, Any]:
+    """What a bfloat16 model's wrapper and optimizer hold, and what becomes of a backward and of infinite gradients."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    model = tiny_model(seed=0).bfloat16()
+    try:
+        module, optimizer = nvfsdp_strategy_parallelize(model, mesh, _optimizer(model), **options)
+    except MeshwrightError as error:
+        return {"error": type(error).__name__}
+    assert optimizer is not None
+    buffer, ids = module.param_and_grad_buffer, torch.arange(12).view(2, 6)
+    widths: list[int] = []
+    handle = model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *a: widths.append(a[-1].shape[-1]))
+    loss = token_loss_sum(module(input_ids=ids).logits, ids) * float("inf")
+    handle.remove()
+    traffic = measure_collectives(loss.backward)
+    try:
+        optimizer.step()
+        told = False
+    except StrategyError:
+        told = True
+    return {
+        "ranks": module.dist_index.get_dp_group().size(),
+        "units": len({group.fsdp_unit_id for group in buffer.parameter_groups} - {None}),
+        "width": widths[0],
+        "shards": module.ddp_config.data_parallel_sharding_strategy,
+        "sums": {str(group.main_grad_buffer.dtype) for group in buffer.parameter_groups},
+        "trains": {str(p.dtype) for group in optimizer.param_groups for p in group["params"]},
+        "in backward": len(traffic.of("reduce_scatter")) > 0,
+        "gathers ahead": module.ddp_config.overlap_param_gather,
+        "averages": module.ddp_config.average_in_collective,
+        "bucket": module.bucket_size,
+        "allocator": type(buffer.weight_alloc).__name__,
+        "told": told,
+    }
+
+
+PLAIN = {
+    "ranks": 2,
+    "units": 3,
+    "width": 52,
+    "shards": "optim_grads_params",
+    "sums": {"torch.bfloat16"},
+    "trains": {"torch.bfloat16"},
+    "in backward": True,
+    "gathers ahead": True,
+    "averages": False,
+    "bucket": 40_000_000,
+    "allocator": "StorageResizeBasedBucketAllocator",
+    "told": True,
+}
+OPTIM = {"data_parallel_sharding_strategy": "optim"}
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({}, {}),
+        ({"nvfsdp_unit_modules": ["LlamaAttention", "LlamaMLP"]}, {"units": 6}),
+        (OPTIM, {"shards": "optim"}),
+        ({"grad_reduce_in_fp32": True}, {"sums": {"torch.float32"}}),
+        ({"preserve_fp32_weights": True}, {"trains": {"torch.float32"}}),
+        (OPTIM | {"overlap_grad_reduce": False}, {"shards": "optim", "in backward": False}),
+        (OPTIM | {"overlap_param_gather": False}, {"shards": "optim", "gathers ahead": False}),
+        ({"check_for_nan_in_grad": False}, {"told": False}),
+        ({"average_in_collective": True}, {"averages": True}),
+        ({"disable_bucketing": True}, {"bucket": None}),
+        ({"fsdp_double_buffer": True}, {"allocator": "FixedPoolAllocator"}),
+    ],
+    ids=str,
+)
+def test_each_argument_acts(options: dict[str, Any], changes: dict[str, Any]) -> None:
+    assert pool(2).run(_acts, options, (2, 1, 1), AXES) == [PLAIN | changes] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"init_nvfsdp_with_meta_device": True}, "ModelError"),
+        ({"keep_fp8_transpose_cache_when_using_custom_fsdp": True}, "ConfigError"),
+        ({"nccl_ub": True}, "StrategyError"),
+    ],
+    ids=str,
+)
+def test_arguments_that_cannot_act_are_refused(options: dict[str, Any], error: str) -> None:
+    assert pool(1).run(_acts, options, (1, 1, 1), AXES) == [{"error": error}]
+
+
+def test_arguments_that_name_the_axes_and_the_plan_act() -> None:
+    axes = ("rows", "middle", "columns")
+    names: dict[str, Any] = dict(zip(("dp_mesh_name", "cp_mesh_name", "tp_mesh_name"), axes, strict=True))
+    plan = {"model.layers.*.mlp.gate_proj": "colwise_gather_output"}
+    for shape, options, found in (
+        ((2, 1, 1), {}, {}),
+        ((1, 2, 1), {}, {}),
+        ((1, 1, 2), {}, {"ranks": 1, "width": 26}),
+        # A plan of one's own, which leaves this layer whole.
+        ((1, 1, 2), {"tp_shard_plan": plan}, {"ranks": 1}),
+    ):
+        for told in pool(2).run(_acts, names | options, shape, axes):
+            assert {key: told[key] for key in ("ranks", "width")} == {"ranks": 2, "width": 52} | found
 
 
 WHOLE, POSITIONS = Replicate(), Shard(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from meshwright import MeshwrightError, StrategyError, count_tokens
 from meshwright.testing import Case, assert_parity, count_collectives, pool
 from meshwright.testing.collectives import measure_collectives
+from meshwright.testing.observe import Observer
 from meshwright.testing.parity import build_manager, full_weights, share, train_steps
 
 HSDP = {"dp_replicate_size": 2}
@@ -201,6 +203,37 @@ def test_gradients_are_summed_unless_average_in_collective(average: bool) -> Non
 @pytest.mark.parametrize("value", [True, False])
 def test_calculate_per_token_loss_holds_anyway(value: bool) -> None:
     assert_parity("megatron_fsdp", Case(), world_size=2, config={"calculate_per_token_loss": value})
+
+
+# -- recomputation
+
+
+class _Counting(Observer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def observe(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.counts[operation.overloadpacket.__name__] += 1
+
+
+def _operators(mode: Any) -> tuple[int, int]:
+    """How often attention and activation functions are computed in a step."""
+    case = Case()
+    manager = build_manager("megatron_fsdp", {"activation_checkpointing": mode}, {}, case)
+    with _Counting() as counting:
+        _step(manager, case)()
+    return counting.counts["_scaled_dot_product_flash_attention_for_cpu"], counting.counts["silu"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "attentions", "activations"),
+    [(False, 1, 1), (True, 2, 2), ("full", 2, 2), ("selective", 1, 2)],
+)
+def test_activation_checkpointing_computes_again_what_its_mode_says(
+    mode: Any, attentions: int, activations: int
+) -> None:
+    assert pool(2).run(_operators, mode) == [(BLOCKS * attentions, BLOCKS * activations)] * 2
 
 
 # -- gradients that are not finite
