@@ -131,6 +131,13 @@ def test_dtype_is_that_of_all_parameters(name, dtype):
         ({**LLAMA, "kwargs": 2}, ["model.kwargs is not a field"]),
         ({**LLAMA, "num_hidden_layers": "two"}, ["refuses the model configuration", "'num_hidden_layers'", "two"]),
         ({**LLAMA, "hidden_size": 15}, ["refuses the model configuration", "15"]),
+        # Made layer by layer, for ever.
+        ({**LLAMA, "num_hidden_layers": 2**40}, ["num_hidden_layers=1099511627776 is more than 10,000 layers"]),
+        ({**GPT2, "n_layer": 10_001}, ["model.n_layer=10001 is more than"]),
+        ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 2**31}}, ["text_config.num_hidden_layers="]),
+        ({**LLAMA, "return_dict": "no"}, ["model.return_dict='no' must be true or false"]),
+        # Of this type there are no defaults.
+        ({"model_type": "gemma4_assistant"}, ["refuses the model configuration"]),
         ({**LLAMA, "vocab_size": 49}, ["vocabulary has 49 entries", "tokenizer has 50", "Leave model.vocab_size out"]),
         (
             {**LLAMA, "max_position_embeddings": 15},
@@ -148,6 +155,17 @@ def test_a_configuration_that_is_not_meant_so_is_an_error(section, texts):
         config_of(section)
     for text in texts:
         assert text in str(caught.value)
+
+
+def test_a_field_that_differs_between_layers_may_be_given():
+    assert config_of({"model_type": "gemma4_text", "head_dim": 8}).per_layer_config[0].head_dim == 8
+
+
+def test_a_section_is_left_as_it_is():
+    # transformers writes into mappings; a run is known by what its file holds.
+    section = {**LLAMA, "rope_parameters": {"rope_theta": 5e5}}
+    config_of(section)
+    assert section["rope_parameters"] == {"rope_theta": 5e5}
 
 
 @pytest.mark.parametrize("fields", [{"hidden_act": "nope"}, {"num_key_value_heads": 0}, {"intermediate_size": -1}])
@@ -257,6 +275,11 @@ def test_a_directory_with_broken_weights_is_an_error(edited):
 def test_a_directory_that_transformers_cannot_train_is_an_error(changes, text, edited):
     with pytest.raises(ModelError, match=text):
         config_of({"path": edited(**changes)})
+
+
+def test_a_directory_with_endless_layers_is_an_error(edited):
+    with pytest.raises(ModelError, match=r"num_hidden_layers=2147483648 is more than 10,000 layers"):
+        config_of({"path": edited(num_hidden_layers=2**31)})
 
 
 def test_a_configuration_that_is_no_json_is_an_error(edited):

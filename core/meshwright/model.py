@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from .weights import Weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 OWN_KEYS = ("path", "model_type", "checkpoint", "dtype", "allow_pickle")
 """Keys of the run file's section that are no fields of the configuration."""
+MAX_LAYERS = 10_000
 
 
 def model_config(section: Mapping[str, Any], *, tokenizer: Any, seq_len: int, directory: Path | None = None) -> Any:
@@ -147,7 +150,7 @@ def config_from_mapping(fields: Mapping[str, Any], *, where: str = "model") -> A
     model_type = str(fields.get("model_type"))
     given = {key: value for key, value in fields.items() if key != "model_type"}
     _check_fields(_default_config(model_type, where), given, where)
-    return _made(lambda: AutoConfig.for_model(model_type, **given), given)
+    return _made(partial(AutoConfig.for_model, model_type), given)
 
 
 def _config_with_tokenizer(model_type: str, fields: dict[str, Any], tokenizer: Any) -> Any:
@@ -159,7 +162,7 @@ def _config_with_tokenizer(model_type: str, fields: dict[str, Any], tokenizer: A
     values = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     values["vocab_size"] = len(tokenizer)
     values = {key: value for key, value in values.items() if hasattr(default, key)}
-    return _made(lambda: AutoConfig.for_model(model_type, **{**values, **fields}), fields)
+    return _made(partial(AutoConfig.for_model, model_type), {**values, **fields})
 
 
 def _default_config(model_type: str, where: str) -> Any:
@@ -169,7 +172,7 @@ def _default_config(model_type: str, where: str) -> Any:
         hint = nearest(model_type, CONFIG_MAPPING.keys())
         raise ModelError(f"{where}.model_type={model_type!r} is not a model type of transformers.{hint}")
     _check_causal_lm(CONFIG_MAPPING[model_type], model_type)
-    return AutoConfig.for_model(model_type)
+    return _made(partial(AutoConfig.for_model, model_type), {})
 
 
 def config_from_directory(
@@ -196,7 +199,7 @@ def config_from_directory(
         raise ModelError(f"{str(path)!r} holds no weights: no .safetensors or .bin file.")
 
     try:
-        read_json_object(path / "config.json")
+        _check_depth(read_json_object(path / "config.json"), str(path / "config.json"))
     except (OSError, ValueError) as error:
         wrong = f"{path / 'config.json'} is no model configuration: {error}"
         raise ModelError(f"{wrong}. Write or copy it again.") from None
@@ -209,7 +212,7 @@ def config_from_directory(
     config = _made(load, {})
     _check_causal_lm(type(config), config.model_type)
     _check_fields(config, fields, where)
-    return _made(lambda: load(**fields), fields)
+    return _made(load, fields)
 
 
 def check_brings_no_code(path: Path, *, set_anew: Iterable[str] = ()) -> None:
@@ -253,6 +256,7 @@ def _check_fields(config: Any, fields: Mapping[str, Any], where: str = "model") 
     # A configuration takes any keyword, so a misspelt one would be kept and ignored.
     known = {key for key in config.to_dict() if not key.startswith("_")}
     known |= {*inspect.signature(type(config)).parameters, *config.attribute_map, "attn_implementation"} - {"kwargs"}
+    _check_depth(fields, where)
     if "rope_parameters" in known:
         # Older names, which transformers reads into rope_parameters.
         known |= {"rope_theta", "rope_scaling"}
@@ -262,14 +266,28 @@ def _check_fields(config: Any, fields: Mapping[str, Any], where: str = "model") 
                 f"{where}.{key} is not a field of the {config.model_type} configuration.{nearest(key, known)} "
                 f"Fields: {', '.join(sorted(known))}."
             )
-        nested = getattr(config, key, None)
+        # Not by getattr: of fields that differ between layers, some configurations refuse to tell one value.
+        nested = vars(config).get(key)
         if isinstance(value, Mapping) and isinstance(nested, PreTrainedConfig):
             _check_fields(nested, value, f"{where}.{key}")
+        # Of these, transformers checks no types, and "no" would be true.
+        if isinstance(getattr(PreTrainedConfig, key, None), bool) and not isinstance(value, bool):
+            raise ModelError(f"{where}.{key}={value!r:.200} must be true or false.")
 
 
-def _made(make: Any, fields: Mapping[str, Any]) -> Any:
+def _check_depth(fields: Mapping[str, Any], where: str) -> None:
+    """Refuse numbers of layers that would be made for ever, whatever they are called in the configuration."""
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            _check_depth(value, f"{where}.{key}")
+        elif str(key).endswith(("layer", "layers")) and isinstance(value, int) and value > MAX_LAYERS:
+            raise ModelError(f"{where}.{key}={value} is more than {MAX_LAYERS:,} layers. Lower it.")
+
+
+def _made(make: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
     try:
-        return make()
+        # transformers adds to mappings that it is given, and a run is known by those that its file holds.
+        return make(**copy.deepcopy(dict(fields)))
     except Exception as error:
         # Each configuration class validates in its own way, with errors of several libraries.
         raise ModelError(f"transformers refuses the model configuration {dict(fields)}: {reason(error)}") from error

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .arguments import check_arguments
 from .contract import OptimizerFactory
 from .errors import ConfigError, nearest
 from .runfile import OptimizerConfig, ScheduleConfig
@@ -179,6 +180,10 @@ def _check_schedule_is_heeded(config: ScheduleConfig) -> None:
             f"schedule {config.name!r} takes no options, but schedule.options holds {', '.join(config.options)}. "
             f"Remove them, or use another schedule."
         )
+    for name, value in config.options.items():
+        # None of the schedules has a switch, and their arithmetic makes zero of what is not finite.
+        if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
+            raise ConfigError(f"schedule.options.{name}={value!r} is no finite number. Change it, or leave it out.")
 
 
 def _optimizer_class(config: OptimizerConfig) -> type[Optimizer]:
@@ -206,6 +211,7 @@ def _optimizer_class(config: OptimizerConfig) -> type[Optimizer]:
     for name in ("lr", "weight_decay"):
         if name in config.options:
             raise ConfigError(f"optimizer.options holds {name!r}, which has a key of its own: set optimizer.{name}.")
+    check_arguments(cls, config.options, where="optimizer.options")
     return cls
 
 

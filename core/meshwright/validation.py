@@ -13,9 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_serializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+)
 from pydantic.fields import FieldInfo
 
 from .errors import ConfigError, nearest
@@ -38,6 +46,16 @@ class FrozenModel(BaseModel):
         protected_namespaces=(),
         ser_json_inf_nan="constants",
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # pydantic is strict with numbers, but not with a Literal of them, which True equals.
+        allowed = _literals(cls.model_fields[str(info.field_name)].annotation)
+        same = [each for each in allowed if each == value]
+        if isinstance(value, bool) and same and not any(isinstance(each, bool) for each in same):
+            raise ValueError(f"must be one of {', '.join(map(repr, allowed))}")
+        return value
 
     def to_dict(self) -> dict[str, Any]:
         """The values by name, objects kept as they are; not copied in depth."""
@@ -179,6 +197,13 @@ def _follow(model_cls: type[BaseModel], location: Sequence[str | int]) -> tuple[
 def _fields(model_cls: type[BaseModel]) -> dict[str, FieldInfo]:
     """The fields of a model, by the keys that the user writes."""
     return {field.alias or name: field for name, field in model_cls.model_fields.items()}
+
+
+def _literals(annotation: Any) -> list[Any]:
+    """The values that a Literal allows, alone or in a union."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [value for each in get_args(annotation) for value in _literals(each)]
 
 
 def _is_union(annotation: Any) -> bool:

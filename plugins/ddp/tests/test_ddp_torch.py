@@ -146,11 +146,19 @@ def _hook_options(options: dict[str, Any]) -> str:
     return "accepted"
 
 
-@pytest.mark.parametrize("options", [{"rank": 3}, {"start_powerSGD_iter": 1}])
-def test_options_that_power_sgd_refuses_are_told(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"rank": 3}, "refused by PowerSGDState"),
+        ({"start_powerSGD_iter": 1}, "refused by PowerSGDState"),
+        ({"use_error_feedback": "no"}, "comm_hook_options.use_error_feedback: Input should be a valid boolean"),
+        ({"matrix_approximation_rank": "2"}, "matrix_approximation_rank: Input should be a valid number"),
+    ],
+)
+def test_options_that_power_sgd_refuses_are_told(options: dict[str, Any], told: str) -> None:
     answers = pool(2).run(_hook_options, options)
     assert len(set(answers)) == 1
-    assert "refused by PowerSGDState" in answers[0]
+    assert told in answers[0]
 
 
 def test_a_hook_that_rounds_trains_close_to_single_and_not_equal() -> None:

@@ -62,7 +62,9 @@ def test_every_field_tells_what_it_does() -> None:
     ("options", "told"),
     [
         ({"zero_dp_strategy": 4}, "zero_dp_strategy: Input should be 0, 1, 2 or 3"),
-        ({"zero_dp_strategy": True}, "must be 0, 1, 2 or 3"),
+        ({"zero_dp_strategy": True}, "must be one of 0, 1, 2, 3"),
+        ({"zero_dp_strategy": "3"}, "zero_dp_strategy: Input should be 0, 1, 2 or 3"),
+        ({"outer_dp_sharding_strategy": True, "zero_dp_strategy": 3}, "must be one of 0, 1, 'no_shard', 'optim'"),
         ({"zero_dp_strategy": 1, "data_parallel_sharding_strategy": "optim_grads"}, "which is 2, differ"),
         ({"outer_dp_sharding_strategy": 1, "zero_dp_strategy": 2}, "needs ZeRO 3, not 2"),
         ({"outer_dp_sharding_strategy": 2}, "outer_dp_sharding_strategy"),
@@ -91,7 +93,6 @@ def test_what_is_refused(options: dict[str, Any], told: str) -> None:
 @pytest.mark.parametrize(("name", "stage"), [("no_shard", 0), ("optim", 1), ("optim_grads", 2)])
 def test_stages_go_by_number_or_by_megatron_cores_name(name: str, stage: int) -> None:
     assert MegatronFSDPConfig(data_parallel_sharding_strategy=name).zero == stage
-    assert MegatronFSDPConfig(zero_dp_strategy=str(stage)).zero == stage
     assert MegatronFSDPConfig(zero_dp_strategy=stage, data_parallel_sharding_strategy=name).zero == stage
     assert MegatronFSDPConfig(zero_dp_strategy=3, data_parallel_sharding_strategy=name).zero == stage
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from meshwright.accumulate import WideSums
+from meshwright.arguments import check_arguments
 from meshwright.errors import ConfigError
 
 Hook: TypeAlias = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
@@ -59,6 +60,7 @@ def compressing_hook(name: str, options: Mapping[str, Any], group: dist.ProcessG
         return None, _rounding_hook(group, torch.float16)
     if name == "bf16_compress":
         return None, _rounding_hook(group, torch.bfloat16)
+    check_arguments(powerSGD_hook.PowerSGDState, options, where="comm_hook_options")
     try:
         state = powerSGD_hook.PowerSGDState(process_group=group, **options)
     except (TypeError, ValueError) as error:

@@ -197,8 +197,8 @@ def _checked_policy(value: Any, name: str) -> Any:
         return value
     if not isinstance(value, Mapping):
         raise ValueError(f"must be a {name} of torch.distributed.fsdp, or a mapping of its arguments")
-    target = value.get("_target_")
-    if target is not None:
+    if "_target_" in value:
+        target = value["_target_"]
         try:
             check_import(target)
         except ConfigError as error:

@@ -159,14 +159,6 @@ class MegatronFSDPConfig(StrategyConfig):
         """Whether optimizer state is sharded over dp_replicate, too."""
         return self.outer_dp_sharding_strategy in (1, "optim")
 
-    @field_validator("zero_dp_strategy", mode="before")
-    @classmethod
-    def _check_stage(cls, value: Any) -> Any:
-        # Digits as text, from a command line; and True would count as 1.
-        if isinstance(value, bool):
-            raise ValueError("must be 0, 1, 2 or 3")
-        return int(value) if isinstance(value, str) and value.isdigit() else value
-
     @field_validator("megatron_fsdp_unit_modules")
     @classmethod
     def _check_units(cls, value: list[str] | None) -> list[str] | None:
