@@ -20,7 +20,6 @@ from ..batch import count_tokens
 from ..errors import MeshwrightError, RankError, TrainingError
 from ..registry import get_registry, get_strategy
 from .parity import (
-    TOLERANCE,
     Case,
     Outcome,
     build_manager,
@@ -230,7 +229,7 @@ class Cell:
     def _compared(self, outcomes: Sequence[Outcome], expected: Outcome) -> Result:
         found = difference(list(outcomes), expected)
         # A NaN is not within any tolerance.
-        status: Status = "passed" if found.worst <= TOLERANCE else "failed"
+        status: Status = "passed" if found.worst <= self.case.tolerance else "failed"
         return Result(self, status, "" if status == "passed" else str(found), found.worst)
 
     def _bad_input(self) -> Result | str:

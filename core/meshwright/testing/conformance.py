@@ -201,6 +201,8 @@ def _cases(spec: StrategySpec, degrees: Degrees, main: bool, fixed: Mapping[str,
     for name, tied in (("state to single and back", False), ("state to single and back, tied", True)):
         yield _entry(name, replace(base, steps=4, tied=tied), kind="state")
     yield _entry("checkpoint to single and back", replace(base, steps=4, tied=True), kind="checkpoint")
+    wide = "its model's float32 is made float64 in forwards" if has_experts else None
+    yield _entry("norms in float32", replace(base, steps=4, in_float32=("*norm*",)), kind="checkpoint", reason=wide)
     yield _entry("bad input", replace(base, microbatches=2, sequences=24), kind="bad input", reason=lonely)
     for option, value, reason in _options(spec.config_cls, fixed):
         case = replace(base, microbatches=2, sequences=24, tied=True)

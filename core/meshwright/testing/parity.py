@@ -31,6 +31,7 @@ from .models import case_model, case_vocab
 from .pool import pool
 
 TOLERANCE = 1e-9
+ROUNDED = 1e-5
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Case:
         rates: (shell pattern, learning rate, weight decay) of parameters that have their own, in the order of their
             groups; others have those of `optimizer`.
         dtype: of the model.
+        in_float32: shell patterns of parameters that are kept in float32 beside it, as transformers keeps routers.
         eval_after: evaluate after each step, too.
         unshard_after: hold the full parameters for a moment after each step.
         schedule: of the learning rate; None: constant.
@@ -74,6 +76,7 @@ class Case:
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-2, weight_decay=0.1))
     rates: tuple[tuple[str, float, float], ...] = ()
     dtype: str = "float64"
+    in_float32: tuple[str, ...] = ()
     eval_after: bool = False
     unshard_after: bool = False
     schedule: ScheduleConfig | None = None
@@ -81,6 +84,11 @@ class Case:
 
     def __hash__(self) -> int:
         return hash(repr(self))
+
+    @property
+    def tolerance(self) -> float:
+        """Within what layouts agree: sums of parts in float32 are rounded anew in each."""
+        return ROUNDED if self.in_float32 else TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -180,6 +188,8 @@ def build_with_optimizer(
     for name, parameter in model.named_parameters():
         if any(fnmatchcase(name, pattern) for pattern in case.frozen):
             parameter.requires_grad_(False)
+        if any(fnmatchcase(name, pattern) for pattern in case.in_float32):
+            parameter.data = parameter.data.float()
     manager.parallelize(model)
     return manager, manager.build_optimizer(_factory(case))
 
@@ -382,9 +392,10 @@ def assert_parity(
     config: Mapping[str, Any] | None = None,
     sizes: Mapping[str, Any] | None = None,
     wrapper_config: Mapping[str, Any] | None = None,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
 ) -> None:
-    """Fail unless `compare` stays within the tolerance."""
+    """Fail unless `compare` stays within the tolerance, by default that of the case."""
+    tolerance = case.tolerance if tolerance is None else tolerance
     found = compare(strategy, case, world_size=world_size, config=config, sizes=sizes, wrapper_config=wrapper_config)
     # A NaN is not above any tolerance.
     if not found.worst <= tolerance:

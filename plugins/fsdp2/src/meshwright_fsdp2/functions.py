@@ -29,7 +29,7 @@ from meshwright.weights import fill, is_meta, materialize, same_generator
 from ._compat import held_after_forward
 from .policies import is_offload
 from .sharding import shard_units
-from .units import find_units, separate_names
+from .units import separate_names
 
 
 def fsdp2_strategy_parallelize(
@@ -102,7 +102,7 @@ def fsdp2_strategy_parallelize(
             tp_mesh,
             tp_shard_plan,
             sequence_parallel=sequence_parallel,
-            separate=separate_names(find_units(model, layout)),
+            separate=separate_names(model, layout),
         )
     checkpoint_blocks(model, layout, activation_checkpointing)
     policy = mp_policy or MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)

@@ -97,7 +97,7 @@ class FSDP2Manager(DataParallelManager):
                 forward=self.config.fsdp2_forward_prefetch_depth, backward=self.config.fsdp2_backward_prefetch_depth
             )
         self._surround_forward(model)
-        self._usage = Usage(model, self._sharding.first_modules)
+        self._usage = Usage(model, self._sharding.named_modules)
         return model
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
@@ -132,7 +132,7 @@ class FSDP2Manager(DataParallelManager):
         if self.expert_parallel is not None:
             self.expert_parallel.apply()
         if self.tensor_parallel is not None:
-            self.tensor_parallel.apply(separate_names(find_units(model, self.layout)))
+            self.tensor_parallel.apply(separate_names(model, self.layout))
         keep_choices = self.expert_parallel is not None
         checkpoint_blocks(model, self.layout, self.config.activation_checkpointing, keep_choices=keep_choices)
         self._compile(model)

@@ -49,9 +49,10 @@ class Sharding:
         return [module for _, module in self.units]
 
     @property
-    def first_modules(self) -> list[tuple[str, nn.Module]]:
-        """Name and module of each unit's first module."""
-        return [(unit.names[0], self.model.get_submodule(unit.names[0])) for unit, _ in self.units]
+    def named_modules(self) -> list[tuple[str, nn.Module]]:
+        """Each module of each unit under its first name."""
+        names = {self.model.get_submodule(name): name for unit, _ in self.units for name in reversed(unit.names)}
+        return [(name, module) for module, name in names.items()]
 
     def prefetch(self, *, forward: int, backward: int) -> None:
         """See `schedule.prefetch`. Units that blocks share are gathered where they are used."""

@@ -112,9 +112,11 @@ def _mixed(unit: Unit, examples: Mapping[torch.dtype, str]) -> ModelError:
     )
 
 
-def separate_names(units: Sequence[Unit]) -> list[str]:
-    """Names of the modules that are gathered by themselves within blocks, but for experts."""
-    return [name for unit in units if not (unit.is_block or unit.is_root or unit.is_experts) for name in unit.names]
+def separate_names(model: nn.Module, layout: ModelLayout) -> list[str]:
+    """Names of the modules that are gathered by themselves within blocks, but for experts; before sharding."""
+    units = find_units(model, layout)
+    shared = [unit for unit in units if not (unit.is_block or unit.is_root or unit.is_experts)]
+    return [name for unit in (*shared, *(inner for inner, _ in units_by_dtype(model, units))) for name in unit.names]
 
 
 def shared_modules(model: nn.Module, layout: ModelLayout, tied: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -23,16 +23,16 @@ class Usage:
 
     Args:
         model: after sharding.
-        units: name and module of each unit.
+        modules: those of units, each under its first name.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
+    def __init__(self, model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> None:
         self._parameters = dict(model.named_parameters())
         # Gathered ones are plain tensors, or DTensors on the one axis that is not gathered: `tp`, or `ep`.
         self._axes = {name: p.device_mesh.ndim for name, p in self._parameters.items() if isinstance(p, DTensor)}
         self._used: set[str] = set()
         self._watched: set[str] = set()
-        for name, unit in units:
+        for name, unit in modules:
             # After FSDP's own hook, which puts the gathered parameters in place.
             unit.register_forward_pre_hook(partial(self._watch, f"{name}." if name else ""))
 

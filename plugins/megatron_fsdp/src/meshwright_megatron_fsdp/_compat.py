@@ -157,9 +157,11 @@ def _waited_for(collective: Callable[..., Any]) -> Callable[..., _Done | None]:
 
 @contextmanager
 def _coalesced(*args: Any, async_ops: bool = False, **options: Any) -> Iterator[_Done]:
-    """torch's `_coalescing_manager`, whose collectives are done when the context is left."""
-    with torch_coalescing_manager(*args, **options):
-        yield _Done()
+    """In place of torch's `_coalescing_manager`: on a CPU each collective is done when it returns.
+
+    gloo takes tensors of one dtype together, where NCCL takes those of any.
+    """
+    yield _Done()
 
 
 _ASYNCHRONOUS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
