@@ -123,7 +123,16 @@ def _drive(cases: str, results: str) -> None:
     """Run all commands, each in a fork of this process, in a directory whose modules can be imported."""
     os.environ.pop("MESHWRIGHT_ALLOWED_IMPORTS", None)
     sys.path.insert(0, os.getcwd())
-    for module in ("meshwright.run", "meshwright.checkpoint.show", "meshwright_pipeline.show"):
+    # What most commands import; each fork would do it anew.
+    for module in (
+        "meshwright.run",
+        "meshwright.checkpoint.show",
+        "meshwright_pipeline.show",
+        "transformers.models.llama.modeling_llama",
+        "transformers.models.auto.tokenization_auto",
+        "matplotlib.backends.backend_agg",
+        "matplotlib.figure",
+    ):
         importlib.import_module(module)
     with open(cases, encoding="utf-8") as file:
         commands = json.load(file)

@@ -194,10 +194,10 @@ def test_odd_options_of_optimizers_are_refused_or_work(count: int | None) -> Non
         if isinstance(default, bool | int | float):
             assert isinstance(value, bool) == isinstance(default, bool), f"{cls.__name__} takes {name}={value!r}"
     told("options of optimizers", counts, longest)
-    assert min(counts.values()) > len(longest) // 20
+    assert min(counts.values()) > len(longest) // 50
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [200, pytest.param(None, marks=pytest.mark.slow)])
 def test_odd_fields_of_models_are_refused_or_train(count: int | None, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(prepare(load_run(write_run(tmp_path)).data).tokenizer_dir)
     counts: Counter[str] = Counter()
@@ -219,7 +219,7 @@ def test_odd_fields_of_models_are_refused_or_train(count: int | None, tmp_path: 
             counts["trained"] += 1
         assert repr(section) == repr(before), "the run file's own values were changed"
     told("fields of models", counts, longest)
-    assert min(counts.values()) > len(longest) // 20
+    assert min(counts.values()) > len(longest) // 50
 
 
 # -- whole files
@@ -261,7 +261,7 @@ def test_run_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
         path.write_text(again, encoding="utf-8")
         assert as_yaml(as_plain(load_run(path))) == again, (number, file)
     told("run files", counts, longest)
-    assert min(counts.values()) > count // 20
+    assert min(counts.values()) > count // 50
 
 
 class Started(Exception):
@@ -322,7 +322,7 @@ def check_refusal(file: RunFile, code: int, stdout: str, stderr: str) -> None:
     assert "Traceback" not in stderr, (file, stderr)
 
 
-@pytest.mark.parametrize("count", [400, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, pytest.param(2500, marks=pytest.mark.slow)])
 def test_runs_are_planned_or_refused(count: int, planned: OddRunFiles, tmp_path: Path) -> None:
     path, counts = tmp_path / "odd.yaml", Counter[str]()
     longest: list[float] = []
@@ -334,7 +334,7 @@ def test_runs_are_planned_or_refused(count: int, planned: OddRunFiles, tmp_path:
         assert config is None or config == load_run(path, file.assignments), (number, file)
         assert not (tmp_path / "out").exists()
     told("plans", counts, longest)
-    assert min(counts.values()) > count // 20
+    assert min(counts.values()) > count // 50
 
 
 def small(config: RunConfig) -> bool:
@@ -367,7 +367,7 @@ def chosen_files(files: OddRunFiles, path: Path, wanted: Counter[str]) -> Iterat
     "wanted",
     [
         pytest.param({"unread": 6, "refused": 2}, id="daily"),
-        pytest.param({"unread": 16, "refused": 20, "trains": 14}, id="sweep", marks=pytest.mark.slow),
+        pytest.param({"unread": 30, "refused": 14, "trains": 6}, id="sweep", marks=pytest.mark.slow),
     ],
 )
 def test_a_sample_of_processes_ends_as_in_this_one(

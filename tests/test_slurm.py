@@ -95,10 +95,17 @@ def test_devices_are_those_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices_of_step() == 3
 
 
-WORLD = """
+LOOP_AND_TRAIN = """
+import os, sys
 import meshwright as mw
+from meshwright import cli
 with mw.open_world("cpu") as world:
-    print(world.rank, world.size, world.reduce_ints([10 ** world.rank]))
+    print(world.rank, world.size, world.reduce_ints([10 ** world.rank]), flush=True)
+# A process is started once; as the next step it has to find the others anew.
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    del os.environ[name]
+os.environ["SLURM_STEP_ID"] = "1"
+cli.main()
 """
 
 
@@ -127,20 +134,16 @@ def tasks(*command: str, **variables: str) -> list[Any]:
     return [(*process.communicate(timeout=240), process.returncode) for process in started]
 
 
-def test_two_tasks_of_a_step_are_a_world_of_two() -> None:
-    for rank, (out, error, code) in enumerate(tasks("-c", WORLD)):
-        assert (out, code) == (f"{rank} 2 [11]\n", 0), error
-
-
-def test_meshwright_train_joins_the_tasks_of_a_step(tmp_path: Any) -> None:
+def test_two_tasks_of_a_step_are_a_world_of_two_in_a_loop_by_hand_and_in_meshwright_train(tmp_path: Any) -> None:
     from test_cli import write_run
 
-    path = write_run(tmp_path)
     # nproc is of no use here, as under torchrun.
-    (out, error, code), (other_out, _, other_code) = tasks("-m", "meshwright", "train", str(path), "--set", "nproc=5")
+    train = ("train", str(write_run(tmp_path)), "--set", "nproc=5")
+    (out, error, code), (other_out, _, other_code) = tasks("-c", LOOP_AND_TRAIN, *train)
     assert (code, other_code) == (0, 0), error
+    assert out.startswith("0 2 [11]\n")
     assert "fsdp2 on dp_shard=2 (cpu)" in out
-    assert other_out == ""
+    assert other_out == "1 2 [11]\n"
     assert (tmp_path / "out" / "summary.json").exists()
 
 
