@@ -62,14 +62,16 @@ def write_run(directory: Path) -> Path:
     return path
 
 
-def command(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def command(
+    *arguments: str, launcher: tuple[str, ...] = (), timeout_s: float = 240
+) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     return subprocess.run(
         [sys.executable, *launcher, "-m", "meshwright", *arguments],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout_s,
         check=False,
     )
 

@@ -108,8 +108,7 @@ def told(name: str, counts: Counter[str], longest: list[float]) -> None:
 def check_told(error: MeshwrightError) -> None:
     assert error.exit_code == 2
     assert "Traceback" not in str(error)
-    # What has no bytes cannot be written to a terminal.
-    assert str(error).encode()
+    assert all(each.isprintable() or each in "\n\t" for each in str(error)), repr(error)
 
 
 # -- single values
@@ -367,7 +366,7 @@ def chosen_files(files: OddRunFiles, path: Path, wanted: Counter[str]) -> Iterat
     "wanted",
     [
         pytest.param({"unread": 6, "refused": 2}, id="daily"),
-        pytest.param({"unread": 30, "refused": 14, "trains": 6}, id="sweep", marks=pytest.mark.slow),
+        pytest.param({"unread": 40, "refused": 8, "trains": 2}, id="sweep", marks=pytest.mark.slow),
     ],
 )
 def test_a_sample_of_processes_ends_as_in_this_one(
@@ -376,10 +375,13 @@ def test_a_sample_of_processes_ends_as_in_this_one(
     chosen = list(chosen_files(planned, tmp_path / "odd.yaml", Counter(wanted)))
 
     def ended(number: int) -> tuple[float, subprocess.CompletedProcess[str]]:
-        path, file = tmp_path / f"odd-{number}.yaml", chosen[number][1]
+        path, (kind, file) = tmp_path / f"odd-{number}.yaml", chosen[number]
         path.write_bytes(file.content)
+        # Runs that train do not meet in one directory.
+        own = [f"output_dir={tmp_path / f'out-{number}'}"] if kind == "trains" else []
+        options = [each for value in (*file.assignments, *own) for each in ("--set", value)]
         start = time.monotonic()
-        done = command("train", str(path), *(each for value in file.assignments for each in ("--set", value)))
+        done = command("train", str(path), *options, timeout_s=10 * PATIENCE_S)
         return time.monotonic() - start, done
 
     with ThreadPoolExecutor(2) as pool:

@@ -30,6 +30,10 @@ class MeshwrightError(Exception):
 
     exit_code = 2
 
+    def __str__(self) -> str:
+        # It may quote what somebody wrote, of which no character is to steer a terminal, or to be half of one.
+        return "".join(_printable(each) for each in super().__str__())
+
 
 class ConfigError(MeshwrightError):
     """A run file, an option or a strategy config holds a bad value."""
@@ -87,6 +91,12 @@ class RankError(MeshwrightError):
     """A worker process failed (the message carries its own report), or the rendezvous store cannot be reached."""
 
     exit_code = 1
+
+
+def _printable(character: str) -> str:
+    if character.isprintable() or character in "\n\t":
+        return character
+    return character.encode("unicode_escape").decode()
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
