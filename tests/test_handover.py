@@ -49,6 +49,12 @@ def test_instances_are_handed_over_as_dp_replicate_and_may_shard_optimizer_state
     assert pool(4).run(_built, config) == [built] * 4
 
 
+@pytest.mark.filterwarnings("ignore:use_custom_fsdp")
+def test_the_old_name_hands_over_too() -> None:
+    options = {"use_custom_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+    assert pool(2).run(_built, options) == [(1, 2, False, True)] * 2
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

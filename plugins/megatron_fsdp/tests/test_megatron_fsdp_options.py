@@ -151,6 +151,7 @@ def _layout_of_buffers(config: dict[str, Any]) -> dict[str, Any]:
         "allocator": type(fsdp.param_and_grad_buffer.weight_alloc).__name__,
         "ahead": fsdp.suggested_AG_prefetch_size,
         "waiting": fsdp.suggested_RS_queue_capacity,
+        "divides": fsdp.ddp_config.gradient_reduce_div_fusion,
     }
 
 
@@ -171,6 +172,8 @@ def _layout_of_buffers(config: dict[str, Any]) -> dict[str, Any]:
         ({}, "ahead", 500_000_000),
         ({"suggested_communication_unit_size": 10}, "ahead", 5),
         ({"suggested_communication_unit_size": 10}, "waiting", 10),
+        ({}, "divides", True),
+        ({"gradient_reduce_div_fusion": False}, "divides", False),
     ],
     ids=str,
 )
