@@ -140,7 +140,6 @@ def test_objects_are_kept_in_dicts_and_named_in_json() -> None:
         "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy",
         "param_dtype": "bfloat16",
         "reduce_dtype": "float32",
-        "output_dtype": None,
         "cast_forward_inputs": True,
     }
     unnamed = _local()

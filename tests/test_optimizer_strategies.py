@@ -189,7 +189,6 @@ def told_of_untried(strategy: str, config: dict[str, Any]) -> list[str]:
     ("name", "settings"),
     [
         ("AdamW", {"differentiable": True}),
-        ("AdamW", {"capturable": True}),
         ("Adam", {"betas": (0.9, 0.9, 0.9)}),
         ("SparseAdam", {}),
         ("LBFGS", {}),

@@ -127,6 +127,14 @@ def page(results: dict[str, dict[str, object]]) -> str:
     ]
     columns = ("torch", "transformers", "megatron-fsdp", "passed", "failed", "skipped", "date")
     lines += [f"| {name} | {' | '.join(str(each[key]) for key in columns)} |" for name, each in results.items()]
+    lines += [
+        "",
+        "*oldest* has the oldest of everything that core's `pyproject.toml` allows. What differs:",
+        "",
+        "- With torch 2.15, `fsdp2` under `reduce_dtype` adds up in that dtype what a tied weight gets in its two",
+        "  places, where autograd does so in the weight's own. So its losses are those of other strategies to",
+        "  rounding, and to the last bit only where weights are not tied; with torch 2.13 everywhere.",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -120,7 +120,7 @@ def as_data(value: Any) -> Any:
     """A value of a config as a file would hold it; as it is where a file cannot.
 
     A dtype by its name, a class or function by its import path, and a dataclass as the mapping of its fields, whose
-    `_target_` is its class.
+    `_target_` is its class; without those that are None, of which another version of the class may have others.
     """
     if isinstance(value, Mapping):
         return {key: as_data(each) for key, each in value.items()}
@@ -129,8 +129,9 @@ def as_data(value: Any) -> Any:
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
         return str(value).removeprefix("torch.")
     if is_dataclass(value) and not isinstance(value, type):
+        given = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
         of_class = {"_target_": _import_path(type(value))}
-        return of_class | {field.name: as_data(getattr(value, field.name)) for field in fields(value) if field.init}
+        return of_class | {name: as_data(each) for name, each in given.items() if each is not None}
     return _import_path(value) if callable(value) else value
 
 

@@ -216,7 +216,8 @@ def _checked_policy(value: Any, name: str) -> Any:
             raise ValueError(f"{key}={each!r} must be true or false")
         if known[key] == "dtype" and each is not None and dtype_name(each) not in DTYPES:
             raise ValueError(f"{key}={each!r} is not one of {', '.join(DTYPES)}; {NO_FLOAT16}")
-    return {key: dtype_name(each) if known.get(key) == "dtype" else each for key, each in value.items()}
+    given = {key: each for key, each in value.items() if each is not None}
+    return {key: dtype_name(each) if known.get(key) == "dtype" else each for key, each in given.items()}
 
 
 def _is_policy(value: Any, name: str) -> bool:
