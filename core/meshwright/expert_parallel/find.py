@@ -16,8 +16,8 @@ from torch import nn
 
 from ..errors import ModelError
 
-_DISPATCHED = "ep_dispatch_experts"
-"""What a model's own plan calls the modules to which tokens are sent."""
+_DISPATCHED = ("ep_dispatch_experts", "moe_tp_experts")
+"""What a model's own plan calls the modules to which tokens are sent; the second before transformers 5.23."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,6 @@ def argument_names(module: nn.Module) -> list[str]:
 def _named_by_plan(model: nn.Module) -> set[str]:
     """The modules that the model's own expert-parallel plan names."""
     plan: dict[str, Any] = getattr(model, "ep_plan", None) or {}
-    patterns = [name for name, style in plan.items() if style == _DISPATCHED]
+    patterns = [name for name, style in plan.items() if style in _DISPATCHED]
     regex = [re.compile(re.escape(name).replace(r"\*", r"\d+")) for name in patterns]
     return {name for name, _ in model.named_modules() if any(each.fullmatch(name) for each in regex)}
