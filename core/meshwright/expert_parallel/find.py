@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import ModelError
 
 _DISPATCHED = ("ep_dispatch_experts", "moe_tp_experts")
-"""What a model's own plan calls the modules to which tokens are sent; the second before transformers 5.23."""
+"""What a model's own plan calls the modules to which tokens are sent; the second is that of transformers 5.17."""
 
 
 @dataclass(frozen=True)
