@@ -175,7 +175,7 @@ def try_option(option: str, tests: Tests) -> Generator[Wanted, Outcome, Outcome]
         late += outcome["status"] == "timed out"
         if outcome["status"] == "failed":
             alone = yield [outcome["by"]], ""
-            told = {"how": how, "by": outcome["by"], "error": outcome["error"]}
+            told = {"how": how, "by": outcome["by"]}
             if alone["status"] != "passed":
                 return {"status": "unclear", **told, "told": "the test also fails without the mutation"}
             # What is dropped may be missed by the checks of others, which tells nothing of its own effect.
