@@ -155,7 +155,7 @@ def test_what_is_sharded_along_tp_is_not_sent_along_dp() -> None:
         assert size / 2 < parts[kind] < size * 0.56
 
 
-def _along(axis: str, config: dict[str, Any]) -> tuple[int, int, set[str]]:
+def _along(axis: str, config: dict[str, Any]) -> tuple[int, int, list[str]]:
     """Reductions and exchanges of a step along an axis of two ranks, and the weights of a block that it divides."""
     case = Case(ragged=False)
     manager = build_manager("megatron_fsdp", config, {f"{axis}_size": 2}, case)
@@ -163,11 +163,11 @@ def _along(axis: str, config: dict[str, Any]) -> tuple[int, int, set[str]]:
     seen = measure_collectives(training_step(manager, case, 1), {axis: manager.mesh.group(axis)}).of(group=axis)
     parallel = manager.tensor_parallel
     divided = {name for name, each in parallel.divisions.items() if each.is_sharded} if parallel else set()
-    inside = {name.split(".")[-2] for name in divided if ".layers.0." in name}
+    inside = sorted({name.split(".")[-2] for name in divided if ".layers.0." in name})
     return len(seen.of("reduce_scatter")), len(seen.of("all_to_all")), inside
 
 
-ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+ALL = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 
 
 @pytest.mark.parametrize(
@@ -176,11 +176,11 @@ ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
         ("tp", {}, (0, 0, ALL)),
         # Into and out of attention and the feed-forward of each of three blocks, in forward and backward.
         ("tp", SP, (12, 0, ALL)),
-        ("tp", {"tp_plan": {"model.layers.*.mlp.up_proj": "colwise_gather_output"}}, (0, 0, {"up_proj"})),
+        ("tp", {"tp_plan": {"model.layers.*.mlp.up_proj": "colwise_gather_output"}}, (0, 0, ["up_proj"])),
         # Four units are scattered over these ranks; and keys and values of each block, or else query, key, value and
         # output of each are exchanged, in forward and backward.
-        ("cp", {}, (4 + 3, 0, set())),
-        ("cp", {"cp_attention": "ulysses"}, (4, 24, set())),
+        ("cp", {}, (4 + 3, 0, [])),
+        ("cp", {"cp_attention": "ulysses"}, (4, 24, [])),
     ],
     ids=str,
 )
