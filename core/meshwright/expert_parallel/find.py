@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -98,7 +97,10 @@ def argument_names(module: nn.Module) -> list[str]:
 
 def _named_by_plan(model: nn.Module) -> set[str]:
     """The modules that the model's own expert-parallel plan names."""
-    plan: dict[str, Any] = getattr(model, "ep_plan", None) or {}
+    of_config: dict[str, str] = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
+    prefix = getattr(model, "base_model_prefix", "")
+    # transformers 5.17 has no plan of the whole model.
+    plan = getattr(model, "ep_plan", None) or {f"{prefix}.{name}": style for name, style in of_config.items()}
     patterns = [name for name, style in plan.items() if style in _DISPATCHED]
     regex = [re.compile(re.escape(name).replace(r"\*", r"\d+")) for name in patterns]
     return {name for name, _ in model.named_modules() if any(each.fullmatch(name) for each in regex)}
