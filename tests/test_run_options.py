@@ -132,7 +132,7 @@ def test_data_heed_the_option(
     place = Place(workplace, tmp_path)
     facts = _facts(place, place.runs(**BASE | {"data": data}))
     assert (tmp_path / "cache").is_dir()
-    assert changed <= {name for name, value in facts.items() if value != base[name]}
+    assert set(changed) <= {name for name, value in facts.items() if value != base[name]}
 
 
 def test_a_plan_heeds_what_is_said_of_ranks_strategies_and_microbatches(workplace: Path, tmp_path: Path) -> None:
