@@ -20,6 +20,7 @@ from meshwright_ddp import DDPConfig
 from meshwright_ddp.manager import DDPManager
 from meshwright_fsdp2 import FSDP2Config
 from meshwright_fsdp2.manager import FSDP2Manager
+from meshwright_fsdp2.usage import Usage
 
 
 class Averaging(FSDP2Manager):
@@ -48,6 +49,16 @@ class DividedTwice(FSDP2Manager):
 
     def _sum_over_ranks(self, losses: Sequence[Tensor]) -> Tensor:
         return super()._sum_over_ranks([loss / self.mesh.degrees.dp for loss in losses])
+
+
+class HalfWatched(FSDP2Manager):
+    """Watches the first module of each unit alone, and takes the parameters of the others for unused."""
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        module = super().shard(model)
+        first = [unit.names[0] for unit, _ in self._sharding.units]
+        self._usage = Usage(model, [(name, model.get_submodule(name)) for name in first])
+        return module
 
 
 class LocalNorm(FSDP2Manager):
@@ -176,6 +187,7 @@ def register_strategies() -> list[StrategySpec]:
     return [
         StrategySpec("averaging", "Averages.", sharded, FSDP2Config, Averaging),
         StrategySpec("divided_twice", "Divides twice.", sharded, FSDP2Config, DividedTwice),
+        StrategySpec("half_watched", "Forgets modules.", sharded, FSDP2Config, HalfWatched),
         StrategySpec("local_norm", "Clips by a local norm.", sharded, FSDP2Config, LocalNorm),
         StrategySpec("loses_microbatches", "Forgets microbatches.", copies, DDPConfig, LosesMicrobatches),
         StrategySpec("drifting_copies", "Lets copies drift.", copies, DDPConfig, DriftingCopies),

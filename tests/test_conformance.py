@@ -69,6 +69,7 @@ def _named(strategy: str, names: list[str]) -> dict[str, Result]:
     [
         ("averaging", ["dp_shard=2-ragged_masks", "dp_replicate=2-ragged_masks"], ["one_rank-ragged_masks"]),
         ("divided_twice", ["dp_replicate=2-ragged_masks"], ["one_rank-ragged_masks"]),
+        ("half_watched", ["dp_shard=4-norms_in_float32"], ["dp_shard=4-ragged_masks"]),
         ("local_norm", ["dp_shard=4-norm_1", "dp_shard=4-norm_inf"], ["dp_replicate=4-norm_1"]),
         ("loses_microbatches", ["dp_replicate=4-accumulation_2"], ["dp_replicate=4-ragged_masks"]),
         ("drifting_copies", ["dp_replicate=2-ragged_masks"], ["one_rank-ragged_masks"]),
