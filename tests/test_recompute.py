@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from meshwright.layout import layout_by_structure
 from meshwright.loss import token_loss_sum
 from meshwright.recompute import checkpoint_blocks
 from meshwright.testing.models import case_model, case_vocab, tiny_model
-from meshwright.testing.observe import Observer
+from meshwright.testing.observe import Counting
 
 BLOCKS = 3
 LINEARS = 7
@@ -28,19 +27,8 @@ def _step(model: nn.Module, vocab: int = 131) -> torch.Tensor:
     return loss.detach()
 
 
-class _Counting(Observer):
-    """Counts the operators that are computed; those whose results are held do not come here again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def observe(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
-        self.counts[str(operation)] += 1
-
-
 def _counted(model: nn.Module) -> Counter[str]:
-    with _Counting() as counting:
+    with Counting() as counting:
         _step(model)
     return counting.counts
 

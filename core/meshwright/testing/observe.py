@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -31,6 +32,21 @@ class Observer(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.observe(func, args, kwargs or {}, result)
         return result
+
+
+class Counting(Observer):
+    """Counts the operations that are computed; those whose results are held do not come here again.
+
+    Attributes:
+        counts: by name, such as "aten.mm.default".
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def observe(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.counts[str(operation)] += 1
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

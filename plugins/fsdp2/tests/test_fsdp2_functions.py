@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from meshwright import MeshError, MeshwrightError, deferred
 from meshwright.loss import token_loss_sum
 from meshwright.testing import Case, pool
 from meshwright.testing.models import tiny_model
-from meshwright.testing.observe import Observer
+from meshwright.testing.observe import Counting
 from meshwright.testing.parity import global_batch, reference, share
 from meshwright_fsdp2 import (
     apply_fsdp_sharding_recursively,
@@ -126,28 +125,19 @@ def test_a_loop_by_hand_has_the_losses_of_one_process(names: tuple[str, ...], op
         assert placements == {(Shard(0),)}
 
 
-class _Counting(Observer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def observe(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
-        self.counts[operation.overloadpacket.__name__] += 1
-
-
 def _acts(options: dict[str, Any]) -> dict[str, Any]:
     """What a step computes and sends, and where shards lie, on two ranks of tensor parallelism."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
     model = fsdp2_strategy_parallelize(tiny_model(), mesh, **{"mp_policy": PLAIN, **options})
     ids = torch.arange(16).expand(2, 16)
-    with _Counting() as counting:
+    with Counting() as counting:
         logits = model(input_ids=ids, use_cache=False).logits
         token_loss_sum(logits, ids).backward()
     block = model.model.layers[0]
     return {
-        "attentions": counting.counts["_scaled_dot_product_flash_attention_for_cpu"],
-        "activations": counting.counts["silu"],
-        "scatters": counting.counts["reduce_scatter_tensor"],
+        "attentions": counting.counts["aten._scaled_dot_product_flash_attention_for_cpu.default"],
+        "activations": counting.counts["aten.silu.default"],
+        "scatters": counting.counts["_c10d_functional.reduce_scatter_tensor.default"],
         "gate": str(block.mlp.gate_proj.weight.placements[-1]),
         "offload": type(block._get_fsdp_state()._fsdp_param_group.offload_policy).__name__,
         "logits": str(logits.dtype),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from meshwright import MeshwrightError, StrategyError, count_tokens
 from meshwright.testing import Case, assert_parity, count_collectives, pool
 from meshwright.testing.collectives import measure_collectives
-from meshwright.testing.observe import Observer
+from meshwright.testing.observe import Counting
 from meshwright.testing.parity import build_manager, full_weights, share, train_steps
 
 HSDP = {"dp_replicate_size": 2}
@@ -211,22 +210,15 @@ def test_calculate_per_token_loss_holds_anyway(value: bool) -> None:
 # -- recomputation
 
 
-class _Counting(Observer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def observe(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
-        self.counts[operation.overloadpacket.__name__] += 1
-
-
 def _operators(mode: Any) -> tuple[int, int]:
     """How often attention and activation functions are computed in a step."""
     case = Case()
     manager = build_manager("megatron_fsdp", {"activation_checkpointing": mode}, {}, case)
-    with _Counting() as counting:
+    with Counting() as counting:
         _step(manager, case)()
-    return counting.counts["_scaled_dot_product_flash_attention_for_cpu"], counting.counts["silu"]
+    return counting.counts["aten._scaled_dot_product_flash_attention_for_cpu.default"], counting.counts[
+        "aten.silu.default"
+    ]
 
 
 @pytest.mark.parametrize(
