@@ -1,10 +1,13 @@
-"""Which tests `make test` leaves out, and what a test cannot be named by."""
+"""Which tests `make test` leaves out, what a test cannot be named by, and what it must leave as it found it."""
 
 from __future__ import annotations
 
+import logging
+import os
 import random
+import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -33,3 +36,25 @@ def _has_set(value: Any) -> bool:
         return len(value) > 1
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     return any(map(_has_set, parts))
+
+
+@pytest.fixture(autouse=True)
+def _leaves_the_process_as_it_was() -> Iterator[None]:
+    """What one test switches for the whole process, another, which happens to follow, would fail or pass by."""
+    before = _switches()
+    yield
+    for name, value in _switches().items():
+        assert before.get(name, value) == value, f"this test leaves {name} behind: {value!r}, before {before[name]!r}"
+
+
+def _switches() -> dict[str, Any]:
+    """What libraries keep once for a whole process, of those that are imported already."""
+    found: dict[str, Any] = {"the working directory": os.getcwd(), "logging.disable": logging.root.manager.disable}
+    if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "get_default_dtype"):
+        found["torch.get_default_dtype()"] = torch.get_default_dtype()
+        found["torch.is_grad_enabled()"] = torch.is_grad_enabled()
+        found["torch.are_deterministic_algorithms_enabled()"] = torch.are_deterministic_algorithms_enabled()
+        found["torch.get_num_threads()"] = torch.get_num_threads()
+    if "transformers" in sys.modules:
+        found["the verbosity of transformers"] = logging.getLogger("transformers").level
+    return found

@@ -6,11 +6,13 @@ import json
 import random
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kinds import DIFFERENT_IN_KIND
@@ -298,7 +300,10 @@ def test_a_damaged_or_unfit_directory_is_an_error_that_names_it(damage, text, sh
         opened(directory)
 
 
-def test_a_conversion_that_fails_is_told_with_its_reason(tmp_path):
+@pytest.mark.parametrize("verbosity", [transformers.logging.WARNING, transformers.logging.ERROR])
+def test_a_conversion_that_fails_is_told_with_its_reason(verbosity, tmp_path, request):
+    request.addfinalizer(partial(transformers.logging.set_verbosity, transformers.logging.get_verbosity()))
+    transformers.logging.set_verbosity(verbosity)
     zoo_model("qwen3_moe", dtype=torch.float32).save_pretrained(tmp_path)
     first = "model.layers.0.mlp.experts.0.gate_proj.weight"
     edit(tmp_path, lambda tensors: tensors.update({first: tensors[first][:-1].clone()}))

@@ -156,7 +156,10 @@ def _check_plain(directory: Path, config: Any) -> None:
 
 @contextmanager
 def _captured_report() -> Iterator[list[str]]:
-    """Keep transformers' own warnings and progress bar off the terminal of each rank; gives what it warned of."""
+    """Keep transformers' own warnings and progress bar off the terminal of each rank; gives what it warned of.
+
+    Also where the user asked transformers for errors alone, since an error of ours tells the reasons from its warnings.
+    """
     from transformers.utils import logging as transformers_logging
 
     lines: list[str] = []
@@ -166,14 +169,16 @@ def _captured_report() -> Iterator[list[str]]:
             lines.append(re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()))
 
     logger = logging.getLogger("transformers")
-    handlers, propagate = logger.handlers[:], logger.propagate
+    handlers, propagate, level = logger.handlers[:], logger.propagate, logger.level
     bars = transformers_logging.is_progress_bar_enabled()
     logger.handlers[:], logger.propagate = [Keep(logging.WARNING)], False
+    logger.setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()
     try:
         yield lines
     finally:
         logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
         if bars:
             transformers_logging.enable_progress_bar()
 
