@@ -36,8 +36,8 @@ from meshwright.checkpoint.agreement import Held, held_by, shares_of
 from meshwright.checkpoint.optimizer import settings_of
 from meshwright.checkpoint.saving import cut
 from meshwright.checkpoint.values import flat
-from meshwright.pieces import Sharded
-from meshwright.state import DTENSORS, ShardedState, sharded_model, sharded_optimizer
+from meshwright.tensors.pieces import Sharded
+from meshwright.tensors.state import DTENSORS, ShardedState, sharded_model, sharded_optimizer
 
 LIMIT_S = 1.0
 T = TypeVar("T")

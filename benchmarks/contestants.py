@@ -1,8 +1,9 @@
 """The loops that `step.py` compares: torch by hand, as a careful user writes it, and meshwright's.
 
-All do the same work: equal weights and batches, the loss of [Note: the gradient rule] in `meshwright.contract`, the
-same units, communication volume and resharding, one fused AdamW over all parameters, and loss and gradient norm on
-the host at every step, because a user logs them. With tensor parallelism, vocabulary and loss are parallel too.
+All do the same work: equal weights and batches, the loss of [Note: the gradient rule] in
+`meshwright.strategy.contract`, the same units, communication volume and resharding, one fused AdamW over all
+parameters, and loss and gradient norm on the host at every step, because a user logs them. With tensor
+parallelism, vocabulary and loss are parallel too.
 
 Shapes: B sequences of a microbatch, S tokens each, V entries of the vocabulary.
 """
@@ -28,13 +29,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshwright.contract import Batch
-from meshwright.mesh import Mesh, World
-from meshwright.optim import build_scheduler, optimizer_factory
-from meshwright.runfile import OptimizerConfig, ScheduleConfig
-from meshwright.sizes import MeshSizes
-from meshwright.stack import resolve
-from meshwright.train import Loop, train_step
+from meshwright.mesh.mesh import Mesh, World
+from meshwright.mesh.sizes import MeshSizes
+from meshwright.strategy.contract import Batch
+from meshwright.strategy.stack import resolve
+from meshwright.train.loop import Loop, train_step
+from meshwright.train.optim import build_scheduler, optimizer_factory
+from meshwright.train.run_file import OptimizerConfig, ScheduleConfig
 
 VOCAB_SIZE = 2048
 LEARNING_RATE = 1e-4
@@ -96,7 +97,7 @@ class Work:
 
 
 def meshwright_step(strategy: str, work: Work, world: World, config: Mapping[str, Any] | None = None) -> Step:
-    """The loop under test: `meshwright.train.train_step` with what `meshwright train` would build for it."""
+    """The loop under test: `meshwright.train.loop.train_step` with what `meshwright train` would build for it."""
     sizes = MeshSizes(pp_size=world.size) if strategy == "pipeline" else MeshSizes(tp_size=work.tp)
     stack, degrees = resolve(strategy, sizes, world.size, config=config or {})
     mesh = Mesh(degrees, world)

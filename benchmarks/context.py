@@ -29,14 +29,14 @@ from common import llama, origin
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from meshwright.batch import count_tokens
-from meshwright.mesh import Mesh, open_world
-from meshwright.optim import optimizer_factory
-from meshwright.runfile import OptimizerConfig
-from meshwright.sizes import MeshSizes
-from meshwright.stack import resolve
+from meshwright.mesh.mesh import Mesh, open_world
+from meshwright.mesh.sizes import MeshSizes
+from meshwright.step.batch import count_tokens
+from meshwright.strategy.stack import resolve
 from meshwright.testing.memory import measure_memory
 from meshwright.testing.pool import pool
+from meshwright.train.optim import optimizer_factory
+from meshwright.train.run_file import OptimizerConfig
 
 WAYS = ("allgather", "ulysses")
 FEW = 64

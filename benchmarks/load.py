@@ -38,8 +38,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import meshwright
-from meshwright.launch import launch
-from meshwright.mesh import World, open_world
+from meshwright.launch.local import launch
+from meshwright.mesh.mesh import World, open_world
 
 OURS, PLAIN, READ = CONTESTANTS = ("ours", "plain", "plain, read")
 LIMIT_MB = 64

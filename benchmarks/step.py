@@ -36,8 +36,8 @@ from pipelines import SCHEDULES, options, pipeline_by_hand
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.launch import launch
-from meshwright.mesh import World, open_world
+from meshwright.launch.local import launch
+from meshwright.mesh.mesh import World, open_world
 
 RAW_A, OURS, RAW_B = CONTESTANTS = ("raw A", "ours", "raw B")
 

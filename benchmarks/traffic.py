@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 from step import TOLERANCE, Plan, about
 
-from meshwright.launch import launch
-from meshwright.mesh import open_world
+from meshwright.launch.local import launch
+from meshwright.mesh.mesh import open_world
 from meshwright.testing.collectives import Traffic, measure_collectives
 
 CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -9,9 +9,9 @@ import signal
 import sys
 import time
 
-from meshwright.launch import launch, warm_up
-from meshwright.run import run_rank
-from meshwright.runfile import load_run
+from meshwright.launch.local import launch, warm_up
+from meshwright.train.run import run_rank
+from meshwright.train.run_file import load_run
 
 
 def stop():
@@ -28,7 +28,7 @@ def places():
     """Where a rank can hang: the class and name of a method, on which of its calls, and how."""
     from meshwright.checkpoint.export import _Export
     from meshwright.checkpoint.saving import Saving
-    from meshwright.data_parallel import DataParallelManager
+    from meshwright.manager.data_parallel import DataParallelManager
 
     return {
         "step": (DataParallelManager, "forward_backward", 2, stop),

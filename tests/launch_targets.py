@@ -11,9 +11,9 @@ import sys
 import time
 from datetime import timedelta
 
-from meshwright.errors import ModelError
-from meshwright.launch import launch, warm_up
-from meshwright.rank import guarded, leave, started_by_launcher
+from meshwright.base.errors import ModelError
+from meshwright.launch.local import launch, warm_up
+from meshwright.launch.rank import guarded, leave, started_by_launcher
 
 GROUP_TIMEOUT_S = 300
 """Far longer than any test may take: a test that has to wait for it fails."""

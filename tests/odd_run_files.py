@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.parsing import as_yaml
-from meshwright.registry import get_registry
-from meshwright.runfile import run_schema
+from meshwright.base.parsing import as_yaml
+from meshwright.strategy.registry import get_registry
+from meshwright.train.run_file import run_schema
 
 Place = tuple[tuple[str, ...], dict[str, Any]]
 """A key, with those above it, and the schema of what it holds."""

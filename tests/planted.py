@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from meshwright import Batch, StrategySpec, hookimpl
-from meshwright.contract import OptimizerFactory
-from meshwright.norms import scale_to_norm, total_grad_norm
-from meshwright.state import OptimizerState, ShardedState, TensorKind
+from meshwright.strategy.contract import OptimizerFactory
+from meshwright.tensors.norms import scale_to_norm, total_grad_norm
+from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
 from meshwright_ddp import DDPConfig
 from meshwright_ddp.manager import DDPManager
 from meshwright_fsdp2 import FSDP2Config

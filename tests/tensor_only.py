@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from meshwright import StrategySpec, hookimpl
-from meshwright.contract import StrategyConfig
-from meshwright.data_parallel import DataParallelManager
-from meshwright.norms import Groups
-from meshwright.registry import get_registry
-from meshwright.state import Parts
-from meshwright.tensor_parallel import Division, TensorParallel
+from meshwright.manager.data_parallel import DataParallelManager
+from meshwright.parallel.tensor import Division, TensorParallel
+from meshwright.strategy.contract import StrategyConfig
+from meshwright.strategy.registry import get_registry
+from meshwright.tensors.norms import Groups
+from meshwright.tensors.state import Parts
 from meshwright.testing.models import TINY
 from meshwright.testing.parity import Case, Outcome, difference, train_case
 from meshwright.testing.pool import pool

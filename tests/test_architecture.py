@@ -249,7 +249,7 @@ RULES: dict[Callable[[Source], Iterator[str]], list[tuple[str, str, str]]] = {
     imports_of_private_core: [
         ("meshwright_ddp", "manager", "from meshwright._compat import flatten_mesh"),
         ("meshwright_ddp", "manager", "from meshwright import _compat"),
-        ("meshwright_ddp", "manager", "from meshwright.batch import _defect"),
+        ("meshwright_ddp", "manager", "from meshwright.step.batch import _defect"),
     ],
     torch_at_import: [
         ("meshwright", "registry", "import torch"),
@@ -290,7 +290,12 @@ RULES: dict[Callable[[Source], Iterator[str]], list[tuple[str, str, str]]] = {
 }
 ALLOWED: list[tuple[Callable[[Source], Iterator[str]], str, str, str]] = [
     (imports_of_plugins, "meshwright_ddp", "plugin", "from meshwright_ddp.config import DDPConfig"),
-    (imports_of_private_core, "meshwright_ddp", "manager", "from meshwright.mesh import Mesh\nfrom ._compat import x"),
+    (
+        imports_of_private_core,
+        "meshwright_ddp",
+        "manager",
+        "from meshwright.mesh.mesh import Mesh\nfrom ._compat import x",
+    ),
     (torch_at_import, "meshwright", "registry", "if TYPE_CHECKING:\n    import torch\ndef f():\n    import torch"),
     (torch_at_import, "meshwright", "mesh", "import torch"),
     (private_foreign_names, "meshwright", "_compat", "def f(mesh):\n    return mesh._flatten('dp')"),

@@ -14,7 +14,7 @@ import meshwright as mw
 import meshwright_fsdp2.packed
 import meshwright_megatron_fsdp
 from meshwright import Degrees, Mesh, MeshError, ModelError, open_world, optimizer_factory
-from meshwright.errors import MeshwrightError
+from meshwright.base.errors import MeshwrightError
 from meshwright.testing import Case, pool
 from meshwright.testing.models import case_model, tiny_model
 from meshwright.testing.parity import TOLERANCE, Outcome, difference, full_weights, reference, train_steps

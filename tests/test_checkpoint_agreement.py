@@ -17,9 +17,9 @@ from meshwright.checkpoint.directory import step_directory
 from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.optimizer import settings_of
 from meshwright.checkpoint.saving import Saving
-from meshwright.contract import StrategyManager
-from meshwright.pieces import Piece, Sharded
-from meshwright.state import OptimizerState
+from meshwright.strategy.contract import StrategyManager
+from meshwright.tensors.pieces import Piece, Sharded
+from meshwright.tensors.state import OptimizerState
 from meshwright.testing import Case, pool
 from meshwright.testing.collectives import Traffic, measure_collectives
 from meshwright.testing.parity import build_manager, full_weights, train_steps

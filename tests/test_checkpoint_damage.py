@@ -12,8 +12,8 @@ import torch
 
 from meshwright import CheckpointError, load_checkpoint, save_checkpoint
 from meshwright.checkpoint.show import shown
-from meshwright.contract import StrategyManager
 from meshwright.data.tokenizer import train_tokenizer
+from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, full_weights, train_steps
 

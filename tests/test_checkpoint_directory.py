@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.base.errors import CheckpointError, TornCheckpointError
 from meshwright.checkpoint.directory import (
     MANIFEST,
     Manifest,
@@ -23,7 +24,6 @@ from meshwright.checkpoint.directory import (
     step_directory,
     steps_in,
 )
-from meshwright.errors import CheckpointError, TornCheckpointError
 
 
 def _write(final: Path, content: str, commit: Callable[[Path, Path, Manifest], None] = commit) -> None:

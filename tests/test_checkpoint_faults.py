@@ -22,7 +22,6 @@ from meshwright import (
     Mesh,
     MeshSizes,
     StrategyError,
-    cli,
     load_checkpoint,
     open_world,
     optimizer_factory,
@@ -33,11 +32,12 @@ from meshwright.checkpoint import newest_checkpoint, read_manifest
 from meshwright.checkpoint.directory import MANIFEST, step_directory, steps_in
 from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.payload import write_tensors
-from meshwright.contract import StrategyManager
-from meshwright.optim import build_scheduler
-from meshwright.runfile import OptimizerConfig, ScheduleConfig
+from meshwright.cli import commands as cli
+from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.train.optim import build_scheduler
+from meshwright.train.run_file import OptimizerConfig, ScheduleConfig
 
 CASE = Case(steps=2)
 

@@ -21,7 +21,6 @@ from meshwright import (
     CheckpointError,
     Mesh,
     MeshSizes,
-    cli,
     load_checkpoint,
     open_world,
     optimizer_factory,
@@ -32,10 +31,11 @@ from meshwright.checkpoint import export_checkpoint, read_manifest
 from meshwright.checkpoint.directory import MANIFEST
 from meshwright.checkpoint.index import INDEX, read_index
 from meshwright.checkpoint.values import flat
-from meshwright.contract import StrategyManager
-from meshwright.optim import build_scheduler
-from meshwright.runfile import OptimizerConfig, ScheduleConfig
+from meshwright.cli import commands as cli
+from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import pool
+from meshwright.train.optim import build_scheduler
+from meshwright.train.run_file import OptimizerConfig, ScheduleConfig
 
 FORMAT_1 = Path(__file__).parent / "data" / "checkpoint-format-1.tar.gz"
 """Saved under fsdp2 on two ranks, after two steps of five, by a version that wrote format 1; see `_formula`."""

@@ -16,8 +16,10 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from meshwright import cli, launch, run
-from meshwright.runfile import load_run
+from meshwright.cli import commands as cli
+from meshwright.launch import local as launch
+from meshwright.train import run
+from meshwright.train.run_file import load_run
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MODEL = {

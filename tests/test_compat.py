@@ -44,8 +44,8 @@ from meshwright._compat import (
     to_saved_format,
     written_arguments,
 )
-from meshwright.pretrained.files import Held
-from meshwright.pretrained.recorded import Recorded
+from meshwright.model.pretrained.files import Held
+from meshwright.model.pretrained.recorded import Recorded
 from meshwright.testing import pool
 from meshwright.testing._compat import bound_arguments, process_group, unwraps_itself
 from meshwright.testing.models import case_model, tiny_model

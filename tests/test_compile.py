@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from meshwright._compat import compiled
-from meshwright.compile import check_compiler, compile_blocks
-from meshwright.errors import ModelError, StrategyError
-from meshwright.layout import layout_by_structure
-from meshwright.loss import token_loss_sum
-from meshwright.recompute import checkpoint_blocks
+from meshwright.base.errors import ModelError, StrategyError
+from meshwright.model.compile import check_compiler, compile_blocks
+from meshwright.model.layout import layout_by_structure
+from meshwright.model.recompute import checkpoint_blocks
+from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing.models import tiny_model
 
 
@@ -77,7 +77,7 @@ def test_every_block_is_compiled_however_many_there_are(monkeypatch: pytest.Monk
     model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Sequential(Block(i)) for i in range(12))})
     ran = []
     counting = _Counting()
-    monkeypatch.setattr("meshwright.compile.check_compiler", lambda *_: ran.append(1))
+    monkeypatch.setattr("meshwright.model.compile.check_compiler", lambda *_: ran.append(1))
     compile_blocks(model, layout_by_structure(model), backend=counting)
     x = torch.ones(2, 4)
     for block in model["blocks"]:
@@ -92,7 +92,7 @@ def test_a_compiler_that_does_not_work_is_told_with_the_remedy(monkeypatch: pyte
 
     model = tiny_model()
     torch.compiler.reset()
-    monkeypatch.setattr("meshwright.compile.compiled", lambda *_, **__: broken)
+    monkeypatch.setattr("meshwright.model.compile.compiled", lambda *_, **__: broken)
     with pytest.raises(StrategyError, match=r"no C\+\+ compiler found Install a C\+\+ compiler.*enable_compile=false"):
         compile_blocks(model, layout_by_structure(model))
     assert "forward" not in vars(model.model.layers[0])

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from meshwright import MeshSizes, RunConfig, get_strategy, list_strategies
 from meshwright.data.config import DataConfig
-from meshwright.loss import target_loss_sum
-from meshwright.runfile import CheckpointConfig, EvalConfig, OptimizerConfig, SampleConfig, ScheduleConfig
+from meshwright.step.token_loss import target_loss_sum
+from meshwright.train.run_file import CheckpointConfig, EvalConfig, OptimizerConfig, SampleConfig, ScheduleConfig
 from meshwright_ddp import DDPConfig, DistributedDataParallelConfig
 from meshwright_fsdp2 import FSDP2Config
 
@@ -132,7 +132,7 @@ def test_objects_are_kept_in_dicts_and_named_in_json() -> None:
     config: Any = config_cls(loss_fn=target_loss_sum, dtype=torch.bfloat16)
     assert config.to_dict()["loss_fn"] is target_loss_sum
     named = json.loads(config.model_dump_json())
-    assert (named["loss_fn"], named["dtype"]) == ("meshwright.loss.target_loss_sum", "bfloat16")
+    assert (named["loss_fn"], named["dtype"]) == ("meshwright.step.token_loss.target_loss_sum", "bfloat16")
     assert config_cls(**named) == config
     policy = FSDP2Config(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     assert policy.to_dict()["mp_policy"] is policy.mp_policy

@@ -11,7 +11,7 @@ import pytest
 from kinds import DIFFERENT_IN_KIND
 
 from meshwright import ConfigError, MeshError, UnknownStrategyError
-from meshwright.check import as_table, run_cells, summary, told
+from meshwright.cli.check import as_table, run_cells, summary, told
 from meshwright.testing import Cell, Result, conformance
 
 STRATEGIES = ["single", "ddp", "fsdp2", "megatron_fsdp"]

@@ -20,11 +20,11 @@ from meshwright import (
     open_world,
     resolve,
 )
-from meshwright.context_parallel import ContextParallel
-from meshwright.context_parallel.division import divided, local_part, positions, put_together
-from meshwright.contract import IGNORED_LABEL
-from meshwright.layout import model_layout
-from meshwright.loss import target_loss_sum, token_loss_sum
+from meshwright.model.layout import model_layout
+from meshwright.parallel.context import ContextParallel
+from meshwright.parallel.context.positions import divided, local_part, positions, put_together
+from meshwright.step.token_loss import target_loss_sum, token_loss_sum
+from meshwright.strategy.contract import IGNORED_LABEL
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.collectives import Traffic, measure_collectives
 from meshwright.testing.models import case_vocab, tiny_model
@@ -159,7 +159,7 @@ def test_documents_and_padding(model_type: str, kind: str, config: dict[str, Any
 
 def _in_blocks(config: dict[str, Any], sizes: dict[str, int], model_type: str, kind: str, largest: int) -> Any:
     """With masks of so few elements that queries are taken in blocks."""
-    from meshwright.context_parallel import attention
+    from meshwright.parallel.context import attention
 
     before = attention.LARGEST_MASK
     attention.LARGEST_MASK = largest

@@ -28,6 +28,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from meshwright.base.errors import ConfigError, DataError
+from meshwright.base.validation import validated
 from meshwright.data import (
     EOS,
     DataConfig,
@@ -48,8 +50,6 @@ from meshwright.data.shuffle import shuffled
 from meshwright.data.split import training_documents
 from meshwright.data.tokenfile import TokenFile
 from meshwright.data.tokenizer import encode
-from meshwright.errors import ConfigError, DataError
-from meshwright.validation import validated
 
 WORDS = ["the", "mesh", "has", "an", "axis", "for", "every", "way", "to", "split", "models", "and", "each", "rank"]
 EXAMPLES = settings(deadline=None, max_examples=60)

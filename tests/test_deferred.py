@@ -9,14 +9,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright import Mesh, MeshSizes, ModelError, deferred, open_world, optimizer_factory, resolve
-from meshwright.deferred import DeferredModel
-from meshwright.runfile import OptimizerConfig
+from meshwright import Mesh, MeshSizes, ModelError, open_world, optimizer_factory, resolve
+from meshwright.model import drawn_weights as deferred
+from meshwright.model.drawn_weights import DeferredModel
+from meshwright.model.weights import fill, materialize
 from meshwright.testing import Case, pool
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import full_weights, train_steps
 from meshwright.testing.zoo import zoo_config
-from meshwright.weights import fill, materialize
+from meshwright.train.run_file import OptimizerConfig
 
 CPU = torch.device("cpu")
 

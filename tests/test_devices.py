@@ -12,14 +12,14 @@ from torch import Tensor
 from two_devices import ACCELERATOR, CPU, MixedDevicesError, TwoDevices
 
 from meshwright import Mesh, MeshSizes, open_world, optimizer_factory, resolve
-from meshwright.contract import Batch, StrategyManager
-from meshwright.norms import scale_to_norm, total_grad_norm
-from meshwright.optim import build_scheduler
-from meshwright.runfile import ScheduleConfig
+from meshwright.strategy.contract import Batch, StrategyManager
+from meshwright.tensors.norms import scale_to_norm, total_grad_norm
 from meshwright.testing import Case, pool
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, share
-from meshwright.train import Loop, fit
+from meshwright.train.loop import Loop, fit
+from meshwright.train.optim import build_scheduler
+from meshwright.train.run_file import ScheduleConfig
 
 CASE = Case(steps=2, sequences=4, microbatches=2)
 OFFLOADED = {"offload_policy": {"pin_memory": False}}

@@ -24,8 +24,8 @@ from meshwright import (
     optimizer_factory,
     resolve,
 )
-from meshwright.contract import StrategyManager
-from meshwright.expert_parallel import check_expert_parallel, find_experts
+from meshwright.parallel.expert import check_expert_parallel, find_experts
+from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.models import case_model, tiny_model
 from meshwright.testing.observe import Observer
@@ -393,7 +393,7 @@ def test_a_rank_holds_its_part_of_the_experts_and_of_their_optimizer_state(sizes
 
 def _compiled(config: dict[str, Any], sizes: dict[str, int], case: Case) -> tuple[list[float], int, set[str]]:
     """Losses; graphs that were compiled; classes whose forwards were given to the compiler."""
-    from meshwright import compile as compiling
+    from meshwright.model import compile as compiling
 
     graphs: list[Any] = []
     given: list[Any] = []

@@ -73,8 +73,8 @@ def _call(name: str, path: str, *options: str) -> None:
 
 def _one(arguments: list[str]) -> None:
     """Run a command in this process, as if it had been started with it."""
-    from meshwright import cli
-    from meshwright.errors import MeshwrightError
+    from meshwright.base.errors import MeshwrightError
+    from meshwright.cli import commands as cli
 
     sys.argv = ["meshwright", *arguments]
     if arguments[0] not in ("from_pretrained", "load_checkpoint"):
@@ -125,7 +125,7 @@ def _drive(cases: str, results: str) -> None:
     sys.path.insert(0, os.getcwd())
     # What most commands import; each fork would do it anew.
     for module in (
-        "meshwright.run",
+        "meshwright.train.run",
         "meshwright.checkpoint.show",
         "meshwright_pipeline.show",
         "transformers.models.llama.modeling_llama",

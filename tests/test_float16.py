@@ -9,9 +9,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright import ConfigError, Mesh, MeshSizes, ModelError, open_world, resolve
-from meshwright.registry import get_strategy
+from meshwright.base.validation import validated
+from meshwright.strategy.registry import get_strategy
 from meshwright.testing.models import tiny_model
-from meshwright.validation import validated
 
 
 @pytest.mark.parametrize(

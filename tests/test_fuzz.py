@@ -31,18 +31,20 @@ from pydantic import BaseModel
 from test_cli import LAUNCHER_VARIABLES, MODEL, command, write_run
 from typer.testing import CliRunner
 
-from meshwright import cli, launch, run
+from meshwright.base.errors import MeshwrightError
+from meshwright.base.parsing import as_yaml, parse_yaml
+from meshwright.base.validation import validated
+from meshwright.cli import commands as cli
 from meshwright.data import corpus, load_tokenizer, prepare
-from meshwright.errors import MeshwrightError
-from meshwright.model import model_config
-from meshwright.optim import needs_closure, try_optimization
-from meshwright.parsing import as_yaml, parse_yaml
-from meshwright.registry import get_registry
-from meshwright.runfile import OptimizerConfig, RunConfig, ScheduleConfig, as_plain, load_run, run_schema
-from meshwright.sizes import Degrees
-from meshwright.stack import resolve
-from meshwright.trial import try_model
-from meshwright.validation import validated
+from meshwright.launch import local as launch
+from meshwright.mesh.sizes import Degrees
+from meshwright.model.build import model_config
+from meshwright.strategy.registry import get_registry
+from meshwright.strategy.stack import resolve
+from meshwright.train import run
+from meshwright.train.model_trial import try_model
+from meshwright.train.optim import needs_closure, try_optimization
+from meshwright.train.run_file import OptimizerConfig, RunConfig, ScheduleConfig, as_plain, load_run, run_schema
 
 PATIENCE_S = 60
 """Of one case, on a busy machine; on a quiet one they take milliseconds."""

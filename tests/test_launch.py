@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.errors import ConfigError, MeshwrightError, ModelError, RankError
-from meshwright.launch import launch
-from meshwright.rank import connect_store, guarded, started_by_launcher
+from meshwright.base.errors import ConfigError, MeshwrightError, ModelError, RankError
+from meshwright.launch.local import launch
+from meshwright.launch.rank import connect_store, guarded, started_by_launcher
 
 TARGETS = str(Path(__file__).with_name("launch_targets.py"))
 PROMPT_S = 30

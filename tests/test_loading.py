@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshwright as mw
-from meshwright.pretrained import open_pretrained
+from meshwright.model.pretrained import open_pretrained
 from meshwright.testing import Case, pool
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import TOLERANCE, Outcome, difference, full_weights, reference, train_steps

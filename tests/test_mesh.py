@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright import Mesh, MeshError, MeshSizes, open_world
-from meshwright.errors import BatchError, ConfigError, DataError
+from meshwright.base.errors import BatchError, ConfigError, DataError
 from meshwright.testing import pool
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

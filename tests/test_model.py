@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright import Mesh, MeshSizes, deferred, open_world, resolve
-from meshwright.errors import ModelError
-from meshwright.model import build_model, dtype_of, model_config
+from meshwright import Mesh, MeshSizes, open_world, resolve
+from meshwright.base.errors import ModelError
+from meshwright.model import drawn_weights as deferred
+from meshwright.model.build import build_model, dtype_of, model_config
+from meshwright.model.weights import fill, materialize
 from meshwright.testing import pool
 from meshwright.testing.memory import measure_memory
-from meshwright.weights import fill, materialize
 
 LLAMA = {
     "model_type": "llama",

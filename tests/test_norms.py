@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright import ConfigError
-from meshwright.norms import check_clip, each_norm, scale_to_norm, total_grad_norm
+from meshwright.tensors.norms import check_clip, each_norm, scale_to_norm, total_grad_norm
 from meshwright.testing import pool
 
 

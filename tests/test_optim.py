@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.errors import ConfigError
-from meshwright.optim import build_scheduler, decay_groups, optimizer_factory, try_optimization
-from meshwright.runfile import OptimizerConfig, ScheduleConfig
+from meshwright.base.errors import ConfigError
+from meshwright.train.optim import build_scheduler, decay_groups, optimizer_factory, try_optimization
+from meshwright.train.run_file import OptimizerConfig, ScheduleConfig
 
 
 def named() -> list[tuple[str, nn.Parameter]]:

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.errors import MeshwrightError
-from meshwright.mesh import Mesh, open_world
-from meshwright.optimizer_trial import check_optimizer
-from meshwright.sizes import MeshSizes
-from meshwright.stack import resolve
-from meshwright.state import DTENSORS
+from meshwright.base.errors import MeshwrightError
+from meshwright.manager.optimizer_trial import check_optimizer
+from meshwright.mesh.mesh import Mesh, open_world
+from meshwright.mesh.sizes import MeshSizes
+from meshwright.strategy.stack import resolve
+from meshwright.tensors.state import DTENSORS
 from meshwright.testing.models import case_model
 from meshwright.testing.parity import TOLERANCE, Case, Outcome, difference, full_weights, train_steps
 from meshwright.testing.pool import pool

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import meshwright
-from meshwright.registry import INSTALLABLE, install_line
+from meshwright.strategy.registry import INSTALLABLE, install_line
 
 ROOT = Path(__file__).parents[1]
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
@@ -118,7 +118,7 @@ def run_with(paths: list[Path], code: str) -> str:
     return done.stdout
 
 
-LIST = "import sys; sys.argv[1:] = ['strategies']; from meshwright.cli import main; main()"
+LIST = "import sys; sys.argv[1:] = ['strategies']; from meshwright.cli.commands import main; main()"
 
 
 def told(output: str) -> tuple[list[str], list[str]]:

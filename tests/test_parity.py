@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.runfile import OptimizerConfig
 from meshwright.testing import Case, assert_parity, compare, pool
 from meshwright.testing.parity import (
     Outcome,
@@ -24,6 +23,7 @@ from meshwright.testing.parity import (
     train_part,
     train_steps,
 )
+from meshwright.train.run_file import OptimizerConfig
 
 HSDP = {"dp_replicate_size": 2}
 LAYOUTS = [

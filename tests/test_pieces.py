@@ -15,10 +15,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from meshwright import open_world
 from meshwright._compat import packed_shard
-from meshwright.pieces import Piece, pieces_within, stretch_pieces, tensor_pieces
+from meshwright.model.weights import Weights
+from meshwright.tensors.pieces import Piece, pieces_within, stretch_pieces, tensor_pieces
 from meshwright.testing import pool
 from meshwright.testing.parity import Case, build_manager
-from meshwright.weights import Weights
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4)
 
@@ -118,7 +118,7 @@ class _Numbered:
 
 def _filled(strategy: str, config: dict[str, object], sizes: dict[str, int], model_type: str) -> bool:
     """Fill sharded parameters piece by piece, and gather the whole state in the strategy's own way."""
-    from meshwright.weights import fill
+    from meshwright.model.weights import fill
 
     manager = build_manager(strategy, config, sizes, Case(model_type=model_type))
     tensors = manager.model.state_dict(keep_vars=True)

@@ -20,13 +20,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshwright.errors import ModelError
-from meshwright.pretrained import PretrainedWeights, find_directory, open_pretrained
-from meshwright.pretrained.files import Held, open_directory, rectangle
-from meshwright.pretrained.recorded import Call, Recorded, read_whole
+from meshwright.base.errors import ModelError
+from meshwright.model.pretrained import PretrainedWeights, find_directory, open_pretrained
+from meshwright.model.pretrained.files import Held, open_directory, rectangle
+from meshwright.model.pretrained.recorded import Call, Recorded, read_whole
+from meshwright.model.weights import fill, materialize
 from meshwright.testing.models import tiny_model
 from meshwright.testing.zoo import zoo_config, zoo_model, zoo_reason, zoo_types
-from meshwright.weights import fill, materialize
 
 TRAINABLE = [model_type for model_type in zoo_types() if zoo_reason(model_type) is None]
 
@@ -353,7 +353,7 @@ def elements_read(model_type: str, name: str, rows: int, directory: Path, monkey
     def counted(*args: Any, **kwargs: Any) -> Any:
         return {key: Counted(read_whole(source)) for key, source in open_directory(*args, **kwargs).items()}
 
-    monkeypatch.setattr("meshwright.pretrained.reader.open_directory", counted)
+    monkeypatch.setattr("meshwright.model.pretrained.reader.open_directory", counted)
     _, weights = opened(directory)
     shape = weights.shape(name)
     Counted.total = 0

@@ -7,7 +7,7 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from meshwright.pulse import DONE, Pulse, read_signs, who_hangs, write_sign
+from meshwright.launch.pulse import DONE, Pulse, read_signs, who_hangs, write_sign
 
 INTERVAL_S = 2.0
 LIMIT_S = 90.0

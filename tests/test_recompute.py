@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from meshwright._compat import is_attention, is_choice, is_communication, is_matrix_product
-from meshwright.errors import ConfigError, ModelError
-from meshwright.layout import layout_by_structure
-from meshwright.loss import token_loss_sum
-from meshwright.recompute import checkpoint_blocks
+from meshwright.base.errors import ConfigError, ModelError
+from meshwright.model.layout import layout_by_structure
+from meshwright.model.recompute import checkpoint_blocks
+from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing.models import case_model, case_vocab, tiny_model
 from meshwright.testing.observe import Counting
 

@@ -12,17 +12,17 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from meshwright import cli
-from meshwright.contract import StrategySpec
-from meshwright.errors import StrategyError, UnknownStrategyError
-from meshwright.hookspecs import hookimpl
-from meshwright.registry import ENTRY_POINT_GROUP, INSTALLABLE, Registry, install_line
+from meshwright.base.errors import StrategyError, UnknownStrategyError
+from meshwright.cli import commands as cli
+from meshwright.strategy.contract import StrategySpec
+from meshwright.strategy.hooks import hookimpl
+from meshwright.strategy.registry import ENTRY_POINT_GROUP, INSTALLABLE, Registry, install_line
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "stdlib.yaml"
 
 GOOD = """
-from meshwright.contract import StrategyConfig, StrategySpec
-from meshwright.hookspecs import hookimpl
+from meshwright.strategy.contract import StrategyConfig, StrategySpec
+from meshwright.strategy.hooks import hookimpl
 
 class Config(StrategyConfig):
     pass
@@ -296,7 +296,7 @@ def test_the_list_fits_80_columns_and_cuts_nothing_off(plugin, monkeypatch):
 
 
 COMMAND = """
-from meshwright.hookspecs import hookimpl
+from meshwright.strategy.hooks import hookimpl
 
 @hookimpl
 def register_commands(app):
@@ -308,7 +308,9 @@ def register_commands(app):
 
 @pytest.mark.parametrize("ending", ["raise KeyError('no')", "raise SystemExit(1)"])
 def test_a_plugin_adds_a_command_and_one_that_fails_is_told(ending, plugin):
-    failing = f"from meshwright.hookspecs import hookimpl\n\n@hookimpl\ndef register_commands(app):\n    {ending}\n"
+    failing = (
+        f"from meshwright.strategy.hooks import hookimpl\n\n@hookimpl\ndef register_commands(app):\n    {ending}\n"
+    )
     registry = Registry([plugin("failing", failing), plugin("hello", COMMAND)])
     app = typer.Typer()
     app.command()(lambda: None)
@@ -397,8 +399,8 @@ def test_plugins_brought_as_objects_are_told_by_their_name():
     [
         "meshwright.list_strategies()",
         "[s.config_cls() for s in meshwright.list_strategies().values()]; meshwright.get_strategy('fsdp2')",
-        "from meshwright.runfile import load_run, run_schema; load_run(sys.argv[1]); run_schema()",
-        "from meshwright.stack import resolve; resolve('fsdp2', meshwright.MeshSizes(), 4)",
+        "from meshwright.train.run_file import load_run, run_schema; load_run(sys.argv[1]); run_schema()",
+        "from meshwright.strategy.stack import resolve; resolve('fsdp2', meshwright.MeshSizes(), 4)",
     ],
 )
 def test_listing_validating_and_resolving_import_neither_torch_nor_transformers(code):

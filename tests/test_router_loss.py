@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from meshwright import Mesh, MeshSizes, ModelError, count_tokens, open_world, optimizer_factory, resolve
-from meshwright.contract import IGNORED_LABEL, Batch
+from meshwright.strategy.contract import IGNORED_LABEL, Batch
 from meshwright.testing import Case, pool
 from meshwright.testing.models import case_model
 from meshwright.testing.parity import Outcome, difference, full_weights, share

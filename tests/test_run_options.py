@@ -17,11 +17,12 @@ import torch
 from test_cli import MODEL, write_run
 from test_run_directory import Place
 
-from meshwright import open_world, run
+from meshwright import open_world
 from meshwright.checkpoint import Checkpointer
-from meshwright.plan import plan_run, processes
-from meshwright.runfile import load_run
 from meshwright.testing import pool
+from meshwright.train import run
+from meshwright.train.plan import plan_run, processes
+from meshwright.train.run_file import load_run
 
 BASE: dict[str, Any] = {
     "steps": 4,

@@ -11,12 +11,12 @@ import pytest
 import yaml
 from pydantic import BaseModel, Field
 
-from meshwright.contract import StrategySpec
-from meshwright.errors import ConfigError
-from meshwright.hookspecs import hookimpl
-from meshwright.parsing import as_yaml, parse_yaml
-from meshwright.registry import Registry
-from meshwright.runfile import RunConfig, as_plain, load_run, run_schema
+from meshwright.base.errors import ConfigError
+from meshwright.base.parsing import as_yaml, parse_yaml
+from meshwright.strategy.contract import StrategySpec
+from meshwright.strategy.hooks import hookimpl
+from meshwright.strategy.registry import Registry
+from meshwright.train.run_file import RunConfig, as_plain, load_run, run_schema
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))
 MINIMAL = "model: {model_type: llama}\nsteps: 10\nbatch_size: 4\n"

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.errors import ConfigError, MeshError
-from meshwright.sizes import CLAIMABLE_AXES, ROOT_AXES, Degrees, MeshSizes
-from meshwright.validation import validated
+from meshwright.base.errors import ConfigError, MeshError
+from meshwright.base.validation import validated
+from meshwright.mesh.sizes import CLAIMABLE_AXES, ROOT_AXES, Degrees, MeshSizes
 
 REPLICATES = frozenset({"dp_replicate"})
 

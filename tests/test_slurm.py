@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.errors import MeshError
-from meshwright.slurm import devices_of_step, torchrun_variables
+from meshwright.base.errors import MeshError
+from meshwright.launch.slurm import devices_of_step, torchrun_variables
 
 STEP = {
     "SLURM_JOB_ID": "4711",

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from meshwright.contract import Estimate, ModelSize, StrategyConfig, StrategySpec
-from meshwright.errors import ConfigError, MeshError, StrategyError, UnknownStrategyError
-from meshwright.hookspecs import hookimpl
-from meshwright.registry import INSTALLABLE, Registry, install_line
-from meshwright.sizes import Degrees, MeshSizes
-from meshwright.stack import resolve
+from meshwright.base.errors import ConfigError, MeshError, StrategyError, UnknownStrategyError
+from meshwright.mesh.sizes import Degrees, MeshSizes
+from meshwright.strategy.contract import Estimate, ModelSize, StrategyConfig, StrategySpec
+from meshwright.strategy.hooks import hookimpl
+from meshwright.strategy.registry import INSTALLABLE, Registry, install_line
+from meshwright.strategy.stack import resolve
 
 
 class DataConfig(StrategyConfig):

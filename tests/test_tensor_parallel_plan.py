@@ -19,18 +19,19 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import CONFIG_MAPPING
 
-from meshwright import ConfigError, MeshwrightError, ModelError, hookimpl, imports
-from meshwright.layout import model_layout
-from meshwright.registry import Registry
-from meshwright.tensor_parallel import (
+from meshwright import ConfigError, MeshwrightError, ModelError, hookimpl
+from meshwright.base import class_paths as imports
+from meshwright.model.layout import model_layout
+from meshwright.parallel.tensor import (
     STYLES,
     TensorParallel,
     get_hf_tp_shard_plan,
     parallelize_tensors,
     translate_to_torch_parallel_style,
 )
-from meshwright.tensor_parallel import plan as plan_module
-from meshwright.tensor_parallel.plan import Plan, find_plan
+from meshwright.parallel.tensor import plan as plan_module
+from meshwright.parallel.tensor.plan import Plan, find_plan
+from meshwright.strategy.registry import Registry
 from meshwright.testing import Case, pool
 from meshwright.testing.collectives import measure_collectives
 from meshwright.testing.models import case_model, tiny_model

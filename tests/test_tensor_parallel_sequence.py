@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from meshwright import BatchError, Mesh, MeshSizes, ModelError, count_tokens, open_world
-from meshwright.batch import check_step
-from meshwright.layout import model_layout
-from meshwright.registry import Registry
-from meshwright.tensor_parallel import parallelize_tensors
-from meshwright.tensor_parallel.plan import find_plan
-from meshwright.tensor_parallel.sequence import find_parts
+from meshwright.model.layout import model_layout
+from meshwright.parallel.tensor import parallelize_tensors
+from meshwright.parallel.tensor.plan import find_plan
+from meshwright.parallel.tensor.sequence_parts import find_parts
+from meshwright.step.batch import check_step
+from meshwright.strategy.registry import Registry
 from meshwright.testing import Case, pool
 from meshwright.testing.models import case_model, tiny_model
 from meshwright.testing.parity import build_manager, full_weights, share, train_steps

@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.contract import IGNORED_LABEL
-from meshwright.loss import token_loss_sum
-from meshwright.tensor_parallel.collectives import (
+from meshwright.parallel.tensor.collectives import (
     Copy,
     Gather,
     GatherForParts,
@@ -22,7 +20,9 @@ from meshwright.tensor_parallel.collectives import (
     chunk_sizes,
     gather,
 )
-from meshwright.tensor_parallel.loss import sharded_token_loss_sum
+from meshwright.parallel.tensor.sharded_loss import sharded_token_loss_sum
+from meshwright.step.token_loss import token_loss_sum
+from meshwright.strategy.contract import IGNORED_LABEL
 from meshwright.testing import pool
 from meshwright.testing.collectives import measure_collectives
 

@@ -18,12 +18,12 @@ from test_cli import LAUNCHER_VARIABLES, write_run
 from meshwright import Checkpointer, from_config, optimizer_factory
 from meshwright._compat import group_timeout, live_groups
 from meshwright.checkpoint.saving import own_group
-from meshwright.runfile import OptimizerConfig
 from meshwright.testing import Case, pool
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import train_steps
 from meshwright.testing.pool import GROUP_TIMEOUT_S
 from meshwright.testing.zoo import zoo_config
+from meshwright.train.run_file import OptimizerConfig
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ddp": ("ddp", {}, {}),

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from meshwright import Loop, Registry, StepResult, TrainingError, fit, hookimpl
-from meshwright.contract import StrategyManager
-from meshwright.optim import build_scheduler
-from meshwright.runfile import ScheduleConfig
+from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, full_weights, share
+from meshwright.train.optim import build_scheduler
+from meshwright.train.run_file import ScheduleConfig
 
 STEPS = 6
 
@@ -131,7 +131,7 @@ def test_reporter_writes_a_line_of_json_per_step_and_prints_where_no_bar_fits(tm
 
     from rich.console import Console
 
-    from meshwright.report import Reporter
+    from meshwright.train.report import Reporter
 
     screen = StringIO()
     with Reporter(tmp_path / "m.jsonl", log_every=2, console=Console(file=screen, width=200)) as reporter:
@@ -151,7 +151,7 @@ def test_reporter_draws_a_bar_on_a_terminal(tmp_path: Path) -> None:
 
     from rich.console import Console
 
-    from meshwright.report import Reporter
+    from meshwright.train.report import Reporter
 
     screen = StringIO()
     console = Console(file=screen, width=120, force_terminal=True)
@@ -165,7 +165,7 @@ def test_reporter_draws_a_bar_on_a_terminal(tmp_path: Path) -> None:
 def test_loss_curve_is_a_picture_that_shows_the_losses(tmp_path: Path) -> None:
     from matplotlib import image
 
-    from meshwright.report import draw_loss_curve
+    from meshwright.train.report import draw_loss_curve
 
     draw_loss_curve([_result(1), _result(2), _result(3, held_out_loss=1.0)], tmp_path / "full.png")
     draw_loss_curve([_result(1)], tmp_path / "short.png")

@@ -8,12 +8,12 @@ import pytest
 import torch
 from test_model import LLAMA
 
-from meshwright.contract import ModelSize
-from meshwright.errors import ModelError
-from meshwright.model import config_from_mapping
-from meshwright.sizes import Degrees, MeshSizes
-from meshwright.stack import resolve
-from meshwright.trial import check_memory, try_model
+from meshwright.base.errors import ModelError
+from meshwright.mesh.sizes import Degrees, MeshSizes
+from meshwright.model.build import config_from_mapping
+from meshwright.strategy.contract import ModelSize
+from meshwright.strategy.stack import resolve
+from meshwright.train.model_trial import check_memory, try_model
 
 BAD = {
     "key and value heads that do not divide": (

@@ -9,104 +9,104 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .batch import count_tokens as count_tokens
+    from .base.errors import BatchError as BatchError
+    from .base.errors import CheckpointError as CheckpointError
+    from .base.errors import ConfigError as ConfigError
+    from .base.errors import DataError as DataError
+    from .base.errors import MeshError as MeshError
+    from .base.errors import MeshwrightError as MeshwrightError
+    from .base.errors import ModelError as ModelError
+    from .base.errors import RankError as RankError
+    from .base.errors import StrategyError as StrategyError
+    from .base.errors import TrainingError as TrainingError
+    from .base.errors import UnknownStrategyError as UnknownStrategyError
+    from .base.validation import FrozenModel as FrozenModel
     from .checkpoint import Checkpointer as Checkpointer
     from .checkpoint import load_checkpoint as load_checkpoint
     from .checkpoint import save_checkpoint as save_checkpoint
-    from .contract import Batch as Batch
-    from .contract import DistributedConfig as DistributedConfig
-    from .contract import Estimate as Estimate
-    from .contract import ModelSize as ModelSize
-    from .contract import OptimizerFactory as OptimizerFactory
-    from .contract import StrategyConfig as StrategyConfig
-    from .contract import StrategyManager as StrategyManager
-    from .contract import StrategySpec as StrategySpec
-    from .data_parallel import DataParallelManager as DataParallelManager
-    from .errors import BatchError as BatchError
-    from .errors import CheckpointError as CheckpointError
-    from .errors import ConfigError as ConfigError
-    from .errors import DataError as DataError
-    from .errors import MeshError as MeshError
-    from .errors import MeshwrightError as MeshwrightError
-    from .errors import ModelError as ModelError
-    from .errors import RankError as RankError
-    from .errors import StrategyError as StrategyError
-    from .errors import TrainingError as TrainingError
-    from .errors import UnknownStrategyError as UnknownStrategyError
-    from .hookspecs import hookimpl as hookimpl
-    from .layout import ModelLayout as ModelLayout
-    from .layout import model_layout as model_layout
-    from .loading import from_config as from_config
-    from .loading import from_pretrained as from_pretrained
-    from .mesh import Mesh as Mesh
-    from .mesh import World as World
-    from .mesh import open_world as open_world
-    from .optim import optimizer_factory as optimizer_factory
-    from .registry import Registry as Registry
-    from .registry import get_registry as get_registry
-    from .registry import get_strategy as get_strategy
-    from .registry import list_strategies as list_strategies
-    from .runfile import OptimizerConfig as OptimizerConfig
-    from .runfile import RunConfig as RunConfig
-    from .runfile import load_run as load_run
-    from .sizes import Degrees as Degrees
-    from .sizes import MeshSizes as MeshSizes
-    from .stack import Stack as Stack
-    from .stack import resolve as resolve
-    from .train import Loop as Loop
-    from .train import StepResult as StepResult
-    from .train import fit as fit
-    from .validation import FrozenModel as FrozenModel
+    from .manager.data_parallel import DataParallelManager as DataParallelManager
+    from .mesh.mesh import Mesh as Mesh
+    from .mesh.mesh import World as World
+    from .mesh.mesh import open_world as open_world
+    from .mesh.sizes import Degrees as Degrees
+    from .mesh.sizes import MeshSizes as MeshSizes
+    from .model.layout import ModelLayout as ModelLayout
+    from .model.layout import model_layout as model_layout
+    from .step.batch import count_tokens as count_tokens
+    from .strategy.contract import Batch as Batch
+    from .strategy.contract import DistributedConfig as DistributedConfig
+    from .strategy.contract import Estimate as Estimate
+    from .strategy.contract import ModelSize as ModelSize
+    from .strategy.contract import OptimizerFactory as OptimizerFactory
+    from .strategy.contract import StrategyConfig as StrategyConfig
+    from .strategy.contract import StrategyManager as StrategyManager
+    from .strategy.contract import StrategySpec as StrategySpec
+    from .strategy.hooks import hookimpl as hookimpl
+    from .strategy.registry import Registry as Registry
+    from .strategy.registry import get_registry as get_registry
+    from .strategy.registry import get_strategy as get_strategy
+    from .strategy.registry import list_strategies as list_strategies
+    from .strategy.stack import Stack as Stack
+    from .strategy.stack import resolve as resolve
+    from .train.from_pretrained import from_config as from_config
+    from .train.from_pretrained import from_pretrained as from_pretrained
+    from .train.loop import Loop as Loop
+    from .train.loop import StepResult as StepResult
+    from .train.loop import fit as fit
+    from .train.optim import optimizer_factory as optimizer_factory
+    from .train.run_file import OptimizerConfig as OptimizerConfig
+    from .train.run_file import RunConfig as RunConfig
+    from .train.run_file import load_run as load_run
 
 _MODULE_OF = {
-    "count_tokens": "batch",
+    "BatchError": "base.errors",
+    "CheckpointError": "base.errors",
+    "ConfigError": "base.errors",
+    "DataError": "base.errors",
+    "MeshError": "base.errors",
+    "MeshwrightError": "base.errors",
+    "ModelError": "base.errors",
+    "RankError": "base.errors",
+    "StrategyError": "base.errors",
+    "TrainingError": "base.errors",
+    "UnknownStrategyError": "base.errors",
+    "FrozenModel": "base.validation",
     "Checkpointer": "checkpoint",
     "load_checkpoint": "checkpoint",
     "save_checkpoint": "checkpoint",
-    "Batch": "contract",
-    "DistributedConfig": "contract",
-    "Estimate": "contract",
-    "ModelSize": "contract",
-    "OptimizerFactory": "contract",
-    "StrategyConfig": "contract",
-    "StrategyManager": "contract",
-    "StrategySpec": "contract",
-    "DataParallelManager": "data_parallel",
-    "BatchError": "errors",
-    "CheckpointError": "errors",
-    "ConfigError": "errors",
-    "DataError": "errors",
-    "MeshError": "errors",
-    "MeshwrightError": "errors",
-    "ModelError": "errors",
-    "RankError": "errors",
-    "StrategyError": "errors",
-    "TrainingError": "errors",
-    "UnknownStrategyError": "errors",
-    "hookimpl": "hookspecs",
-    "ModelLayout": "layout",
-    "model_layout": "layout",
-    "from_config": "loading",
-    "from_pretrained": "loading",
-    "Mesh": "mesh",
-    "World": "mesh",
-    "open_world": "mesh",
-    "optimizer_factory": "optim",
-    "Registry": "registry",
-    "get_registry": "registry",
-    "get_strategy": "registry",
-    "list_strategies": "registry",
-    "OptimizerConfig": "runfile",
-    "RunConfig": "runfile",
-    "load_run": "runfile",
-    "Degrees": "sizes",
-    "MeshSizes": "sizes",
-    "Stack": "stack",
-    "resolve": "stack",
-    "Loop": "train",
-    "StepResult": "train",
-    "fit": "train",
-    "FrozenModel": "validation",
+    "DataParallelManager": "manager.data_parallel",
+    "Mesh": "mesh.mesh",
+    "World": "mesh.mesh",
+    "open_world": "mesh.mesh",
+    "Degrees": "mesh.sizes",
+    "MeshSizes": "mesh.sizes",
+    "ModelLayout": "model.layout",
+    "model_layout": "model.layout",
+    "count_tokens": "step.batch",
+    "Batch": "strategy.contract",
+    "DistributedConfig": "strategy.contract",
+    "Estimate": "strategy.contract",
+    "ModelSize": "strategy.contract",
+    "OptimizerFactory": "strategy.contract",
+    "StrategyConfig": "strategy.contract",
+    "StrategyManager": "strategy.contract",
+    "StrategySpec": "strategy.contract",
+    "hookimpl": "strategy.hooks",
+    "Registry": "strategy.registry",
+    "get_registry": "strategy.registry",
+    "get_strategy": "strategy.registry",
+    "list_strategies": "strategy.registry",
+    "Stack": "strategy.stack",
+    "resolve": "strategy.stack",
+    "from_config": "train.from_pretrained",
+    "from_pretrained": "train.from_pretrained",
+    "Loop": "train.loop",
+    "StepResult": "train.loop",
+    "fit": "train.loop",
+    "optimizer_factory": "train.optim",
+    "OptimizerConfig": "train.run_file",
+    "RunConfig": "train.run_file",
+    "load_run": "train.run_file",
 }
 
 __version__ = "0.1.0"

@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 # private name, though torch's own documentation teaches the class.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from .errors import MeshError, ModelError
+from .base.errors import MeshError, ModelError
 
 
 def flatten_mesh(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:

@@ -125,7 +125,7 @@ def ignore_given(cls: Any, option: str) -> None:
 
 def rebuild() -> None:
     """Have all configs take the changed class where they hold one."""
-    from meshwright.validation import FrozenModel
+    from meshwright.base.validation import FrozenModel
 
     for each in subclasses(FrozenModel):
         each.model_rebuild(force=True)

@@ -49,9 +49,9 @@ OWNERS = {
     "meshwright_megatron_fsdp.config": ["MegatronFSDPConfig"],
     "meshwright_megatron_fsdp.functions": ["nvfsdp_strategy_parallelize"],
     "meshwright_pipeline.config": ["PipelineConfig"],
-    "meshwright.single": ["SingleConfig"],
-    "meshwright.sizes": ["MeshSizes"],
-    "meshwright.runfile": [
+    "meshwright.single.plugin": ["SingleConfig"],
+    "meshwright.mesh.sizes": ["MeshSizes"],
+    "meshwright.train.run_file": [
         *("RunConfig", "OptimizerConfig", "ScheduleConfig", "EvalConfig", "SampleConfig"),
         *("CheckpointConfig", "ResumeConfig"),
     ],

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..pieces import Sharded
-from ..state import OptimizerState
+from ..tensors.pieces import Sharded
+from ..tensors.state import OptimizerState
 from .index import dtype_name, written_index
 from .ownership import Rectangle, divide
 

@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..contract import StrategyManager
-from ..errors import CheckpointError, CheckpointWriteError
-from ..mesh import new_group
+from ..base.errors import CheckpointError, CheckpointWriteError
+from ..mesh.mesh import new_group
+from ..strategy.contract import StrategyManager
 from .agreement import Agreement
 from .directory import (
     remove_leftovers,

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
-from ..errors import CheckpointError, CheckpointWriteError, TornCheckpointError
+from ..base.errors import CheckpointError, CheckpointWriteError, TornCheckpointError
 
 MANIFEST = "checkpoint.json"
 HUGGING_FACE = "huggingface"

@@ -21,10 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .._compat import is_left_out_of_files, saved_together, to_saved_format
-from ..errors import CheckpointError, ConfigError, reason
-from ..mesh import World
-from ..model import check_brings_no_code
-from ..pieces import Sharded, tensor_pieces
+from ..base.errors import CheckpointError, ConfigError, reason
+from ..mesh.mesh import World
+from ..model.build import check_brings_no_code
+from ..tensors.pieces import Sharded, tensor_pieces
 from .directory import HUGGING_FACE, Manifest, read_manifest, verify
 from .index import read_index
 from .loading import checked

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..base.errors import CheckpointError
 from .directory import Manifest, broken, read_verified
 from .index import Index, StoredPiece, StoredTensor, check_tensors, dtype_named
 

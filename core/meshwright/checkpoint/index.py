@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..state import TensorKind
+from ..tensors.state import TensorKind
 from .directory import Manifest, StoredFile, broken, read_verified
 from .ownership import Rectangle
 

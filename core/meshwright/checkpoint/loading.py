@@ -10,11 +10,11 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..contract import StrategyManager
-from ..errors import CheckpointError, TornCheckpointError
-from ..mesh import World
-from ..pieces import Sharded
-from ..state import TensorKind
+from ..base.errors import CheckpointError, TornCheckpointError
+from ..mesh.mesh import World
+from ..strategy.contract import StrategyManager
+from ..tensors.pieces import Sharded
+from ..tensors.state import TensorKind
 from .directory import (
     Manifest,
     read_manifest,

@@ -1,7 +1,7 @@
 """The optimizer's settings and values in a checkpoint: what it has beside tensors.
 
 A rank that has something to tell of them writes a file of its own, so that none is gathered. JSON: {"groups": settings
-with the names under "params", "values": {name: {key: value}}}; see `meshwright.state.OptimizerState`.
+with the names under "params", "values": {name: {key: value}}}; see `meshwright.tensors.state.OptimizerState`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
-from ..state import OptimizerState, TensorKind
+from ..base.errors import CheckpointError
+from ..tensors.state import OptimizerState, TensorKind
 from .agreement import Share
 from .directory import MANIFEST, Manifest, broken, read_verified
 from .values import OPTIMIZER, decoded, plain

@@ -17,8 +17,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
-from ..pieces import Piece, Sharded
+from ..base.errors import CheckpointError
+from ..tensors.pieces import Piece, Sharded
 from .directory import StoredFile
 from .index import Index, StoredPiece
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from .. import __version__
-from ..contract import StrategyManager
-from ..errors import CheckpointError, CheckpointWriteError
-from ..mesh import new_group
-from ..pieces import Sharded
-from ..state import ShardedState
+from ..base.errors import CheckpointError, CheckpointWriteError
+from ..mesh.mesh import new_group
+from ..strategy.contract import StrategyManager
+from ..tensors.pieces import Sharded
+from ..tensors.state import ShardedState
 from .agreement import Agreement
 from .directory import (
     HUGGING_FACE,

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..errors import CheckpointError
+from ..base.errors import CheckpointError
 
 _OF_GROUPS = {"base_lrs": "initial_lr", "_last_lr": "lr"}
 _LISTS = ("lr_lambdas", "min_lrs", "max_lrs")

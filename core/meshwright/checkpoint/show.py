@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import CheckpointError
+from ..base.errors import CheckpointError
 from .directory import MANIFEST, Manifest, read_manifest, steps_in, verify
 from .format1 import METADATA
 from .index import INDEX, Index, StoredTensor, dtype_name, read_index

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
-from ..pieces import Piece, Sharded
-from ..state import ShardedState, TensorKind
+from ..base.errors import CheckpointError
+from ..tensors.pieces import Piece, Sharded
+from ..tensors.state import ShardedState, TensorKind
 from .index import dtype_name, dtype_named
 
 MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random."

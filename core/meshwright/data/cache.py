@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from filelock import FileLock
 
-from ..errors import DataError
+from ..base.errors import DataError
 
 EntryT = TypeVar("EntryT")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator, model_validator
 
-from ..validation import FrozenModel, PathText
+from ..base.validation import FrozenModel, PathText
 
 DEFAULT_VOCAB_SIZE = 1024
 

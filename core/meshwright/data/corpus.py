@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError, nearest
+from ..base.errors import DataError, nearest
 
 STDLIB = "stdlib"
 _SUFFIXES = (".txt", ".jsonl")

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..contract import IGNORED_LABEL
-from ..errors import ConfigError
+from ..base.errors import ConfigError
+from ..strategy.contract import IGNORED_LABEL
 from .packing import PackedSequences
 from .shuffle import shuffled
 
 if TYPE_CHECKING:
-    from ..contract import Batch
+    from ..strategy.contract import Batch
 
 
 ORDER_VERSION = 2

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, DataError
+from ..base.errors import ConfigError, DataError
 from .cache import cache_root, cached_entry
 from .config import DEFAULT_VOCAB_SIZE, DataConfig
 from .corpus import Corpus, find_corpus

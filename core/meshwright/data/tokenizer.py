@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import DataError, reason
+from ..base.errors import DataError, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

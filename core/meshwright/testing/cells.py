@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ..batch import count_tokens
-from ..errors import MeshwrightError, RankError, TrainingError
-from ..registry import get_registry, get_strategy
+from ..base.errors import MeshwrightError, RankError, TrainingError
+from ..step.batch import count_tokens
+from ..strategy.registry import get_registry, get_strategy
 from .parity import (
     Case,
     Outcome,

@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from ..contract import ROUNDS_ANEW, StrategySpec
-from ..errors import ConfigError
-from ..registry import get_strategy
-from ..runfile import OptimizerConfig, ScheduleConfig
-from ..sizes import CLAIMABLE_AXES, Degrees, MeshSizes
-from ..stack import resolve
-from ..validation import validated
+from ..base.errors import ConfigError
+from ..base.validation import validated
+from ..mesh.sizes import CLAIMABLE_AXES, Degrees, MeshSizes
+from ..strategy.contract import ROUNDS_ANEW, StrategySpec
+from ..strategy.registry import get_strategy
+from ..strategy.stack import resolve
+from ..train.run_file import OptimizerConfig, ScheduleConfig
 from .cells import Cell, Kind, register
 from .models import case_reason
 from .parity import Case

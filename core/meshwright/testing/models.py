@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from ..errors import ConfigError, nearest
+from ..base.errors import ConfigError, nearest
 
 # Sizes that few numbers of ranks divide; head_dim and counts of heads stay what attention needs.
 TINY: dict[str, dict[str, Any]] = {

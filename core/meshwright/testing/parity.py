@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..batch import count_tokens
 from ..checkpoint import load_checkpoint, save_checkpoint
-from ..contract import IGNORED_LABEL, Batch, OptimizerFactory, StrategyManager
-from ..mesh import Mesh, open_world
-from ..optim import build_scheduler, optimizer_factory
-from ..runfile import OptimizerConfig, ScheduleConfig
-from ..sizes import MeshSizes
-from ..stack import resolve
+from ..mesh.mesh import Mesh, open_world
+from ..mesh.sizes import MeshSizes
+from ..step.batch import count_tokens
+from ..strategy.contract import IGNORED_LABEL, Batch, OptimizerFactory, StrategyManager
+from ..strategy.stack import resolve
+from ..train.optim import build_scheduler, optimizer_factory
+from ..train.run_file import OptimizerConfig, ScheduleConfig
 from .models import case_model, case_vocab
 from .pool import pool
 

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import RankError
+from ..base.errors import RankError
 
 T = TypeVar("T")
 
@@ -153,7 +153,7 @@ def _serve(rank: int, size: int, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from ..mesh import open_world
+    from ..mesh.mesh import open_world
     from ._compat import forget_meshes, freeze
 
     torch.set_num_threads(1)

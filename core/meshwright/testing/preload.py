@@ -5,6 +5,6 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 import transformers.modeling_utils
 
-import meshwright.data_parallel
+import meshwright.manager.data_parallel
 
 __all__ = ["meshwright", "torch", "transformers"]

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint import load_checkpoint, save_checkpoint
-from ..optim import build_scheduler
-from ..rates import groups_stepped
-from ..runfile import ScheduleConfig
-from ..train import Loop, train_step
+from ..train.loop import Loop, train_step
+from ..train.optim import build_scheduler
+from ..train.rates import groups_stepped
+from ..train.run_file import ScheduleConfig
 from .parity import Case, Outcome, build_with_optimizer, full_weights, share
 from .pool import pool
 

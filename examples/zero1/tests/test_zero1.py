@@ -14,8 +14,7 @@ import torch
 from transformers import get_scheduler
 
 from meshwright import MeshSizes, StrategyError, get_registry, resolve
-from meshwright.layout import model_layout, model_size
-from meshwright.runfile import OptimizerConfig
+from meshwright.model.layout import model_layout, model_size
 from meshwright.testing import Case, conformance, pool
 from meshwright.testing.cells import register
 from meshwright.testing.models import tiny_model
@@ -28,6 +27,7 @@ from meshwright.testing.parity import (
     train_case,
     train_steps,
 )
+from meshwright.train.run_file import OptimizerConfig
 
 SOURCE = Path(__file__).parents[1] / "src"
 # Worker ranks get this process's sys.path and import this module to find their tasks, so they see the plugin too.

@@ -12,7 +12,7 @@ import torch
 from meshwright import TrainingError, count_tokens
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, share
-from meshwright_ddp.checks import LEARNED, GradientChecks
+from meshwright_ddp.gradient_checks import LEARNED, GradientChecks
 
 NAN = {"engine": "bucketed", "check_for_nan_in_grad": True}
 PLANTED = "model.layers.1.mlp.up_proj.weight"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright_ddp.layout import BucketLayout, bucket_layout, default_bucket_size
+from meshwright_ddp.bucket_ranges import BucketLayout, bucket_layout, default_bucket_size
 
 TEN = [9025] * 10
 

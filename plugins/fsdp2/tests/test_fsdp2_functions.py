@@ -14,8 +14,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import meshwright_fsdp2
-from meshwright import MeshError, MeshwrightError, deferred
-from meshwright.loss import token_loss_sum
+from meshwright import MeshError, MeshwrightError
+from meshwright.model import drawn_weights as deferred
+from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import Case, pool
 from meshwright.testing.models import tiny_model
 from meshwright.testing.observe import Counting
@@ -102,7 +103,7 @@ def _train(shape: tuple[int, ...], names: tuple[str, ...], options: dict[str, An
 
 
 def _expected() -> list[float]:
-    from meshwright.runfile import OptimizerConfig
+    from meshwright.train.run_file import OptimizerConfig
 
     return reference(Case(max_norm=None, optimizer=OptimizerConfig(lr=1e-2))).losses
 

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright import Mesh, MeshSizes, OptimizerConfig, count_tokens, open_world, resolve
-from meshwright.optim import optimizer_factory
 from meshwright.testing import Case, pool
 from meshwright.testing.memory import Held, Memory, measure_memory
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, share, train_steps
+from meshwright.train.optim import optimizer_factory
 
 BLOCKS = 6
 VOCAB = 512

@@ -25,7 +25,7 @@ from meshwright import (
     open_world,
     resolve,
 )
-from meshwright.loss import token_loss_sum
+from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import Case, assert_parity, count_collectives, pool
 from meshwright.testing.models import tiny_model
 from meshwright.testing.observe import Observer
@@ -314,7 +314,7 @@ def test_selective_is_refused_where_units_lie_within_blocks() -> None:
 
 
 def _compiled(config: dict[str, Any], backend: str) -> tuple[list[float], int, bool]:
-    from meshwright import compile as compiling
+    from meshwright.model import compile as compiling
 
     torch.compiler.reset()
     original, calls = compiling.compiled, []
@@ -347,7 +347,7 @@ def test_compile_takes_each_block_and_changes_no_loss_and_no_name(extra: dict[st
 
 
 def _broken_compiler() -> str:
-    from meshwright import compile as compiling
+    from meshwright.model import compile as compiling
 
     original = compiling.check_compiler
 

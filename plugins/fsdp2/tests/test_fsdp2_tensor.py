@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 
-from meshwright import ModelError, OptimizerConfig, count_tokens, deferred
-from meshwright.loss import token_loss_sum
+from meshwright import ModelError, OptimizerConfig, count_tokens
+from meshwright.model import drawn_weights as deferred
+from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.collectives import Traffic, measure_collectives
 from meshwright.testing.memory import Held, measure_memory

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.layout import layout_by_structure
+from meshwright.model.layout import layout_by_structure
 from meshwright.testing import Case, conformance, pool
 from meshwright.testing.parity import Outcome, train_case
 from meshwright_fsdp2.units import find_units

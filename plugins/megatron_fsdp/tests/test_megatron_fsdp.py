@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import Mesh, MeshSizes, count_tokens, open_world
-from meshwright.loss import token_loss_sum
-from meshwright.optim import optimizer_factory
-from meshwright.runfile import OptimizerConfig
+from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.cells import Cell
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, full_weights, share, train_steps
+from meshwright.train.optim import optimizer_factory
+from meshwright.train.run_file import OptimizerConfig
 from meshwright_megatron_fsdp import MegatronFSDPConfig, MegatronFSDPManager
 
 HSDP = {"dp_replicate_size": 2}

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from meshwright import Mesh, MeshSizes, RankError, StrategyError, count_tokens, open_world
-from meshwright.loss import token_loss_sum
+from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, full_weights, share

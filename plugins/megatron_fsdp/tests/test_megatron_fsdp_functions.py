@@ -13,9 +13,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from meshwright import ConfigError, MeshwrightError, StrategyError, model_layout
-from meshwright.loss import token_loss_sum
-from meshwright.tensor_parallel.plan import find_plan
-from meshwright.tensor_parallel.torch_styles import use_own_styles
+from meshwright.parallel.tensor.plan import find_plan
+from meshwright.parallel.tensor.torch_styles import use_own_styles
+from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import pool
 from meshwright.testing.collectives import measure_collectives
 from meshwright.testing.models import tiny_model

@@ -29,8 +29,8 @@ from meshwright import (
     optimizer_factory,
     resolve,
 )
-from meshwright.data_parallel import forward_options
-from meshwright.layout import model_layout
+from meshwright.manager.data_parallel import forward_options
+from meshwright.model.layout import model_layout
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.collectives import Traffic, measure_collectives
 from meshwright.testing.memory import measure_memory
@@ -45,11 +45,11 @@ from meshwright.testing.parity import (
     train_steps,
     training_step,
 )
-from meshwright_pipeline.loss import loss_of
-from meshwright_pipeline.schedules import SCHEDULES, Kind, Schedule, build_schedule, peak_live
-from meshwright_pipeline.stage import enter_stage, take_stage
-from meshwright_pipeline.study import Study
-from meshwright_pipeline.whole import broadcast, gathered
+from meshwright_pipeline.cut.stage_model import enter_stage, take_stage
+from meshwright_pipeline.cut.trial_runs import Study
+from meshwright_pipeline.run.users_loss import loss_of
+from meshwright_pipeline.schedule.order import SCHEDULES, Kind, Schedule, build_schedule, peak_live
+from meshwright_pipeline.state.carry import broadcast, gathered
 
 PP2 = {"pp_size": 2}
 DEEP = Case(layers=5, tied=True)
@@ -606,7 +606,7 @@ def test_a_rank_never_holds_more_than_its_stages() -> None:
 
 def _alive(name: str) -> list[int]:
     """The most microbatches between forward and backward, on each rank."""
-    from meshwright_pipeline import runtime
+    from meshwright_pipeline.run import actions as runtime
 
     manager = build_manager("pipeline", {"pp_schedule": name}, PP2, Case(layers=5))
     most = 0

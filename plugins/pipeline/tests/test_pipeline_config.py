@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright import ConfigError
-from meshwright.validation import validated
+from meshwright.base.validation import validated
 from meshwright_pipeline.config import (
     PipelineConfig,
     number_of_microbatches,
@@ -48,7 +48,7 @@ def test_fields_and_defaults():
 
 
 def test_importing_the_options_does_not_import_torch():
-    code = "import sys, meshwright_pipeline.config, meshwright_pipeline.split; print('torch' in sys.modules)"
+    code = "import sys, meshwright_pipeline.config, meshwright_pipeline.cut.split; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

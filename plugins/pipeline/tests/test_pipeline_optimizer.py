@@ -12,12 +12,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from meshwright import StrategyError, load_checkpoint, save_checkpoint
-from meshwright.contract import StrategyManager
-from meshwright.rates import groups_stepped
-from meshwright.runfile import OptimizerConfig
+from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_with_optimizer, full_weights, train_steps
-from meshwright_pipeline.optimizer import NoStages
+from meshwright.train.rates import groups_stepped
+from meshwright.train.run_file import OptimizerConfig
+from meshwright_pipeline.state.optimizer import NoStages
 
 PP2 = {"pp_size": 2}
 TWO_STAGES = {"pipeline": {"pp_schedule": "zbv"}}

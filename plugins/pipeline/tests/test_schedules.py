@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch_orders import torch_orders
 
 from meshwright import ConfigError
-from meshwright_pipeline.schedules import (
+from meshwright_pipeline.schedule.order import (
     COMPUTE,
     SCHEDULES,
     Action,

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from meshwright import ConfigError, model_layout
 from meshwright.testing.models import TINY
 from meshwright_pipeline.config import PipelineConfig
-from meshwright_pipeline.split import EMBEDDING_COST, elements, ends, split_blocks, split_by_names, split_model
+from meshwright_pipeline.cut.split import EMBEDDING_COST, elements, ends, split_blocks, split_by_names, split_model
 
 
 def sizes(split):

@@ -14,7 +14,7 @@ import torch
 import yaml
 from torch import nn
 
-from ...errors import ModelError, nearest
+from ...base.errors import ModelError, nearest
 from .shrink import tiny_config
 from .wide import compute_in_float64
 

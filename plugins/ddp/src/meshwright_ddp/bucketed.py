@@ -31,18 +31,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.data_parallel import check_reduce_dtype
-from meshwright.errors import MeshError, MeshwrightError, ModelError, StrategyError
-from meshwright.mesh import Mesh
-from meshwright.sizes import ROOT_AXES
-from meshwright.weight_gradients import WeightGradients
+from meshwright.base.errors import MeshError, MeshwrightError, ModelError, StrategyError
+from meshwright.manager.data_parallel import check_reduce_dtype
+from meshwright.mesh.mesh import Mesh
+from meshwright.mesh.sizes import ROOT_AXES
+from meshwright.model.weight_gradients import WeightGradients
 
+from .bucket_ranges import default_bucket_size
 from .buffers import BucketSizes, Buffer, make_buffers
-from .checks import GradientChecks
 from .config import DistributedDataParallelConfig
-from .gather import BucketGather, ParameterGather
-from .layout import default_bucket_size
+from .gradient_checks import GradientChecks
 from .optimizer import Shards
+from .parameter_gather import BucketGather, ParameterGather
 from .reduction import Groups, Reduction, Scaling
 
 

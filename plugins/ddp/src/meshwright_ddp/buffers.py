@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .layout import BucketLayout, bucket_layout
+from .bucket_ranges import BucketLayout, bucket_layout
 
 
 @dataclass(frozen=True)

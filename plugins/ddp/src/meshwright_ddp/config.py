@@ -8,8 +8,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from meshwright.contract import StrategyConfig
-from meshwright.errors import StrategyError, nearest
+from meshwright.base.errors import StrategyError, nearest
+from meshwright.strategy.contract import StrategyConfig
 
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 

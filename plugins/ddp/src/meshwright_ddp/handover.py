@@ -9,12 +9,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from meshwright.contract import StrategyManager
-from meshwright.errors import MeshError, StrategyError, UnknownStrategyError
-from meshwright.mesh import Mesh
-from meshwright.registry import get_strategy
-from meshwright.sizes import MeshSizes
-from meshwright.validation import validated
+from meshwright.base.errors import MeshError, StrategyError, UnknownStrategyError
+from meshwright.base.validation import validated
+from meshwright.mesh.mesh import Mesh
+from meshwright.mesh.sizes import MeshSizes
+from meshwright.strategy.contract import StrategyManager
+from meshwright.strategy.registry import get_strategy
 
 from .config import DDPConfig
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from meshwright.accumulate import WideSums
-from meshwright.arguments import check_arguments
-from meshwright.errors import ConfigError
+from meshwright.base.errors import ConfigError
+from meshwright.tensors.wide_sums import WideSums
+from meshwright.train.arguments import check_arguments
 
 Hook: TypeAlias = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.errors import StrategyError
-from meshwright.norms import total_grad_norm
-from meshwright.pieces import Piece, Sharded, stretch_pieces
-from meshwright.state import Parts
+from meshwright.base.errors import StrategyError
+from meshwright.tensors.norms import total_grad_norm
+from meshwright.tensors.pieces import Piece, Sharded, stretch_pieces
+from meshwright.tensors.state import Parts
 
 from .buffers import Buffer
 from .reduction import Groups

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.contract import Estimate, ModelSize, StrategyManager, StrategySpec
-from meshwright.hookspecs import hookimpl
-from meshwright.sizes import Degrees
+from meshwright.mesh.sizes import Degrees
+from meshwright.strategy.contract import Estimate, ModelSize, StrategyManager, StrategySpec
+from meshwright.strategy.hooks import hookimpl
 
 from .config import AXES, DDPConfig
 
 if TYPE_CHECKING:
-    from meshwright.mesh import Mesh
+    from meshwright.mesh.mesh import Mesh
 
 
 def build(config: DDPConfig, mesh: Mesh) -> StrategyManager:

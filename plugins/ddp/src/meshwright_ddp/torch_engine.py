@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.accumulate import WideSums
-from meshwright.data_parallel import DataParallelManager
-from meshwright.errors import StrategyError
-from meshwright.mesh import Mesh
+from meshwright.base.errors import StrategyError
+from meshwright.manager.data_parallel import DataParallelManager
+from meshwright.mesh.mesh import Mesh
+from meshwright.tensors.wide_sums import WideSums
 
 from .config import DDPConfig
 from .hooks import compressing_hook, sum_hook, wide_sum_hook

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from meshwright.imports import import_class_from_path, import_classes_from_paths
+from meshwright.base.class_paths import import_class_from_path, import_classes_from_paths
 
 from .config import FSDP2Config
 
 if TYPE_CHECKING:
-    from meshwright.tensor_parallel import get_hf_tp_shard_plan, translate_to_torch_parallel_style
+    from meshwright.parallel.tensor import get_hf_tp_shard_plan, translate_to_torch_parallel_style
 
     from .functions import (
         _destroy_dist_connection,
@@ -42,8 +42,8 @@ _MODULE_OF = {
     "_patch_is_packed_sequence_for_training": ".packed",
     "apply_fsdp_sharding_recursively": ".functions",
     "fsdp2_strategy_parallelize": ".functions",
-    "get_hf_tp_shard_plan": "meshwright.tensor_parallel",
-    "translate_to_torch_parallel_style": "meshwright.tensor_parallel",
+    "get_hf_tp_shard_plan": "meshwright.parallel.tensor",
+    "translate_to_torch_parallel_style": "meshwright.parallel.tensor",
     "unshard_fsdp2_model": ".functions",
 }
 

@@ -1,8 +1,8 @@
 """Functions for training loops written by hand, on a plain DeviceMesh.
 
 They shard as `FSDP2Manager` does, and reduce gradients as it does: by SUM over the ranks, not by torch's mean
-([Note: the gradient rule] in `meshwright.contract`). So divide the loss of each rank by the token count of the global
-batch, not of its own.
+([Note: the gradient rule] in `meshwright.strategy.contract`). So divide the loss of each rank by the token count of the
+global batch, not of its own.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
-from meshwright.data_parallel import check_trainable
-from meshwright.deferred import DeferredModel
-from meshwright.errors import MeshError
-from meshwright.layout import layout_by_structure, model_layout
-from meshwright.recompute import Mode, checkpoint_blocks
-from meshwright.tensor_parallel import parallelize_tensors
-from meshwright.weights import fill, is_meta, materialize, same_generator
+from meshwright.base.errors import MeshError
+from meshwright.manager.data_parallel import check_trainable
+from meshwright.model.drawn_weights import DeferredModel
+from meshwright.model.layout import layout_by_structure, model_layout
+from meshwright.model.recompute import Mode, checkpoint_blocks
+from meshwright.model.weights import fill, is_meta, materialize, same_generator
+from meshwright.parallel.tensor import parallelize_tensors
 
 from ._compat import held_after_forward
 from .policies import is_offload

@@ -20,18 +20,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshwright.compile import compile_blocks
-from meshwright.context_parallel import ContextParallel
-from meshwright.contract import Batch, OptimizerFactory
-from meshwright.data_parallel import DataParallelManager
-from meshwright.errors import MeshError, StrategyError
-from meshwright.expert_parallel import ExpertParallel, check_expert_parallel
-from meshwright.given_mesh import as_mesh
-from meshwright.idle import tell_idle_options
-from meshwright.mesh import Mesh
-from meshwright.optim import split_by_mesh
-from meshwright.recompute import checkpoint_blocks
-from meshwright.tensor_parallel import TensorParallel
+from meshwright.base.errors import MeshError, StrategyError
+from meshwright.manager.data_parallel import DataParallelManager
+from meshwright.mesh.given_mesh import as_mesh
+from meshwright.mesh.idle_options import tell_idle_options
+from meshwright.mesh.mesh import Mesh
+from meshwright.model.compile import compile_blocks
+from meshwright.model.recompute import checkpoint_blocks
+from meshwright.parallel.context import ContextParallel
+from meshwright.parallel.expert import ExpertParallel, check_expert_parallel
+from meshwright.parallel.tensor import TensorParallel
+from meshwright.strategy.contract import Batch, OptimizerFactory
+from meshwright.train.optim import split_by_mesh
 
 from . import policies
 from ._compat import overlap_tensor_parallel, reduce_now
@@ -48,7 +48,7 @@ class FSDP2Manager(DataParallelManager):
 
     Args:
         config: options.
-        device_mesh: a `meshwright.mesh.Mesh`, or a DeviceMesh of torch; see `meshwright.given_mesh.as_mesh`.
+        device_mesh: a `meshwright.mesh.mesh.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.given_mesh.as_mesh`.
         moe_mesh: the expert mesh, to be checked against the one that follows from the degrees; None: that one.
 
     Raises:

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
-from meshwright.contract import Batch
-from meshwright.errors import BatchError, StrategyError
+from meshwright.base.errors import BatchError, StrategyError
+from meshwright.strategy.contract import Batch
 
 from ._compat import never_packed
 

@@ -1,7 +1,7 @@
 """Apply fully_shard to the units of a model.
 
-[Note: sums] Gradients are reduced by plain sums ([Note: the gradient rule] in `meshwright.contract`): the divide factor
-of every unit is 1. That also keeps clear of a division that torch applies twice on groups of one rank.
+[Note: sums] Gradients are reduced by plain sums ([Note: the gradient rule] in `meshwright.strategy.contract`): the
+divide factor of every unit is 1. That also keeps clear of a division that torch applies twice on groups of one rank.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwright.errors import ModelError
-from meshwright.expert_parallel import ExpertParallel
-from meshwright.layout import ModelLayout
-from meshwright.tensor_parallel import TensorParallel
+from meshwright.base.errors import ModelError
+from meshwright.model.layout import ModelLayout
+from meshwright.parallel.expert import ExpertParallel
+from meshwright.parallel.tensor import TensorParallel
 
 from . import schedule
 from ._compat import held_after_forward

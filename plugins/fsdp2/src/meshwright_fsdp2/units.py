@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from meshwright.errors import ModelError
-from meshwright.layout import ModelLayout
+from meshwright.base.errors import ModelError
+from meshwright.model.layout import ModelLayout
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager as torch_coalescing_manager
 from torch.utils._pytree import tree_iter
 
-from meshwright.errors import StrategyError
+from meshwright.base.errors import StrategyError
 
 TESTED = ((0, 6, 1), (0, 7))
 """The first version that works and the first that is not known to."""

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
-from meshwright.contract import StrategyConfig
-from meshwright.validation import DTYPES, NO_FLOAT16
+from meshwright.base.validation import DTYPES, NO_FLOAT16
+from meshwright.strategy.contract import StrategyConfig
 
 AXES = frozenset({"dp_replicate", "dp_shard", "cp", "tp"})
 """What the strategy shards."""

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshwright.errors import ConfigError, MeshError, StrategyError
-from meshwright.mesh import Mesh, open_world
-from meshwright.sizes import MeshSizes
-from meshwright.validation import validated
+from meshwright.base.errors import ConfigError, MeshError, StrategyError
+from meshwright.base.validation import validated
+from meshwright.mesh.mesh import Mesh, open_world
+from meshwright.mesh.sizes import MeshSizes
 
 from ._compat import hold_cpu_torch
 from .config import MegatronFSDPConfig

@@ -18,16 +18,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshwright.context_parallel import ContextParallel
-from meshwright.contract import OptimizerFactory
-from meshwright.data_parallel import DataParallelManager
-from meshwright.errors import MeshError, ModelError, StrategyError
-from meshwright.given_mesh import as_mesh
-from meshwright.idle import tell_idle_options
-from meshwright.mesh import Mesh
-from meshwright.recompute import checkpoint_blocks
-from meshwright.tensor_parallel import Division, TensorParallel
-from meshwright.weights import is_meta
+from meshwright.base.errors import MeshError, ModelError, StrategyError
+from meshwright.manager.data_parallel import DataParallelManager
+from meshwright.mesh.given_mesh import as_mesh
+from meshwright.mesh.idle_options import tell_idle_options
+from meshwright.mesh.mesh import Mesh
+from meshwright.model.recompute import checkpoint_blocks
+from meshwright.model.weights import is_meta
+from meshwright.parallel.context import ContextParallel
+from meshwright.parallel.tensor import Division, TensorParallel
+from meshwright.strategy.contract import OptimizerFactory
 
 from ._compat import (
     gathered,
@@ -58,7 +58,7 @@ class MegatronFSDPManager(DataParallelManager):
 
     Args:
         config: options.
-        device_mesh: a `meshwright.mesh.Mesh`, or a DeviceMesh of torch; see `meshwright.given_mesh.as_mesh`.
+        device_mesh: a `meshwright.mesh.mesh.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.given_mesh.as_mesh`.
         moe_mesh: must be None: experts are not sharded along a mesh of their own yet.
 
     Raises:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.contract import Estimate, ModelSize, StrategySpec
-from meshwright.hookspecs import hookimpl
-from meshwright.sizes import Degrees
+from meshwright.mesh.sizes import Degrees
+from meshwright.strategy.contract import Estimate, ModelSize, StrategySpec
+from meshwright.strategy.hooks import hookimpl
 
 from .config import AXES, MegatronFSDPConfig
 
 if TYPE_CHECKING:
-    from meshwright.mesh import Mesh
+    from meshwright.mesh.mesh import Mesh
 
     from .manager import MegatronFSDPManager
 

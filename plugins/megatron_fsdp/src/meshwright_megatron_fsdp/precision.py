@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import nn
 
-from meshwright.errors import ModelError
+from meshwright.base.errors import ModelError
 
 from ._compat import Dtypes
 from .config import MegatronFSDPConfig

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 
-from meshwright.errors import StrategyError
-from meshwright.mesh import World
+from meshwright.base.errors import StrategyError
+from meshwright.mesh.mesh import World
 
 from ._compat import awaited, begin_backward, in_backward, take_gradient_hooks, tensors_in, wait_for_gathers
 from .shards import like

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.norms import Groups
-from meshwright.pieces import Piece, stretch_pieces, tensor_pieces
-from meshwright.state import Parts, whole_tensor
-from meshwright.tensor_parallel import Division
+from meshwright.parallel.tensor import Division
+from meshwright.tensors.norms import Groups
+from meshwright.tensors.pieces import Piece, stretch_pieces, tensor_pieces
+from meshwright.tensors.state import Parts, whole_tensor
 
 from ._compat import Slot
 

@@ -2,7 +2,7 @@
 
 The package copies each parameter into its buffers when it wraps a model, and what the parameter held is lost on all
 ranks but those that keep the shard. So for a model without values something takes the parameters' places that has their
-shapes and needs no memory, until the shards get the values (see `meshwright.weights`).
+shapes and needs no memory, until the shards get the values (see `meshwright.model.weights`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from meshwright.weights import materialize
+from meshwright.model.weights import materialize
 
 
 def stand_in(model: nn.Module, device: torch.device, *, without_memory: bool) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from meshwright.errors import ModelError
-from meshwright.layout import ModelLayout
+from meshwright.base.errors import ModelError
+from meshwright.model.layout import ModelLayout
 
 
 def find_units(model: nn.Module, layout: ModelLayout, classes: Sequence[str] | None) -> list[nn.Module]:

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
-from meshwright.errors import ConfigError
-from meshwright.imports import check_import
-from meshwright.validation import DTYPES, NO_FLOAT16, FrozenModel
+from meshwright.base.class_paths import check_import
+from meshwright.base.errors import ConfigError
+from meshwright.base.validation import DTYPES, NO_FLOAT16, FrozenModel
 
-from .schedules import (
+from .schedule.order import (
     SCHEDULES,
     Schedule,
     build_schedule,

@@ -21,41 +21,41 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshwright.batch import check_step
-from meshwright.contract import IGNORED_LABEL, Batch, OptimizerFactory, StrategyManager
-from meshwright.data_parallel import (
+from meshwright.base.errors import BatchError, ConfigError, ModelError, StrategyError
+from meshwright.manager.data_parallel import (
     DataParallelManager,
     asks_for_router_loss,
     check_trainable,
     copy_from_first_rank,
     forward_options,
 )
-from meshwright.errors import BatchError, ConfigError, ModelError, StrategyError
-from meshwright.given_mesh import as_mesh
-from meshwright.layout import ModelLayout, model_layout
-from meshwright.mesh import Mesh
-from meshwright.norms import check_clip
-from meshwright.registry import get_strategy
-from meshwright.router_loss import RouterLoss, Routers, find_routers
-from meshwright.sizes import CLAIMABLE_AXES, Degrees
-from meshwright.state import OptimizerState, ShardedState, TensorKind
-from meshwright.weights import Weights, deferred_weights, is_meta
+from meshwright.mesh.given_mesh import as_mesh
+from meshwright.mesh.mesh import Mesh
+from meshwright.mesh.sizes import CLAIMABLE_AXES, Degrees
+from meshwright.model.layout import ModelLayout, model_layout
+from meshwright.model.weights import Weights, deferred_weights, is_meta
+from meshwright.step.batch import check_step
+from meshwright.step.router_loss import RouterLoss, Routers, find_routers
+from meshwright.strategy.contract import IGNORED_LABEL, Batch, OptimizerFactory, StrategyManager
+from meshwright.strategy.registry import get_strategy
+from meshwright.tensors.norms import check_clip
+from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
 
 from .config import PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
-from .given import try_stages
-from .lent import lent_values
-from .loss import check_loss, loss_of
-from .names import Names, first_names
-from .optimizer import NoStages, StageOptimizers
-from .routing import Idle, StageRouters
-from .runtime import Run
-from .schedules import Action, Kind, Schedule, with_communication
-from .sharded import loading_stages, stages_state
-from .split import split_model
-from .stage import Cut, take_stage
-from .study import Study
-from .training import GivenStage, PipelineStage
-from .whole import broadcast, gathered
+from .cut.given_stages import try_stages
+from .cut.split import split_model
+from .cut.stage_model import Cut, take_stage
+from .cut.trial_runs import Study
+from .cut.trial_weights import lent_values
+from .run.actions import Run
+from .run.routing import Idle, StageRouters
+from .run.stage import GivenStage, PipelineStage
+from .run.users_loss import check_loss, loss_of
+from .schedule.order import Action, Kind, Schedule, with_communication
+from .state.carry import broadcast, gathered
+from .state.optimizer import NoStages, StageOptimizers
+from .state.parameter_names import Names, first_names
+from .state.pieces_of_stages import loading_stages, stages_state
 
 
 class PipelineManager(StrategyManager):
@@ -63,8 +63,8 @@ class PipelineManager(StrategyManager):
 
     Args:
         config: options.
-        device_mesh: of all ranks; a `meshwright.mesh.Mesh`, or a DeviceMesh of torch with an axis `pp`, see
-            `meshwright.given_mesh.as_mesh`.
+        device_mesh: of all ranks; a `meshwright.mesh.mesh.Mesh`, or a DeviceMesh of torch with an axis `pp`, see
+            `meshwright.mesh.given_mesh.as_mesh`.
         inner: makes a manager of the inner strategy on the mesh of a stage; or a strategy's name, with its defaults.
 
     Raises:

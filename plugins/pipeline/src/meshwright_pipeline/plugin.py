@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from meshwright.contract import StrategySpec
-from meshwright.hookspecs import hookimpl
+from meshwright.strategy.contract import StrategySpec
+from meshwright.strategy.hooks import hookimpl
 
 from .config import PipelineConfig
 
 if TYPE_CHECKING:
     import typer
 
-    from meshwright.contract import StrategyManager
-    from meshwright.mesh import Mesh
+    from meshwright.mesh.mesh import Mesh
+    from meshwright.strategy.contract import StrategyManager
 
     from .manager import PipelineManager
 

@@ -10,21 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.errors import ConfigError
-from meshwright.runfile import RunConfig, load_run
+from meshwright.base.errors import ConfigError
+from meshwright.train.run_file import RunConfig, load_run
 
 from .config import PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
-from .schedules import (
-    UNIT_COSTS,
-    Action,
-    Kind,
-    Schedule,
-    Times,
-    bubble_fraction,
-    peak_live,
-    timeline,
-)
-from .split import elements, ends, split_model
+from .cut.split import elements, ends, split_model
+from .schedule.order import UNIT_COSTS, Action, Kind, Schedule, Times, bubble_fraction, peak_live, timeline
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -112,9 +103,9 @@ def view_of(config: RunConfig) -> View:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from meshwright.layout import model_layout
-    from meshwright.plan import data_and_model_config, processes
-    from meshwright.stack import resolve
+    from meshwright.model.layout import model_layout
+    from meshwright.strategy.stack import resolve
+    from meshwright.train.plan import data_and_model_config, processes
 
     stack, degrees = resolve(
         config.strategy,

@@ -1,0 +1,230 @@
+"""Import classes that a configuration names, from an allow-list only.
+
+A run file is data: it may say which class of torch makes a policy, and must not run any code that it names. So a name
+is imported only if its module is on the allow-list, and taken only if it is a class (or function) that a module on the
+list defines; `torch.os.system` is neither, though `torch.` leads to it.
+
+The list grows by `allow_imports("my_package")`, or by the environment variable MESHWRIGHT_ALLOWED_IMPORTS, which holds
+modules separated by commas. Both belong to the user who starts the program, not to the file.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, ModuleType
+from typing import Any, Literal
+
+from .errors import ConfigError, nearest
+
+ENVIRONMENT_VARIABLE = "MESHWRIGHT_ALLOWED_IMPORTS"
+
+_ALLOWED = {
+    "torch",
+    "transformers",
+    "meshwright",
+    "meshwright_fsdp2",
+    "meshwright_ddp",
+    "meshwright_megatron_fsdp",
+    "meshwright_pipeline",
+}
+# Within allowed packages: what loads or runs code that an argument names.
+_REFUSED = frozenset(
+    {
+        "torch.hub",
+        "torch.package",
+        "torch.utils.cpp_extension",
+        "torch.utils.model_zoo",
+        "torch.multiprocessing",
+        "torch.distributed.run",
+        "torch.distributed.launch",
+        "torch.distributed.launcher",
+        "torch.distributed.elastic",
+        "torch.distributed.rpc",
+        "torch.testing",
+        "transformers.dynamic_module_utils",
+        "meshwright.launch.local",
+        "meshwright.launch.rank",
+        "meshwright.base.class_paths",
+        "meshwright.testing",
+    }
+)
+
+# Functions, unlike classes that must be subclasses of something, can do anything: these packages have no plan to offer.
+_NO_FUNCTIONS = frozenset({"torch", "transformers", "meshwright"})
+
+Kind = Literal["class", "function", "dict"]
+_NAMES: Mapping[Kind, str] = MappingProxyType({"class": "a class", "function": "a function", "dict": "a dict"})
+
+
+def allow_imports(*modules: str) -> None:
+    """Let configurations name classes of these modules and of all modules below them, for the rest of the process.
+
+    Raises:
+        ConfigError: a name is no module name.
+    """
+    for module in modules:
+        _ALLOWED.add(_checked(module, "allow_imports"))
+
+
+def allowed_imports() -> list[str]:
+    """The modules that names may come from: the built-in ones, those of `allow_imports`, those of the environment."""
+    listed = (name.strip() for name in os.environ.get(ENVIRONMENT_VARIABLE, "").split(","))
+    return sorted(_ALLOWED | {_checked(name, ENVIRONMENT_VARIABLE) for name in listed if name})
+
+
+def check_import(name: str) -> None:
+    """Refuse a name that is not on the allow-list, without importing anything.
+
+    Args:
+        name: with its module, such as "torch.optim.AdamW".
+
+    Raises:
+        ConfigError: the name is no dotted name, or its module is not on the list.
+    """
+    if not isinstance(name, str) or "." not in name or not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(f"{name!r} is no import path. Give module and name, such as 'torch.optim.AdamW'.")
+    refused = _within(name, _REFUSED)
+    if refused:
+        raise ConfigError(f"{name!r} is not imported: configurations may not name what {refused} holds.")
+    if not _within(name, allowed_imports()):
+        raise ConfigError(
+            f"{name!r} is not imported: its module is not on the allow-list ({', '.join(allowed_imports())}). "
+            f"If you trust it, call meshwright.base.class_paths.allow_imports({name.split('.')[0]!r}) before, or start "
+            f"with {ENVIRONMENT_VARIABLE}={name.split('.')[0]}."
+        )
+
+
+def import_class_from_path(name: str, *, kind: Kind | Sequence[Kind] = "class") -> Any:
+    """Import a class by its path.
+
+    Args:
+        name: with its module, such as "torch.optim.AdamW".
+        kind: what the name may stand for; "function" and "dict" serve plans.
+
+    Raises:
+        ConfigError: the name is not on the allow-list, does not exist, or is not of this kind.
+    """
+    check_import(name)
+    kinds: Sequence[Kind] = (kind,) if isinstance(kind, str) else kind
+    module, _, leaf = name.rpartition(".")
+    found = _attribute(_import(module, name), leaf, name)
+    fits = {
+        "class": inspect.isclass(found),
+        "function": inspect.isfunction(found) and not _within(name, _NO_FUNCTIONS),
+        "dict": isinstance(found, dict),
+    }
+    if not any(fits[each] for each in kinds):
+        wanted = " or ".join(_NAMES[each] for each in kinds)
+        raise ConfigError(f"{name!r} is not {wanted}, but {type(found).__name__}. Name {wanted}.")
+    if isinstance(found, dict):
+        return found
+    # A module may hold what it has imported itself from anywhere.
+    home = getattr(found, "__module__", None) or ""
+    try:
+        check_import(f"{home}.{leaf}")
+    except ConfigError as error:
+        raise ConfigError(f"{name!r} is defined in {home!r}, which is not to be imported from. {error}") from None
+    return found
+
+
+def import_classes_from_paths(class_paths: Sequence[str]) -> list[Any]:
+    """`import_class_from_path` of each; all are checked before any is imported."""
+    for name in class_paths:
+        check_import(name)
+    return [import_class_from_path(name) for name in class_paths]
+
+
+def instantiate(mapping: Mapping[str, Any], *, expected: type, default: type | None = None) -> Any:
+    """Make the object that a mapping describes: `{_target_: path of its class, argument: value, ...}`.
+
+    Args:
+        mapping: arguments; names of dtypes, such as "bfloat16" or "torch.bfloat16", become dtypes where the argument's
+            name ends in `dtype`.
+        expected: the class, or its subclasses.
+        default: the class where `_target_` is left out; None: `expected`.
+
+    Raises:
+        ConfigError: the class is not on the allow-list or not a subclass, or an argument is wrong.
+    """
+    arguments = dict(mapping)
+    target = arguments.pop("_target_", None)
+    cls = default or expected
+    if target is not None:
+        cls = import_class_from_path(target)
+        if not issubclass(cls, expected):
+            raise ConfigError(f"_target_={target!r} is no {expected.__name__}. Name {_path(expected)} or a subclass.")
+    known = inspect.signature(cls).parameters
+    for key in arguments:
+        if key not in known:
+            allowed = ", ".join(known) or "none"
+            raise ConfigError(f"{cls.__name__} has no argument {key!r}.{nearest(key, known)} Allowed: {allowed}.")
+    values = {
+        key: dtype(value) if key.endswith("dtype") and isinstance(value, str) else value
+        for key, value in arguments.items()
+    }
+    try:
+        return cls(**values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{cls.__name__} cannot be made from {dict(mapping)}: {error}") from None
+
+
+def dtype(name: str) -> Any:
+    """The `torch.dtype` of a name such as "bfloat16" or "torch.bfloat16".
+
+    Raises:
+        ConfigError: there is no such dtype.
+    """
+    import torch
+
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"{name!r} is no dtype of torch. Use a name such as 'bfloat16' or 'float32'.")
+    return found
+
+
+def _within(name: str, modules: Sequence[str] | frozenset[str]) -> str | None:
+    """The module that `name` is or lies below, a dot apart: "torchevil.x" is not within "torch"."""
+    return next((module for module in modules if name == module or name.startswith(f"{module}.")), None)
+
+
+def _checked(module: str, where: str) -> str:
+    if not module or not all(part.isidentifier() for part in module.split(".")):
+        raise ConfigError(
+            f"{where}: {module!r} is no module name. Give one such as 'my_package' or 'my_package.plans'."
+        )
+    return module
+
+
+def _import(module: str, name: str) -> Any:
+    """The module, or the class that holds a nested name."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        parent, _, leaf = module.rpartition(".")
+        # The path may go on through a class; a missing dependency of an existing module is told as it is.
+        if parent and error.name == module:
+            holder = _attribute(_import(parent, name), leaf, name)
+            if inspect.isclass(holder):
+                return holder
+        raise ConfigError(f"{name!r} cannot be imported: {error}.") from None
+    except ImportError as error:
+        raise ConfigError(f"{name!r} cannot be imported: {error}.") from None
+
+
+def _attribute(holder: Any, leaf: str, name: str) -> Any:
+    try:
+        return getattr(holder, leaf)
+    except AttributeError:
+        known = [each for each in dir(holder) if not each.startswith("_")]
+        kind = "module" if isinstance(holder, ModuleType) else "class"
+        where = f"{kind} {holder.__name__}"
+        raise ConfigError(f"{name!r} does not exist in the {where}.{nearest(leaf, known)}") from None
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__name__}"

@@ -1,0 +1,333 @@
+"""Start the ranks of one machine and see them through: the parent's side of `meshwright train`.
+
+torch's elastic agent starts the processes, hosts their rendezvous store and watches them. Around it stand a fork
+server that has imported torch once for all ranks, an exit code, and silence: what went wrong is said by the rank
+that failed (see [Note: one report per failure] in `meshwright.launch.rank`), or here when a signal killed it.
+
+[Note: nobody is left behind] Each way for a rank to outlive the job is closed by one thing: a failed peer, by the
+agent's SIGTERM, and by `_Reaper` for a rank that does not heed it; a signal to the parent, by the agent, which
+passes it on and then kills; an exception in the parent, by `_sweep`; the parent's own
+sudden death, by a thread in each rank that waits for it.
+
+This module imports torch only where it is used, so that the fork server can import it while the parent validates.
+Source: torch.distributed.launcher.api; multiprocessing.forkserver.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from multiprocessing import forkserver, resource_tracker
+from typing import TYPE_CHECKING, Any
+
+from ..base.errors import ConfigError
+from .rank import INTERRUPTED, guarded, leave
+
+if TYPE_CHECKING:
+    from multiprocessing.queues import SimpleQueue
+
+    from torch.distributed.launcher.api import LaunchConfig
+
+PRELOAD = (
+    "meshwright.launch.interruptible",
+    "torch",
+    "torch.distributed.launcher.api",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+)
+"""Modules that the fork server imports once for all ranks; what is missing is left to the ranks to complain about."""
+
+MONITOR_INTERVAL_S = 0.1
+
+KILL_DELAY_S = 3
+"""From the first death, or the signal, to SIGKILL for the ranks that remain; less than `rank.ECHO_WAIT_S`."""
+
+_NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+
+
+def warm_up(preload: Sequence[str] = ()) -> None:
+    """Start the fork server, which imports torch and transformers in the background; returns at once.
+
+    Ranks are forked from it, so they see this process's environment as it is now. A second call does nothing.
+
+    Args:
+        preload: further modules that every rank will need.
+    """
+    multiprocessing.set_forkserver_preload([*PRELOAD, *preload])
+    threads = os.environ.get("OMP_NUM_THREADS")
+    # With one thread, torch and numpy start no thread pool on import: threads do not survive the fork into a rank.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        resource_tracker.ensure_running()  # the server would start it otherwise, and that ends with SIGINT let through
+        with _interrupts_held():  # the server inherits the mask; see meshwright.launch.interruptible
+            forkserver.ensure_running()
+    finally:
+        if threads is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = threads
+
+
+def launch(main: Callable[..., object], args: tuple[Any, ...], *, nproc: int, show_traceback: bool = False) -> int:
+    """Run `main(store, *args)` on `nproc` ranks of this machine, each in a process of its own, and wait for them.
+
+    Each rank runs it under `rank.guarded`, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its
+    environment. Stdout and stderr are this process's; stdin is empty.
+
+    Args:
+        main: a function at the top level of a module; `main` and `args` are pickled.
+        args: its arguments after the store.
+        nproc: number of ranks, at least 1.
+        show_traceback: show the traceback of a MeshwrightError too.
+
+    Returns:
+        0, the exit code of the rank that failed first (1 when a signal killed it), or 128 plus the number of the
+        signal that ended this process's wait (130 for Ctrl-C). What there is to say has been written to stderr.
+    """
+    if nproc < 1:
+        raise ConfigError(f"no rank to start: nproc={nproc}. It must be at least 1.")
+    try:
+        warm_up()
+        with _interrupts_held():  # torch's import can swallow a KeyboardInterrupt
+            from torch.distributed.elastic.multiprocessing import SignalException
+        _await_fork_server()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    try:
+        with _own_signals(), _quiet(), _sweep():
+            return _run_agent(main, args, nproc, show_traceback)
+    except SignalException as stop:
+        return 128 + stop.sigval
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _await_fork_server() -> None:
+    """Return when the fork server is done importing.
+
+    Without this the agent would wait for the server with a rank half started, and Ctrl-C would make it forget that
+    rank, which then starts into a world that is gone and says so with a traceback.
+    """
+    probe = multiprocessing.get_context("forkserver").Process(target=_do_nothing, daemon=True)
+    probe.start()
+    probe.join()
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _run_agent(main: Callable[..., object], args: tuple[Any, ...], nproc: int, show_traceback: bool) -> int:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    roll: SimpleQueue[tuple[int, int | None]] = multiprocessing.get_context("forkserver").SimpleQueue()
+    order = _Order(main, args, _threads_per_rank(nproc), show_traceback, roll)
+    try:
+        with _Reaper(roll):
+            elastic_launch(_launch_config(nproc), _run_rank)(order)
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode
+        hint = " (for instance: out of memory)" if -failure.exitcode == signal.SIGKILL else ""
+        sys.stderr.write(f"rank {rank} was killed by {_signal_name(-failure.exitcode)}{hint}\n")
+        return 1
+    return 0
+
+
+def _launch_config(nproc: int) -> LaunchConfig:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    options: dict[str, Any] = {}
+    if "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}:  # older versions wait 30 s
+        options["shutdown_timeout"] = KILL_DELAY_S
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",  # the host's own name need not resolve
+        max_restarts=0,
+        monitor_interval=MONITOR_INTERVAL_S,
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # no redirection, and no directory left behind
+        **options,
+    )
+
+
+@dataclass(frozen=True)
+class _Order:
+    """All that a rank is told, as one argument: the agent substitutes macros in arguments that are strings."""
+
+    main: Callable[..., object]
+    args: tuple[Any, ...]
+    threads: int
+    show_traceback: bool
+    roll: SimpleQueue[tuple[int, int | None]]
+    """A rank signs with its pid when it starts, and with None when it is done."""
+
+
+def _run_rank(order: _Order) -> None:
+    """What a rank's process runs."""
+    import torch
+
+    rank = int(os.environ["RANK"])
+    order.roll.put((rank, os.getpid()))
+    threading.Thread(target=_die_with_parent, name="meshwright-parent", daemon=True).start()
+    torch.set_num_threads(order.threads)
+    os.environ["OMP_NUM_THREADS"] = str(order.threads)  # for what this rank itself starts
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        exit_code = guarded(order.main, order.args, show_traceback=order.show_traceback)
+    except KeyboardInterrupt:
+        exit_code = INTERRUPTED
+    if exit_code:
+        leave(exit_code)
+    order.roll.put((rank, None))
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Reaper(threading.Thread):
+    """Kills the ranks that are still there KILL_DELAY_S after one of them has died before it was done.
+
+    The agent ends them with SIGTERM and then waits 30 s, which no option shortens; a rank that handles SIGTERM in
+    Python cannot while it is blocked in a collective.
+    """
+
+    def __init__(self, roll: SimpleQueue[tuple[int, int | None]]) -> None:
+        super().__init__(name="meshwright-reaper", daemon=True)
+        self._roll = roll
+        self._pids: dict[int, int] = {}
+        self._over = threading.Event()
+
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._over.set()
+        self.join()
+
+    def run(self) -> None:
+        deadline_s = None
+        while not self._over.wait(MONITOR_INTERVAL_S):
+            self._read_roll()
+            alive = {rank: pid for rank, pid in self._pids.items() if _is_alive(pid)}
+            if deadline_s is None and len(alive) < len(self._pids):
+                deadline_s = time.monotonic() + KILL_DELAY_S
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                for pid in alive.values():
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                self._pids = {}
+
+    def _read_roll(self) -> None:
+        while not self._roll.empty():
+            rank, pid = self._roll.get()
+            if pid is None:
+                self._pids.pop(rank, None)
+            else:
+                self._pids[rank] = pid
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _threads_per_rank(nproc: int) -> int:
+    """Return OMP_NUM_THREADS where the user has set it, else an equal share of the CPUs."""
+    wish = os.environ.get("OMP_NUM_THREADS", "")
+    if wish.isdecimal() and int(wish) > 0:
+        return int(wish)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cpus // nproc)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {number}"
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Keep Ctrl-C waiting until the end of the context."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextmanager
+def _sweep() -> Iterator[None]:
+    """Kill what the context has started and left behind; on the main thread, since polling races with the agent's."""
+    others = set(multiprocessing.active_children())
+    try:
+        yield
+    finally:
+        for child in set(multiprocessing.active_children()) - others:
+            child.kill()
+            child.join()
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Put back the signal handlers, and the variable naming them, that the agent leaves behind."""
+    variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+    before = os.environ.get(variable)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                if handler is not None:  # None: not installed from Python, and so not known here
+                    signal.signal(number, handler)
+        if before is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = before
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what the agent logs about failures off the screen: its ranks have said it, or `launch` will."""
+    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
+    propagated = [logger.propagate for logger in loggers]
+    silence = logging.NullHandler()
+    for logger in loggers:
+        logger.addHandler(silence)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, propagate in zip(loggers, propagated, strict=True):
+            logger.removeHandler(silence)
+            logger.propagate = propagate

@@ -1,0 +1,327 @@
+"""One rank's side of a launched world: find the world, run a main in it, and report its failure once.
+
+[Note: one report per failure] When one rank fails, its peers fail too: their connections to it close. Only the first
+failure is worth reading. So a rank that fails posts its exit code on a board, a key in the rendezvous store, before
+it exits; the first post wins, only the winner writes to stderr, and the others leave with the winner's exit code.
+A failure that reads like the echo of a peer's death waits for that peer's post before it speaks up itself.
+A rank that dies without a word (a signal, a crash) posts nothing: its launcher ends the waiting peers and names it.
+A rank that hangs is named by its peers; see [Note: signs of life] in `pulse`.
+
+This module imports no torch, so that `meshwright.launch.local.warm_up` can run before the parent has it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..base.errors import MeshwrightError, RankError
+from .pulse import Pulse, who_hangs
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 + SIGINT, as shells have it."""
+
+CONNECT_TIMEOUT_S = 300.0
+"""Ranks may start this far apart."""
+
+BOARD_TIMEOUT_S = 5.0
+"""The board is reached through a store that was there at the start: it answers at once or is gone."""
+
+ECHO_WAIT_S = 6.0
+"""An echo waits this long for the cause; longer than a launcher takes to end the peers of a rank that was killed."""
+
+_PULSES = "meshwright/pulse"
+"""Prefix of the signs of life in the rendezvous store."""
+
+_ECHO_TEXTS = (
+    "closed by peer",  # gloo: the peer's process ended and its sockets with it
+    "reset by peer",  # gloo and TCPStore: the peer was killed with data still in flight
+    "broken pipe",  # gloo and TCPStore: writing to a peer that is gone
+    "socket closed",  # gloo: the connection was torn down after an error on another operation
+    "connectfullmesh failed",  # gloo: a peer went away while the group was being formed
+    "connection was likely closed",  # TCPStore client: the process that hosts the store is gone
+    "nccl communicator was aborted",  # NCCL: its watchdog aborts what waits for a peer that failed
+    "remote process exited",  # NCCL: the text of ncclRemoteError
+)
+"""Lower-case texts of RuntimeErrors that gloo, NCCL and the store raise when a *peer* is gone.
+
+Too many entries cost little: a failure that is mistaken for an echo is still reported, ECHO_WAIT_S later.
+"""
+
+_TIMEOUT_TEXTS = (
+    "timed out waiting",  # gloo: a collective
+    "collective operation timeout",  # NCCL: its watchdog
+    "wait timeout after",  # TCPStore
+)
+"""Lower-case texts of errors of ranks that have waited for a peer in vain."""
+
+
+def started_by_launcher() -> bool:
+    """Say whether this process is a rank that torchrun, or `meshwright.launch.local.launch`, started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def connect_store(timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
+    """Open a connection to the rendezvous store of the world that the environment describes.
+
+    The launcher hosts the store where it can, otherwise rank 0 does. Give each user of it a prefix of its own, as in
+    `init_process_group(store=PrefixStore("world", store), rank=..., world_size=...)`.
+
+    Args:
+        timeout_s: limit for connecting, and for each later wait on the store.
+
+    Raises:
+        RankError: the environment describes no world, or its store does not answer.
+    """
+    from torch.distributed import rendezvous
+
+    try:
+        store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+    except (ValueError, RuntimeError) as error:  # a variable is missing or malformed; nobody answers
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        values = ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in names)
+        raise RankError(
+            f"no rendezvous store reached within {timeout_s:g} s: {_headline(error)}. The environment has {values}. "
+            "Start the ranks with `meshwright train` or torchrun, which set these, or set them to an address that "
+            "every rank can reach."
+        ) from error
+    return store
+
+
+def guarded(
+    main: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    *,
+    show_traceback: bool = False,
+    timeout_s: float = CONNECT_TIMEOUT_S,
+) -> int:
+    """Run `main(store, *args)` as this process's share of the job; see [Note: one report per failure].
+
+    Nothing is torn down after a failure, since that could wait for peers: leave the process promptly, with `leave`.
+
+    Args:
+        main: gets the rendezvous store of the launched world, or None outside of one. What it returns is ignored.
+        args: its further arguments.
+        show_traceback: show the traceback of a MeshwrightError too.
+        timeout_s: limit for reaching the store.
+
+    Returns:
+        The exit code: 0, that of the failure which was reported (on whatever rank), or INTERRUPTED.
+    """
+    try:
+        store = connect_store(timeout_s) if started_by_launcher() else None
+    except RankError as error:
+        # Without a store the ranks cannot agree on a speaker, and this one may be the only one cut off.
+        failure = Failure.of(error, show_traceback)
+        _say(f"rank {_rank()}: {failure.text}")
+        return failure.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    try:
+        main(store, *args)
+    except BaseException as error:
+        failure = Failure.of(error, show_traceback)
+    else:
+        return 0
+    try:
+        return _settle(failure)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+@contextmanager
+def signs_of_life(timeout_s: float) -> Iterator[None]:
+    """End this process, with the name of the rank that hangs, if one gives no sign of life in the context.
+
+    Each rank of the world enters it. Outside of a launched world it does nothing.
+
+    Args:
+        timeout_s: how long a collective may wait for peers.
+
+    Raises:
+        RankError: see `connect_store`.
+    """
+    if not started_by_launcher() or _world_size() == 1:
+        yield
+        return
+
+    def end(text: str) -> None:
+        leave(_settle(Failure(1, f"error: {text}\n")))
+
+    with Pulse(_pulse_store(timeout_s), int(_rank()), _world_size(), timeout_s=timeout_s, on_silence=end):
+        yield
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End the process: as usual on success; after a failure at once, past every destructor that waits for peers."""
+    if exit_code == 0:
+        sys.exit(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ended a rank's main.
+
+    Attributes:
+        exit_code: what the process is to leave with.
+        text: what to show; may be empty.
+        echo: "Type: message" where it reads like the consequence of a peer's death, otherwise empty.
+        timed_out: whether this rank has waited for a peer in vain.
+    """
+
+    exit_code: int
+    text: str
+    echo: str = ""
+    timed_out: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, show_traceback: bool) -> Failure:
+        if isinstance(error, KeyboardInterrupt):
+            return cls(INTERRUPTED, "")
+        if isinstance(error, SystemExit):
+            # As the interpreter has it: None is success, an int is the code, anything else is a message.
+            if error.code is None or isinstance(error.code, int):
+                return cls(error.code or 0, "")
+            return cls(1, f"{error.code}\n")
+        echo = _headline(error) if _is_echo(error) else ""
+        timed_out = _reads_like(error, _TIMEOUT_TEXTS)
+        if isinstance(error, MeshwrightError):
+            text = _render(error, f"error: {error}", with_traceback=show_traceback)
+            return cls(error.exit_code, text, echo, timed_out)
+        rank = f"rank {_rank()} failed: " if started_by_launcher() else ""
+        return cls(1, _render(error, rank + _headline(error), with_traceback=True), echo, timed_out)
+
+
+def _settle(failure: Failure) -> int:
+    """Post `failure`, show it if it is the first, and return the exit code of the first."""
+    if failure.exit_code == 0 or not started_by_launcher():
+        _say(failure.text)
+        return failure.exit_code
+    try:
+        board = _Board()
+        if failure.timed_out and (hangs := board.who_hangs()):
+            failure = Failure(1, f"error: {hangs}\n")
+        first = board.first(failure.exit_code, patience_s=ECHO_WAIT_S if failure.echo else 0.0)
+    except (RankError, RuntimeError):
+        # The store went away with the rank that hosted it. Twice told is better than never, but need not be long.
+        _say(f"rank {_rank()} lost its peers and their store: {failure.echo}\n" if failure.echo else failure.text)
+        if failure.timed_out:
+            _say("The process that hosts the rendezvous store gives no answer either: it may be the one that hangs.\n")
+        return failure.exit_code
+    if first is None:
+        lost = "This rank lost a peer, and no rank has said why: one may have been killed.\n" if failure.echo else ""
+        _say(failure.text + (lost if failure.text else ""))
+        return failure.exit_code
+    return first
+
+
+class _Board:
+    """The first failure of the world, as a key in the rendezvous store.
+
+    It has a connection of its own, made when needed: another thread may be blocked in the one that main uses.
+    """
+
+    _KEY = "first"
+
+    def __init__(self) -> None:
+        from torch.distributed import PrefixStore
+
+        _require_listener()
+        self._store = PrefixStore("meshwright/failure", connect_store(BOARD_TIMEOUT_S))
+
+    def first(self, exit_code: int, *, patience_s: float) -> int | None:
+        """Return the exit code that another rank has posted, or post this one and return None."""
+        if patience_s:
+            with suppress(RuntimeError):  # nobody posted in time; if the store itself is gone, what follows says so
+                self._store.wait([self._KEY], timedelta(seconds=patience_s))
+        # Two threads of a rank may have something to say.
+        mine = f"{_rank()} {exit_code} {threading.get_ident()}"
+        first = self._store.compare_set(self._KEY, "", mine).decode()
+        return None if first == mine else int(first.split()[1])
+
+    def who_hangs(self) -> str | None:
+        """What to say of the rank that this one has waited for in vain; None if none stands out."""
+        from torch.distributed import PrefixStore
+
+        me, size = int(_rank()), _world_size()
+        self._store.set(f"waited/{me}", "")
+        pulses = PrefixStore(_PULSES, connect_store(BOARD_TIMEOUT_S))
+        return who_hangs(
+            pulses, me, size, lambda: [rank for rank in range(size) if self._store.check([f"waited/{rank}"])]
+        )
+
+
+def _require_listener() -> None:
+    """Raise RankError where nobody listens at the store's address: torch would say so with pages of C++ frames."""
+    address = (os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0")))
+    try:
+        socket.create_connection(address, timeout=BOARD_TIMEOUT_S).close()
+    except OSError as error:
+        raise RankError(f"no rendezvous store at {address[0]}:{address[1]} any more: {error}.") from error
+
+
+def _is_echo(error: BaseException) -> bool:
+    """Say whether `error`, or what it was raised from, is likely the consequence of a peer's death."""
+    from torch.distributed import DistError
+
+    return any(isinstance(link, DistError) for link in _chain(error)) or _reads_like(error, _ECHO_TEXTS)
+
+
+def _reads_like(error: BaseException, texts: tuple[str, ...]) -> bool:
+    """Say whether `error`, or what it was raised from, holds one of some lower-case texts."""
+    links = [link for link in _chain(error) if isinstance(link, (RuntimeError, MeshwrightError))]
+    return any(text in str(link).lower() for link in links for text in texts)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+def _headline(error: BaseException) -> str:
+    """Return "Type: message" with the notes, as the interpreter ends a traceback."""
+    return "".join(traceback.TracebackException.from_exception(error).format_exception_only()).rstrip("\n")
+
+
+def _render(error: BaseException, headline: str, *, with_traceback: bool) -> str:
+    """Return what to show: `headline`, after the traceback if wanted, in place of the interpreter's own last line."""
+    if not with_traceback:
+        return f"{headline}\n"
+    whole = "".join(traceback.format_exception(error)).rstrip("\n")
+    return f"{whole.removesuffix(_headline(error))}{headline}\n"
+
+
+def _pulse_store(timeout_s: float) -> Store:
+    from torch.distributed import PrefixStore
+
+    return PrefixStore(_PULSES, connect_store(timeout_s))
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "0")
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _say(text: str) -> None:
+    """Write in one piece, so that the lines of two ranks do not mix."""
+    sys.stderr.write(text)
+    sys.stderr.flush()

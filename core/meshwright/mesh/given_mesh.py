@@ -1,0 +1,99 @@
+"""Take a torch DeviceMesh, made by the caller, for a Mesh.
+
+Axes are known by the names that Hugging Face and NVIDIA loops give them. They lie on the ranks as a Mesh's own do: the
+outermost first, and all ranks of the world in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..base.errors import MeshError
+from .mesh import Mesh, open_world
+from .sizes import CLAIMABLE_AXES, ROOT_AXES, Degrees
+
+_AXIS_OF: Mapping[str, str] = MappingProxyType(
+    {
+        **{axis: axis for axis in ROOT_AXES},
+        "pipeline_parallel": "pp",
+        "dp": "dp_shard",
+        "data_parallel": "dp_shard",
+        "context_parallel": "cp",
+        "tensor_parallel": "tp",
+    }
+)
+
+
+def as_mesh(given: Mesh | DeviceMesh, claims: Collection[str], moe_mesh: DeviceMesh | None = None) -> Mesh:
+    """A Mesh as it is; a DeviceMesh as the Mesh of the same degrees, with process groups of its own. Collective then.
+
+    Args:
+        given: a DeviceMesh of all ranks in order, with axes named as `_AXIS_OF` has them.
+        claims: the axes that the strategy shards; for one that takes no `dp_shard`, all data ranks hold copies.
+        moe_mesh: the mesh for experts, whose axis `ep` tells their degree.
+
+    Raises:
+        MeshError: it is neither, an axis is not known or not claimed, or ranks lie in another order; the same on all
+            ranks.
+    """
+    if isinstance(given, Mesh):
+        _check_claims(given.degrees, claims)
+        return given
+    if not isinstance(given, DeviceMesh):
+        raise MeshError(
+            f"a manager takes a meshwright.Mesh or a DeviceMesh of torch, not a {type(given).__name__}. Make one with "
+            f"Mesh(MeshSizes(...).resolve(world.size), world)."
+        )
+    sizes = _sizes(given)
+    if "dp_shard" not in claims and "dp_replicate" in claims:
+        sizes["dp_replicate"] = sizes.get("dp_replicate", 1) * sizes.pop("dp_shard", 1)
+    degrees = Degrees(**sizes, ep=_expert_degree(moe_mesh))
+    _check_claims(degrees, claims)
+    sharing = degrees.dp_shard * degrees.cp * degrees.tp
+    if sharing % degrees.ep:
+        raise MeshError(
+            f"moe_mesh has {degrees.ep} ranks along ep, which do not divide the {sharing} ranks of dp_shard x cp x tp. "
+            f"Use a divisor."
+        )
+    world = open_world(given.device_type)
+    if given.mesh.flatten().tolist() != list(range(world.size)):
+        raise MeshError(
+            f"the mesh has the ranks {given.mesh.flatten().tolist()}, but a manager takes all {world.size} ranks in "
+            f"order. Make it with init_device_mesh, and give the whole mesh rather than a slice of it."
+        )
+    return Mesh(degrees, world)
+
+
+def _check_claims(degrees: Degrees, claims: Collection[str]) -> None:
+    unclaimed = [axis for axis in degrees.above_one() if axis not in claims]
+    if unclaimed:
+        raise MeshError(
+            f"the mesh is {degrees}, but this strategy does not shard {', '.join(unclaimed)}. It shards "
+            f"{', '.join(axis for axis in CLAIMABLE_AXES if axis in claims)}: use one rank along the others."
+        )
+
+
+def _sizes(given: DeviceMesh) -> dict[str, int]:
+    """The sizes of our axes."""
+    names = given.mesh_dim_names or tuple(f"axis {index}" for index in range(given.ndim))
+    axes = [(name, size) for name, size in zip(names, given.mesh.shape, strict=True) if size > 1]
+    told = dict(zip(names, given.mesh.shape, strict=True))
+    unknown = [name for name, _ in axes if name not in _AXIS_OF]
+    if unknown:
+        raise MeshError(f"the mesh {told} has the unknown axis {unknown[0]!r}. Known: {', '.join(_AXIS_OF)}.")
+    ours = [_AXIS_OF[name] for name, _ in axes]
+    if ours != sorted(set(ours), key=ROOT_AXES.index):
+        raise MeshError(
+            f"the axes of the mesh {told} are {', '.join(ours)}, in this order, but a manager takes each once and in "
+            f"the order {', '.join(ROOT_AXES)}. Make the mesh so."
+        )
+    return dict(zip(ours, (size for _, size in axes), strict=True))
+
+
+def _expert_degree(moe_mesh: DeviceMesh | None) -> int:
+    if moe_mesh is None or "ep" not in (moe_mesh.mesh_dim_names or ()):
+        return 1
+    return int(moe_mesh["ep"].size())

@@ -1,0 +1,154 @@
+"""The sizes a user asks for, and the degrees of the mesh axes that follow from them.
+
+[Note: axis, dim, degree] A mesh has axes, a tensor has dims, and the degree of an axis is the number of ranks
+along it. Root axes, outermost first: `pp, dp_replicate, dp_shard, cp, tp`. Experts live on a second mesh over the
+same ranks, whose inner axes are `ep_shard, ep` in place of `dp_shard, cp, tp`.
+
+No torch in this module: sizes are validated before anything is started.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from ..base.errors import MeshError
+from ..base.validation import FrozenModel
+
+ROOT_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+STAGE_AXES = ROOT_AXES[1:]
+EXPERT_AXES = ("pp", "dp_replicate", "ep_shard", "ep")
+VIEWS = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+    "dp_shard_cp": ("dp_shard", "cp"),
+}
+CLAIMABLE_AXES = (*ROOT_AXES, "ep")
+"""Axes that a strategy can claim to shard; `ep_shard` follows from the others."""
+
+Size = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """The degree of every axis; see [Note: axis, dim, degree].
+
+    `dp_shard * cp * tp == ep_shard * ep`, and the product of the root axes is the world size.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def ep_shard(self) -> int:
+        return self.dp_shard * self.cp * self.tp // self.ep
+
+    @property
+    def dp(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(getattr(self, axis) for axis in ROOT_AXES)
+
+    def above_one(self) -> list[str]:
+        """Claimable axes whose degree is larger than 1, outermost first."""
+        return [axis for axis in CLAIMABLE_AXES if getattr(self, axis) > 1]
+
+    def __str__(self) -> str:
+        axes = [f"{axis}={getattr(self, axis)}" for axis in CLAIMABLE_AXES if getattr(self, axis) > 1]
+        return " x ".join(axes) or "one rank"
+
+
+class MeshSizes(FrozenModel):
+    """What the user asks for.
+
+    At most one of `dp_size, tp_size, pp_size, cp_size` may be None; it is then inferred from the world size. By
+    default that is `dp_size`.
+    """
+
+    dp_size: Size | None = Field(None, description="Whole data-parallel degree: dp_replicate x dp_shard.")
+    dp_replicate_size: Size | None = Field(
+        None,
+        description="Copies of the parameters. Left out: 1, or dp_size for a strategy that only replicates.",
+    )
+    tp_size: Size | None = Field(1, description="Tensor-parallel degree.")
+    pp_size: Size | None = Field(1, description="Number of pipeline ranks.")
+    cp_size: Size | None = Field(1, description="Context-parallel degree.")
+    ep_size: Size = Field(1, description="Expert-parallel degree; divides dp_shard x cp x tp.")
+
+    def known_product(self) -> int:
+        """Product of the sizes given for root axes; an inferred size counts as 1."""
+        return math.prod(size or 1 for size in (self.dp_size, self.tp_size, self.pp_size, self.cp_size))
+
+    def resolve(self, world_size: int, claims: Collection[str] = CLAIMABLE_AXES) -> Degrees:
+        """Give every axis its degree.
+
+        Args:
+            world_size: number of ranks.
+            claims: axes that the chosen stack of strategies shards. It decides where data parallelism goes when
+                `dp_replicate_size` is left out: to `dp_shard` if that is claimed, else to `dp_replicate`.
+
+        Raises:
+            MeshError: the sizes do not fill the world, or do not divide.
+        """
+        sizes = self._inferred(world_size)
+        dp = sizes["dp_size"]
+        replicate = self.dp_replicate_size
+        if replicate is None:
+            replicate = dp if "dp_shard" not in claims and "dp_replicate" in claims else 1
+        if dp % replicate:
+            raise MeshError(
+                f"dp_replicate_size={replicate} does not divide dp_size={dp}. dp_size is the whole data-parallel "
+                f"degree, dp_replicate x dp_shard: use one of {_divisors(dp)} for dp_replicate_size."
+            )
+        dp_shard, cp, tp = dp // replicate, sizes["cp_size"], sizes["tp_size"]
+        if (dp_shard * cp * tp) % self.ep_size:
+            raise MeshError(
+                f"ep_size={self.ep_size} does not divide dp_shard={dp_shard} x cp={cp} x tp={tp} = "
+                f"{dp_shard * cp * tp}, the ranks that share the experts. "
+                f"Use one of {_divisors(dp_shard * cp * tp)} for ep_size."
+            )
+        return Degrees(pp=sizes["pp_size"], dp_replicate=replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=self.ep_size)
+
+    def _inferred(self, world_size: int) -> dict[str, int]:
+        given = {name: getattr(self, name) for name in ("pp_size", "dp_size", "cp_size", "tp_size")}
+        unset = [name for name, size in given.items() if size is None]
+        product = self.known_product()
+        text = " x ".join(f"{name}={size}" for name, size in given.items() if size is not None)
+        if len(unset) > 1:
+            raise MeshError(
+                f"only one size can be inferred from the world size {world_size}, but {len(unset)} are left open: "
+                f"{', '.join(unset)}. Give all of them but one."
+            )
+        if not unset:
+            if product != world_size:
+                raise MeshError(
+                    f"sizes do not fill the world: {text} = {product}, but the world size is {world_size}. "
+                    + self._remedy(given, world_size)
+                )
+            return given
+        if world_size % product:
+            raise MeshError(
+                f"sizes do not fill the world: {text} = {product} does not divide the world size {world_size}, "
+                f"so {unset[0]} cannot be inferred. Start a multiple of {product} ranks, or change the sizes."
+            )
+        return {**given, unset[0]: world_size // product}
+
+    def _remedy(self, given: dict[str, int], world_size: int) -> str:
+        others = self.known_product() // given["dp_size"]
+        if world_size % others == 0:
+            return f"Set dp_size={world_size // others}, leave dp_size out to infer it, or start other ranks."
+        return f"Start a multiple of {others} ranks, or change the sizes."
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

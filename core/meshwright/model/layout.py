@@ -1,0 +1,106 @@
+"""What a strategy needs to know of a model, found by structure and not by class names.
+
+A plugin answers for a model that these rules would get wrong through the hook `model_layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..strategy.contract import ModelSize
+from ..strategy.registry import Registry, get_registry
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """Names are fully qualified names in the unwrapped Hugging Face model."""
+
+    stacks: tuple[tuple[str, ...], ...]
+    """The stacks of blocks, each a tuple of module names in the order in which they run."""
+    embedding: str | None
+    """The token embedding."""
+    head: str | None
+    """The output projection onto the vocabulary."""
+    tied: tuple[tuple[str, ...], ...]
+    """Groups of parameter names that are one parameter."""
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The blocks of all stacks."""
+        return tuple(block for stack in self.stacks for block in stack)
+
+
+def model_layout(model: nn.Module, registry: Registry | None = None) -> ModelLayout:
+    """Describe `model`: what a plugin's hook says, else what its structure says."""
+    registry = registry or get_registry()
+    answer = registry.hook.model_layout(model=model)
+    return answer if answer is not None else layout_by_structure(model)
+
+
+def layout_by_structure(model: nn.Module) -> ModelLayout:
+    """Find stacks, embedding, head and tied parameters.
+
+    A stack is an outermost ModuleList whose members all have submodules and parameters of their own: lists inside a
+    block (experts) belong to the block, and lists of plain layers (projections) are no blocks. Members without any
+    parameter are passed over: blocks that a stage of a pipeline does not hold.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    embedding = _accessor(model, "get_input_embeddings")
+    head = _accessor(model, "get_output_embeddings")
+    return ModelLayout(
+        stacks=tuple(_stacks(model, "")),
+        embedding=names.get(id(embedding)),
+        head=names.get(id(head)),
+        tied=_tied(model),
+    )
+
+
+def model_size(model: nn.Module, layout: ModelLayout) -> ModelSize:
+    """Count what `meshwright.strategy.contract.Estimate` is made from."""
+    parameters = list(model.parameters())
+    return ModelSize(
+        parameters=sum(p.numel() for p in parameters),
+        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        largest_block=max(
+            (sum(p.numel() for p in model.get_submodule(block).parameters()) for block in layout.blocks), default=0
+        ),
+        bytes_per_element=parameters[0].element_size() if parameters else 0,
+    )
+
+
+def _accessor(model: nn.Module, name: str) -> nn.Module | None:
+    """What a Hugging Face accessor returns; None where the model has none or does not implement it."""
+    method = getattr(model, name, None)
+    try:
+        return method() if callable(method) else None
+    except (NotImplementedError, AttributeError):
+        return None
+
+
+def _stacks(module: nn.Module, prefix: str) -> Iterator[tuple[str, ...]]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        is_list = isinstance(child, nn.ModuleList)
+        members = [index for index, each in enumerate(child.children()) if is_list and _has_parameters(each)]
+        if members and all(_is_block(child[index]) for index in members):
+            yield tuple(f"{path}.{index}" for index in members)
+        else:
+            yield from _stacks(child, f"{path}.")
+
+
+def _is_block(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    by_identity: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_identity.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(names) for names in by_identity.values() if len(names) > 1)

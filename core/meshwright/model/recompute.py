@@ -1,0 +1,144 @@
+"""Recompute the activations of blocks in backward instead of holding them.
+
+[Note: instance forwards] A block keeps its class, its name and its hooks: only `block.forward`, as an attribute of the
+instance, is replaced. So no parameter gets another name, hooks of sharding run around the recomputation and not in it,
+and what wraps later (compile, then sharding) wraps this.
+
+"full" holds a block's inputs only. "selective" holds, besides, the results that cost most for their size: every second
+matrix product, all of attention, and what came over the network, so that nothing is communicated twice.
+Source: Chen et al. 2016, arXiv:1604.06174; torch.utils.checkpoint; the policy of torchtitan's selective per-op mode.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from .._compat import TorchDispatchMode, is_attention, is_choice, is_communication, is_matrix_product
+from ..base.errors import ConfigError, ModelError
+from .layout import ModelLayout
+
+Mode = Literal["full", "selective"]
+Contexts: TypeAlias = "Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]"
+"""What a forward of a block runs in, and what its recomputation does."""
+
+
+def checkpoint_blocks(model: nn.Module, layout: ModelLayout, mode: Mode | bool, *, keep_choices: bool = False) -> None:
+    """Let every block recompute its activations in backward; in place.
+
+    Acts while a block trains and gradients are on; evaluation and generation run as before. Random numbers (dropout)
+    are drawn again as they were.
+
+    Args:
+        model: before compile and before sharding.
+        layout: of the model.
+        mode: "full" or True, "selective", or False for nothing.
+        keep_choices: hold what routers choose, too, so that no token is routed anew by numbers that a kernel computes a
+            little differently the second time.
+
+    Raises:
+        ConfigError: no such mode.
+        ModelError: the model has no blocks.
+    """
+    if mode is False:
+        return
+    if mode not in (True, "full", "selective"):
+        raise ConfigError(f"activation_checkpointing={mode!r} is not one of false, true, 'full', 'selective'.")
+    if not layout.blocks:
+        raise ModelError(
+            f"activation_checkpointing={mode!r} acts on blocks, but {type(model).__name__} has no stack of blocks. "
+            f"Set activation_checkpointing=false, or describe the model through the hook model_layout."
+        )
+    contexts = [_selective_contexts] * (mode == "selective") + [_keeping_contexts] * keep_choices
+    # One block may stand in several places.
+    for block in dict.fromkeys(model.get_submodule(name) for name in layout.blocks):
+        block.forward = _recomputed(block, contexts)
+
+
+def _recomputed(block: nn.Module, contexts: Sequence[Contexts]) -> Callable[..., Any]:
+    original = block.forward
+    # torch.compile takes the modes themselves and nothing around them.
+    function = functools.partial(_combined, contexts) if len(contexts) > 1 else next(iter(contexts), None)
+    options = {} if function is None else {"context_fn": function}
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not (block.training and torch.is_grad_enabled()):
+            return original(*args, **kwargs)
+        return checkpoint(original, *args, use_reentrant=False, preserve_rng_state=True, **options, **kwargs)
+
+    return forward
+
+
+def _combined(contexts: Sequence[Contexts]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    forwards, again = zip(*(each() for each in contexts), strict=True)
+    return _within(forwards), _within(again)
+
+
+@contextmanager
+def _within(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
+
+
+def _selective_contexts() -> Any:
+    """The two contexts of one forward of one block, which counts its own matrix products."""
+    counts: Counter[bool] = Counter()
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if is_attention(op) or is_communication(op):
+            return CheckpointPolicy.MUST_SAVE
+        if is_matrix_product(op):
+            # Forward and recomputation count alike, each on its own.
+            counts[context.is_recompute] += 1
+            if counts[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _keeping_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    kept: list[tuple[Tensor, ...]] = []
+    return _Keep(kept), _Reuse(kept)
+
+
+class _Keep(TorchDispatchMode):
+    """Keeps what operators chose, as copies: models write into what they get (the weights of experts, to norm them)."""
+
+    def __init__(self, kept: list[tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_choice(func):
+            self._kept.append(tuple(each.clone() for each in result))
+        return result
+
+
+class _Reuse(TorchDispatchMode):
+    """Gives what was kept, in the same order."""
+
+    def __init__(self, kept: Sequence[tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __enter__(self) -> _Reuse:
+        self._rest = iter(self._kept)
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_choice(func):
+            return tuple(each.clone() for each in next(self._rest))
+        return func(*args, **(kwargs or {}))

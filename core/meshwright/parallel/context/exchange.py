@@ -1,0 +1,58 @@
+"""The collectives of context parallelism as autograd functions.
+
+Shapes: B sequences, H heads, S positions of all ranks, P = S / n of this rank, D features of a head.
+Source: for `exchange_heads`, Jacobs et al. 2023, arXiv:2309.14509.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..._compat import all_gather, all_to_all, reduce_scatter
+from .positions import divided, put_together
+
+
+class GatherPositions(torch.autograd.Function):
+    """All positions of a tensor of which each rank has its own: (B, H, P, D) to (B, H, S, D).
+
+    Each rank uses the whole for its own queries, so gradients are summed, and scattered.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return put_together(all_gather(part[None], 0, group), 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        parts = divided(grad, 2, dist.get_world_size(ctx.group))
+        return reduce_scatter(parts, 0, ctx.group)[0], None
+
+
+class AllToAll(torch.autograd.Function):
+    """Give each rank of the group its entry along the first dim; what comes from rank r is entry r."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_to_all(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_to_all(grad, ctx.group), None
+
+
+def heads_for_positions(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """From all heads of this rank's positions to this rank's heads of all: (B, H, P, D) to (B, H/n, S, D)."""
+    by_rank = torch.stack(part.chunk(dist.get_world_size(group), 1))
+    return put_together(AllToAll.apply(by_rank, group), 2)
+
+
+def positions_for_heads(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The way back, of an output that has positions before heads: (B, S, H/n, D) to (B, P, H, D)."""
+    received = AllToAll.apply(divided(part, 1, dist.get_world_size(group)), group)
+    return torch.cat(received.unbind(0), 2)

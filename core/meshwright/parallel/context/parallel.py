@@ -1,0 +1,334 @@
+"""Context parallelism for any model whose attention goes through transformers' interface.
+
+While a step runs, the model's attention setting names functions of ours (`attention.attend`, `make_mask`), and the
+model is called with this rank's positions of each sequence. Outside of steps the setting is what it was. Nothing else
+of the model changes, so what mixes positions elsewhere would compute something else: `check` finds that out before the
+first step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..._compat import attention_setting, for_documents, mask_maker, nested_configs, register_attention, set_attention
+from ...base.errors import BatchError, ModelError
+from ...model.layout import ModelLayout
+from ...step.token_loss import targets
+from ...strategy.contract import Batch
+from .attention import attend
+from .mask import MaskFunction, PositionMask
+from .positions import local_part, positions
+from .probe import Finding, Observer, find_defect, numbered
+
+Way = Literal["allgather", "ulysses"]
+TARGETS = "shift_labels"
+"""Key of a divided batch: the label that each position predicts."""
+_PREFIX = "meshwright_"
+_WHOLE_POSITIONS = "whole_position_ids"
+_DIVIDED = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
+_SERVED = ("eager", "sdpa")
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+
+class ContextParallel:
+    """The context parallelism of one model; see the module.
+
+    Args:
+        model: to train; it is not changed.
+        layout: of the model.
+        mesh: the axis `cp`.
+        attention: see [Note: two ways] in `attention`.
+
+    Attributes:
+        observer: while the model is checked, what sees its attention instead.
+
+    Raises:
+        ModelError: the model's attention, or its positions, cannot be divided.
+    """
+
+    def __init__(
+        self, model: nn.Module, layout: ModelLayout, mesh: DeviceMesh, *, attention: Way = "allgather"
+    ) -> None:
+        self.group = mesh.get_group()
+        self.size = mesh.size()
+        self.rank = mesh.get_local_rank()
+        self.attention = attention
+        self.observer: Observer | None = None
+        # Sharding changes the class.
+        self._name = type(model).__name__
+        self._model, self._layout = model, layout
+        self._finding: Finding | None = None
+        self._configs = nested_configs(model)
+        _check_configs(model, self._configs)
+
+    # -- data
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of a sequence must be a multiple of."""
+        return 2 * self.size
+
+    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
+        """This rank's positions of a sequence; see [Note: head and tail] in `division`."""
+        return positions(length, self.rank, self.size, device)
+
+    def starts(self, length: int) -> tuple[int, int]:
+        """The first positions of this rank's two chunks."""
+        chunk = length // (2 * self.size)
+        return self.rank * chunk, (2 * self.size - 1 - self.rank) * chunk
+
+    def divide(self, batch: Batch) -> Batch:
+        """This rank's positions of a microbatch, with explicit positions and, in place of labels, `TARGETS`.
+
+        `attention_mask` stays whole, (B, S), also where the batch has none.
+
+        Args:
+            batch: one that `check_batch` takes.
+        """
+        ids, labels = batch["input_ids"], batch["labels"]
+        count, length = ids.shape
+        given = batch.get("position_ids")
+        padding = self._finding.padding if self._finding is not None else None
+        whole = numbered(ids, padding) if given is None else given
+        mask = batch.get("attention_mask")
+        divided = {
+            "input_ids": self.own(ids),
+            TARGETS: self.own(targets(labels)),
+            "position_ids": self.own(whole.expand(count, length)),
+            "attention_mask": torch.ones_like(ids) if mask is None else mask,
+        }
+        if given is not None and mask is None:
+            # transformers looks for documents only then.
+            divided[_WHOLE_POSITIONS] = whole.expand(count, length)
+        return divided
+
+    def without_targets(self, batch: Batch) -> tuple[Batch, Tensor]:
+        """A divided batch without `TARGETS`, and those, (B, S / n)."""
+        return {name: tensor for name, tensor in batch.items() if name != TARGETS}, batch[TARGETS]
+
+    def check_batch(self, batch: Batch) -> None:
+        """Refuse what `divide` cannot divide; no collective.
+
+        Raises:
+            BatchError: the batch holds what cannot be divided.
+        """
+        count, length = batch["input_ids"].shape
+        for name, tensor in batch.items():
+            if name not in _DIVIDED:
+                raise BatchError(
+                    f"the batch holds {name}, of which it is not known how cp_size={self.size} divides it. Leave it "
+                    f"out, or set cp_size=1."
+                )
+            shapes = [(count, length)] + [(1, length)] * (name == "position_ids")
+            if tuple(tensor.shape) not in shapes:
+                raise BatchError(
+                    f"{name} has the shape {tuple(tensor.shape)}, but with cp_size={self.size} it must be that of "
+                    f"input_ids, {(count, length)}."
+                )
+        if (
+            self._finding is not None
+            and self._finding.follows_mask
+            and "attention_mask" in batch
+            and "position_ids" not in batch
+        ):
+            raise BatchError(
+                f"{self._name} computes positions from attention_mask, which cp_size={self.size} "
+                f"cannot divide. Give position_ids beside it."
+            )
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's positions of a tensor (B, S)."""
+        return local_part(whole, 1, self.rank, self.size)
+
+    # -- steps
+
+    @contextmanager
+    def switched(self) -> Iterator[None]:
+        """Around forwards and backwards: the model attends as `attention.attend` does, and holds no keys and values.
+
+        The settings are put back.
+        """
+        before = [(config, attention_setting(config), getattr(config, "use_cache", None)) for config in self._configs]
+        try:
+            for config, name, use_cache in before:
+                if name is not None and not name.startswith(_PREFIX):
+                    set_attention(config, _registered(name))
+                if use_cache:
+                    # Not every forward takes the keyword.
+                    config.use_cache = False
+            yield
+        finally:
+            for config, name, use_cache in before:
+                set_attention(config, name)
+                if use_cache:
+                    config.use_cache = use_cache
+
+    @contextmanager
+    def running(self, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Around a forward with a divided batch; gives what the model is called with."""
+        global _running
+        rest = {name: value for name, value in inputs.items() if name != _WHOLE_POSITIONS}
+        part = inputs["input_ids"].shape[1]
+        length = inputs["attention_mask"].shape[1] if "attention_mask" in inputs else part
+        outer, _running = _running, _Running(self, length, part, inputs.get(_WHOLE_POSITIONS))
+        try:
+            yield rest
+        finally:
+            _running = outer
+
+    # -- before the first step
+
+    @contextmanager
+    def observed(self) -> Iterator[Observer]:
+        """Around forwards in which each position attends to itself, without communication, and is noted."""
+        self.observer = observer = Observer()
+        try:
+            yield observer
+        finally:
+            self.observer = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `check` has still to be called."""
+        return self._finding is None or self._finding.defect is not None
+
+    def check(self, ids_BS: Tensor, call: Callable[[dict[str, Tensor]], Any], multiple: int) -> ModelError | None:
+        """Whether the model mixes positions in its attention alone, on a few tokens; nothing of it remains.
+
+        Args:
+            ids_BS: of a batch.
+            call: runs the model within `running` and gives what it returns; collective as the model's forward is.
+            multiple: what the number of positions must be a multiple of.
+
+        Returns:
+            What is wrong.
+        """
+        with self.observed() as observer:
+            self._finding = find_defect(
+                self._name, self._model, self._layout, observer, ids_BS, call, multiple, self.size
+            )
+        defect = self._finding.defect
+        return None if defect is None else ModelError(f"{defect} Set cp_size=1.")
+
+
+@dataclass(frozen=True)
+class _Running:
+    """The forward that is running, for masks that the model makes.
+
+    Attributes:
+        parallel: of the model.
+        length: of a whole sequence.
+        part: positions on this rank.
+        positions_BS: where documents may be, the whole sequence's positions.
+    """
+
+    parallel: ContextParallel
+    length: int
+    part: int
+    positions_BS: Tensor | None
+
+
+_running: _Running | None = None
+
+
+@functools.cache
+def _registered(implementation: str) -> str:
+    """The name under which transformers finds our functions, in the place of one of its own."""
+    name = _PREFIX + implementation
+    attention = torch.compiler.disable(functools.partial(attend, implementation))
+    register_attention(name, attention, functools.partial(make_mask, implementation))
+    return name
+
+
+def make_mask(
+    implementation: str,
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: MaskFunction,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    allow_is_bidirectional_skip: bool = False,
+    **rest: Any,
+) -> PositionMask:
+    """What transformers calls for each mask while context parallelism is on; see [Note: masks] in `mask`.
+
+    Args:
+        q_length: positions on this rank.
+        kv_length: of the whole sequence, since `attention_mask` is whole.
+        attention_mask: boolean, (B, S); None where the batch has none and the model is being checked.
+    """
+    if _running is None:
+        raise ModelError(
+            "the model makes an attention mask outside of its forward (in recomputation, say), where context "
+            "parallelism does not know its positions. Set cp_size=1."
+        )
+    if (kv_length, q_length) != (_running.length, _running.part):
+        raise ModelError(
+            f"the model makes an attention mask of {q_length} queries and {kv_length} keys, where this rank has "
+            f"{_running.part} of {_running.length} positions. Set cp_size=1."
+        )
+    if use_vmap:
+        raise ModelError(
+            "the model adds a rule of its own to its attention masks, which may be about the positions of one rank. "
+            "Set cp_size=1."
+        )
+    is_whole = attention_mask is None or bool(attention_mask.all())
+    is_causal = allow_is_causal_skip and is_whole and (local_size is None or kv_length < local_size)
+    if _running.positions_BS is not None:
+        mask_function, is_documents = for_documents(mask_function, _running.positions_BS)
+        is_causal = is_causal and not is_documents
+    arguments = {"batch_size": batch_size, "attention_mask": None if is_whole else attention_mask, **rest}
+    return PositionMask(
+        _running.parallel,
+        mask_maker(implementation),
+        mask_function,
+        length=kv_length,
+        part=q_length,
+        is_causal=is_causal,
+        arguments=arguments,
+    )
+
+
+def _check_configs(model: nn.Module, configs: list[Any]) -> None:
+    name = type(model).__name__
+    settings = {setting for setting in map(attention_setting, configs) if setting is not None}
+    if not settings:
+        raise ModelError(
+            f"{name} has no attention of transformers (config._attn_implementation), which context parallelism "
+            f"divides. Set cp_size=1."
+        )
+    for setting in sorted(settings):
+        if setting not in _SERVED:
+            raise ModelError(
+                f"{name} uses attn_implementation={setting!r}, which context parallelism cannot divide. Build the "
+                f"model with one of {', '.join(_SERVED)}, or set cp_size=1."
+            )
+    for config in configs:
+        for kind in _rope_types(config.to_dict()):
+            if kind in _LENGTH_DEPENDENT:
+                raise ModelError(
+                    f"{name} has rope_type={kind!r}, which scales all positions by the last one of a forward, and each "
+                    f"rank of cp has another. Set cp_size=1, or use another rope_type."
+                )
+
+
+def _rope_types(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        if isinstance(value.get("rope_type"), str):
+            yield value["rope_type"]
+        for each in value.values():
+            yield from _rope_types(each)

@@ -1,0 +1,222 @@
+"""Find out whether a model mixes positions in its attention alone, and takes positions from `position_ids`.
+
+The model runs on a few tokens of one sequence, without gradients, with each position attending to itself only. Then
+whatever is done to one position must show nowhere else:
+
+- not a number behind the embedding of one position, and another token there: exact for whatever carries hidden states;
+- equal tokens at equal positions: what attention is given must be equal, or something has counted positions by itself;
+- positions left to the model, and given: equal, or what the model would do by itself is something else.
+
+No class is known by name. A model that runs into an error here is refused with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...base.errors import MeshwrightError
+from ...model.layout import ModelLayout
+
+TOKENS = 4
+Call = Callable[[dict[str, Tensor]], Any]
+
+
+class Observer:
+    """Stands in for attention: each position attends to itself, and what it is given is written down."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """(B, H, P, D) to (B, P, H, D)."""
+        self.seen += [each.transpose(1, 2).detach() for each in (query, key, value)]
+        groups = query.shape[1] // value.shape[1]
+        return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the runs have shown.
+
+    Attributes:
+        defect: what is wrong with the model, or None.
+        follows_mask: whether it computes positions from an attention mask, where it is given no positions.
+        padding: the token id behind which it numbers positions by itself, see `numbered`; None: from 0.
+    """
+
+    defect: str | None
+    follows_mask: bool = False
+    padding: int | None = None
+
+
+def numbered(ids_BS: Tensor, padding: int | None) -> Tensor:
+    """Positions as models number them that are given none: from 0, or real tokens from `padding` + 1."""
+    if padding is None:
+        return torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
+    real = (ids_BS != padding).long()
+    return real.cumsum(1) * real + padding
+
+
+def find_defect(
+    name: str,
+    model: nn.Module,
+    layout: ModelLayout,
+    observer: Observer,
+    ids_BS: Tensor,
+    call: Call,
+    multiple: int,
+    ranks: int,
+) -> Finding:
+    """What is wrong with the model, and how it numbers positions.
+
+    Args:
+        name: of the model.
+        model: as it runs, sharded perhaps.
+        layout: of it.
+        observer: which attention calls.
+        ids_BS: tokens of which to take a few.
+        call: runs the model; collective as its forward is.
+        multiple: the number of positions must be a multiple of it.
+        ranks: of cp; attention masks are so many times as long as what a rank has.
+    """
+    probe = _Probe(model, layout, observer, call)
+    length = multiple * -(-TOKENS // multiple)
+    ids = ids_BS[:1].repeat(1, -(-length // ids_BS.shape[1]))[:, :length].contiguous()
+    whole = torch.ones((1, length * ranks), dtype=torch.int64, device=ids.device)
+    chosen = length // 2
+    others = [each for each in range(length) if each != chosen]
+    try:
+        alone = probe.run({"input_ids": ids})
+        changed = ids.clone()
+        changed[0, chosen] += 1 if int(ids[0, chosen]) == 0 else -1
+        replaced = probe.run({"input_ids": changed}, not_a_number=chosen)
+        if any(bool(each[:, others].isnan().any()) for each in replaced):
+            return Finding(f"{name} mixes positions outside of attention, which context parallelism cannot divide.")
+        if not _alike(_steady(alone), _steady(replaced), others):
+            return Finding(f"{name} lets one token act on other positions outside of attention.")
+        padded = whole.clone()
+        padded[:, -1] = 0
+        for padding in (None, _padding(model)):
+            told = probe.run({"input_ids": ids, "position_ids": numbered(ids, padding), "attention_mask": padded})
+            if _alike(alone, told, range(length)):
+                break
+        else:
+            return Finding(
+                f"{name} computes something else with position_ids and attention_mask than without, where both say the "
+                f"same, so context parallelism cannot give it a part of the positions."
+            )
+        # As far from the start as they may be.
+        far = min(length * ranks, max(length, ids_BS.shape[1])) - 1
+        equal = {"input_ids": ids[:, :1].expand_as(ids).contiguous(), "position_ids": torch.full_like(ids, far)}
+        alike = probe.run({**equal, "attention_mask": whole}, equal=True)
+        if not all(_alike([each], [each[:, :1].expand_as(each)], range(length)) for each in _steady(alike)):
+            return Finding(f"{name} counts positions by itself and not by position_ids.")
+        padded = torch.ones_like(ids)
+        padded[:, 0] = 0
+        masked = probe.run({"input_ids": ids, "attention_mask": padded})
+        return Finding(None, follows_mask=not _alike(alone, masked, range(1, length)), padding=padding)
+    except (MeshwrightError, torch.OutOfMemoryError, dist.DistError):
+        raise
+    except Exception as error:
+        # Whatever a model's own code does with a mask or positions that are not of the usual kind.
+        reason = (str(error).strip().splitlines() or [""])[0]
+        return Finding(f"{name} cannot run on a part of the positions ({type(error).__name__}: {reason}).")
+
+
+def _padding(model: nn.Module) -> int | None:
+    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+    return padding if isinstance(padding, int) else None
+
+
+class _Probe:
+    """Runs a model, and gives what its attention was given and what it returns, each (1, P, ...)."""
+
+    def __init__(self, model: nn.Module, layout: ModelLayout, observer: Observer, call: Call) -> None:
+        self._observer, self._call = observer, call
+        self._embedding = model.get_submodule(layout.embedding) if layout.embedding else None
+        self._blocks = [model.get_submodule(stack[0]) for stack in layout.stacks]
+        # A later stage of a pipeline is given hidden states, which are any.
+        self._starts_within = self._embedding is None or not any(True for _ in self._embedding.parameters())
+
+    def run(self, inputs: dict[str, Tensor], *, not_a_number: int | None = None, equal: bool = False) -> list[Tensor]:
+        self._observer.seen.clear()
+        device = inputs["input_ids"].device
+        devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
+        with (
+            torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"),
+            torch.compiler.set_stance("force_eager"),
+            torch.no_grad(),
+            self._changed(not_a_number, equal=equal and self._starts_within),
+        ):
+            torch.manual_seed(0)
+            outputs = self._call(inputs)
+        seen = [*self._observer.seen]
+        length = inputs["input_ids"].shape[1]
+        outputs = outputs if isinstance(outputs, tuple) else (outputs.logits,)
+        floating = [each for each in outputs if isinstance(each, Tensor) and each.is_floating_point()]
+        return seen + [each.detach() for each in floating if each.dim() > 1 and each.shape[1] == length]
+
+    @contextmanager
+    def _changed(self, not_a_number: int | None, *, equal: bool) -> Iterator[None]:
+        """Change hidden states on their way into the model."""
+
+        def change(hidden: Tensor) -> Tensor:
+            if equal:
+                return hidden[:, :1].expand_as(hidden).contiguous()
+            if not_a_number is None:
+                return hidden
+            hidden = hidden.clone()
+            hidden[:, not_a_number] = torch.nan
+            return hidden
+
+        def behind(module: nn.Module, args: Any, output: Any) -> Any:
+            return change(output) if isinstance(output, Tensor) else output
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            def changed(value: Any) -> Any:
+                is_hidden = isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3
+                return change(value) if is_hidden else value
+
+            return tuple(map(changed, args)), {key: changed(value) for key, value in kwargs.items()}
+
+        handles = []
+        if self._starts_within:
+            handles = [block.register_forward_pre_hook(before, with_kwargs=True) for block in self._blocks]
+        elif self._embedding is not None and not_a_number is not None:
+            handles = [self._embedding.register_forward_hook(behind)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _steady(run: list[Tensor]) -> list[Tensor]:
+    """Of a run, what can be compared between positions: in half precision only what the first attention is given.
+
+    Behind that, the rounding of another batch may send a token to another expert.
+    """
+    is_half = any(each.dtype in (torch.float16, torch.bfloat16) for each in run)
+    return run[:3] if is_half else run
+
+
+def _alike(first: Sequence[Tensor], second: Sequence[Tensor], rows: Sequence[int]) -> bool:
+    """Whether two runs agree at some positions, but for rounding."""
+    if len(first) != len(second):
+        return False
+    chosen = list(rows)
+    for one, other in zip(first, second, strict=True):
+        if one.shape != other.shape:
+            return False
+        one, other = one[:, chosen], other[:, chosen]
+        limit = torch.finfo(one.dtype).eps ** 0.5 * float(one.abs().max())
+        if not float((one - other).abs().max()) <= limit:
+            return False
+    return True

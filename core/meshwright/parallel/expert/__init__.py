@@ -1,0 +1,12 @@
+"""Expert parallelism, for any strategy that claims the axis `ep`.
+
+A strategy makes an `ExpertParallel` of the model before it shards it further, calls its `apply`, and shards the modules
+that it names over the expert mesh ([Note: axis, dim, degree] in `meshwright.mesh.sizes`); all other modules as before.
+"""
+
+from __future__ import annotations
+
+from .find import Experts, check_expert_parallel, find_experts
+from .parallel import ExpertParallel
+
+__all__ = ["ExpertParallel", "Experts", "check_expert_parallel", "find_experts"]

@@ -1,0 +1,93 @@
+"""Attention heads under tensor parallelism.
+
+Query heads must divide. Key and value heads need not: where the ranks do not divide them, each rank computes those that
+its query heads read, from a replicated weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ...base.errors import ModelError
+from .plan import Plan, text_config
+
+_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+
+
+@dataclass(frozen=True)
+class SharedHeads:
+    """Key and value projections of an attention module whose heads the ranks share.
+
+    Attributes:
+        attention: name of the module.
+        rows: by the name of each parameter that is replicated, the rows that this rank computes with; int64.
+        groups: this rank's query heads for each of its key and value heads.
+    """
+
+    attention: str
+    rows: dict[str, Tensor]
+    groups: int
+
+
+def check_heads(model: nn.Module, plan: Plan, size: int, rank: int) -> list[SharedHeads]:
+    """Find attention modules whose key and value heads are fewer than, or not divided by, the ranks.
+
+    Raises:
+        ModelError: query heads are not divided by the ranks, or key and value heads cannot be shared.
+    """
+    shared = []
+    parents = dict.fromkeys(name.rpartition(".")[0] for name, style in plan.modules.items() if style == "colwise")
+    config = text_config(model)
+    for name in parents:
+        attention = model.get_submodule(name)
+        heads = next((int(getattr(attention, each)) for each in _COUNTS if _is_count(attention, each)), None)
+        is_attention = heads is not None or hasattr(attention, "num_key_value_groups") or hasattr(attention, "head_dim")
+        if not is_attention:
+            continue
+        groups, width = getattr(attention, "num_key_value_groups", None), getattr(attention, "head_dim", None)
+        key = f"{name}.k_proj"
+        if isinstance(groups, int) and isinstance(width, int) and plan.modules.get(key) == "colwise":
+            kv_heads = int(model.get_submodule(key).out_features) // width
+            heads = kv_heads * groups
+            _check_divides(name, heads, size)
+            if kv_heads % size:
+                shared.append(_share(model, name, kv_heads, groups, size, rank))
+        else:
+            heads = heads or getattr(config, "num_attention_heads", None)
+            if isinstance(heads, int):
+                _check_divides(name, heads, size)
+    return shared
+
+
+def _share(model: nn.Module, name: str, kv_heads: int, groups: int, size: int, rank: int) -> SharedHeads:
+    count = kv_heads * groups // size
+    read = [(rank * count + index) // groups for index in range(count)]
+    distinct = list(dict.fromkeys(read))
+    per_head = len(read) // len(distinct)
+    # Heads in order, each read by equally many: attention repeats them itself. Else each query head gets its own.
+    chosen = distinct if read == [head for head in distinct for _ in range(per_head)] else read
+    rows = {}
+    for projection in (f"{name}.k_proj", f"{name}.v_proj"):
+        layer = model.get_submodule(projection)
+        width = int(layer.out_features) // kv_heads
+        index = torch.cat([torch.arange(head * width, (head + 1) * width) for head in chosen])
+        for parameter, _ in layer.named_parameters(recurse=False):
+            rows[f"{projection}.{parameter}"] = index
+    return SharedHeads(name, rows, len(read) // len(chosen))
+
+
+def _check_divides(name: str, heads: int, size: int) -> None:
+    if heads % size:
+        divisors = ", ".join(str(each) for each in range(1, heads + 1) if heads % each == 0)
+        raise ModelError(
+            f"{name} has {heads} attention heads, which tp_size={size} does not divide. Set tp_size to one of "
+            f"{divisors}."
+        )
+
+
+def _is_count(module: nn.Module, name: str) -> bool:
+    value = getattr(module, name, None)
+    return isinstance(value, int) and value > 0

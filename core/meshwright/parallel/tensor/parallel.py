@@ -1,0 +1,410 @@
+"""Tensor parallelism for any model: parameters as DTensors, computation on plain local tensors.
+
+Every parameter becomes a DTensor on the `tp` axis, sharded where the plan says so and else replicated, so that norms,
+optimizers, state and the sharding of data-parallel strategies see one kind of parameter. During forward, each module
+finds plain tensors in their place, this rank's parts; what is communicated is written around the modules that the plan
+names. Nothing of the model's own code changes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.placement_types import Placement
+
+from ..._compat import all_reduce, is_elementwise, is_sharded
+from ...base.errors import ModelError, StrategyError
+from ...model.layout import ModelLayout, model_layout
+from ...step.token_loss import target_loss_sum, targets
+from ...tensors.norms import each_norm
+from ...tensors.state import DTENSORS, Parts
+from .collectives import Copies, chunk_sizes
+from .division import Division
+from .heads import SharedHeads, check_heads
+from .local_parameters import Cut, LocalParameters, Slot
+from .plan import Plan, StyleName, find_plan, keep_small_layers_whole, text_config
+from .sequence_parts import SequenceParts, find_parts
+from .sequence_stream import Stream
+from .sharded_loss import sharded_target_loss_sum
+from .styles import PACKED_PARTS, STYLES, Forward
+from .torch_styles import use_own_styles
+
+
+class TensorParallel:
+    """The tensor parallelism of one model; see the module.
+
+    Args:
+        model: before any sharding, with equal weights on all ranks of the axis.
+        layout: of the model.
+        mesh: the `tp` axis, one dim of a root mesh.
+        plan: see `meshwright.parallel.tensor.plan.find_plan`.
+        sequence_parallel: shard the positions between the parallel parts of blocks.
+        plain: make parameters plain tensors, this rank's parts, for strategies that take no DTensors. `divisions` tells
+            what they are parts of, and gradients are whole where parameters are replicated. Styles of torch in the plan
+            are replaced by ours, and turn sequence parallelism on where their layouts say so.
+        leave: modules with parameters that are divided otherwise, as DTensors when `apply` is called.
+
+    Attributes:
+        divisions: how each parameter is divided, by each of its names.
+
+    Raises:
+        ConfigError: the plan names what does not exist, or, where parameters are to be plain, a style of torch that
+            has no equal.
+        ModelError: the model does not fit the plan or the number of ranks. Both before any collective and before the
+            model is changed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: ModelLayout,
+        mesh: DeviceMesh,
+        *,
+        plan: Mapping[str, StyleName] | str | None = None,
+        sequence_parallel: bool = False,
+        plain: bool = False,
+        leave: Iterable[str] = (),
+    ) -> None:
+        self.mesh = mesh
+        self.group = mesh.get_group()
+        self.size = mesh.size()
+        self.rank = mesh.get_local_rank()
+        self.active = True
+        self.text_config = text_config(model)
+        self._model = model
+        self._layout = layout
+        self._plain = plain
+        self._plan = find_plan(model, layout, plan, sequence_parallel=sequence_parallel)
+        for name in leave:
+            self._plan.drop(name, model)
+        if plain:
+            sequence_parallel = use_own_styles(self._plan, model, layout) or sequence_parallel
+        keep_small_layers_whole(self._plan, model, self.size)
+        self._heads = check_heads(model, self._plan, self.size, self.rank)
+        placements = _placements(model, layout, self._plan, self._heads, self.size)
+        shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
+        self.divisions = {name: Division(mesh, placements[name], shape) for name, shape in shapes.items()}
+        parts = find_parts(model, layout, self._plan) if sequence_parallel else None
+        self._cuts = _cuts(self._plan, self._heads, parts)
+        self._copies = Copies(self.group)
+        self._parameters = LocalParameters(model, mesh, plain=plain)
+        self._blocks: dict[nn.Module, list[Slot]] = {}
+        self._stream = Stream(model, parts, self._copies, self.group) if parts is not None else None
+        head = self._plan.modules.get(layout.head) if layout.head else None
+        gathers = head in ("colwise_gather_output", "colwise_rep")
+        self._head = model.get_submodule(layout.head) if layout.head and gathers else None
+        self._keeps_logits = False
+        self._logits: Tensor | None = None
+        self._loss_parallel: bool | None = None if self._head is not None else False
+
+    # -- set up
+
+    def apply(self, separate: Iterable[str] = ()) -> None:
+        """Shard the parameters in place and put the communication around the modules.
+
+        Args:
+            separate: modules that a strategy will gather by themselves, beside blocks and the model; where parameters
+                are plain, all that it will gather as one.
+        """
+        self._apply_torch_styles()
+        self._parameters.distribute(self.divisions, self._cuts)
+        modules = dict(self._model.named_modules())
+        for name in self._plan.modules:
+            style = self._plan.style(name)
+            if style is not None and style.run is not None:
+                self._wrap(modules[name], functools.partial(style.run, self, modules[name]))
+        for shared in self._heads:
+            attention = modules[shared.attention]
+            self._wrap(attention, functools.partial(_run_with_groups, attention, shared.groups))
+        if self._stream is not None:
+            for name in self._stream.parts.regions:
+                self._wrap(modules[name], functools.partial(self._stream.run_region, name))
+            for name in self._stream.parts.blocks:
+                self._wrap(modules[name], functools.partial(self._stream.run_block, name))
+        own = {self._model.get_submodule(name) for name in separate}
+        blocks = {self._model.get_submodule(name) for name in self._layout.blocks}
+        if self._plain:
+            # Where a module is gathered just before it runs, its parameters must be found in it until then.
+            gathered = {module for each in own for module in each.modules()}
+            own |= self._parameters.cut_modules - gathered
+        # What is in a module before the module.
+        for module in reversed(list(self._model.modules())):
+            if module in blocks:
+                self._blocks[module] = self._parameters.take(module)
+            elif module in own:
+                self._localize(module, self._parameters.take(module))
+        self.localize_blocks()
+        self._localize(self._model, self._parameters.take(self._model))
+
+    def localize_blocks(self) -> None:
+        """Let blocks compute on local tensors; see [Note: local parameters] in `local`.
+
+        `apply` does so; do it once more where forwards of blocks have been wrapped by what must see local tensors.
+        """
+        for block, slots in self._blocks.items():
+            self._localize(block, slots)
+
+    def _localize(self, module: nn.Module, slots: list[Slot]) -> None:
+        def run(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            known = len(self._copies)
+            try:
+                with self._parameters.inside(slots):
+                    return forward(*args, **kwargs)
+            finally:
+                self._copies.forget(known)
+
+        self._wrap(module, run)
+
+    def packed_dim(self, parameter: Tensor) -> int | None:
+        """The dim along which a parameter holds packed parts that are sharded each; None for all others.
+
+        A strategy must not shard that dim further: torch puts the parts together in a wrong order.
+        """
+        placement = parameter.placements[-1] if isinstance(parameter, DTensor) else None
+        if placement is None or placement.is_shard() or not is_sharded(placement):
+            return None
+        dim: int = placement.dim
+        return dim
+
+    def _apply_torch_styles(self) -> None:
+        """Styles of torch bring their own parameters and hooks."""
+        for name, style in self._plan.modules.items():
+            if isinstance(style, ParallelStyle):
+                module = self._model.get_submodule(name)
+                parallelize_module(module, self.mesh, style, src_data_rank=None)
+                self._parameters.leave_alone(module)
+
+    def _wrap(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        """Replace `module.forward` by `run(forward, args, kwargs)` while tensor parallelism is active."""
+        forward = module.forward
+
+        @functools.wraps(forward)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return run(forward, args, kwargs) if self.active else forward(*args, **kwargs)
+
+        module.forward = wrapped
+
+    # -- use
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Whole plain parameters in the modules, which then compute without communication.
+
+        For parameters that a strategy has gathered over its own axes. Collective.
+        """
+        with self._parameters.whole():
+            self.active = False
+            try:
+                yield
+            finally:
+                self.active = True
+
+    @property
+    def loss_is_open(self) -> bool:
+        """Whether `choose_loss` has still to be called."""
+        return self._loss_parallel is None
+
+    def choose_loss(self, compute_logits: Callable[[], Tensor]) -> None:
+        """Find out whether the loss can take sharded logits.
+
+        It can where the head is sharded along the vocabulary and what the model makes of its answer treats every entry
+        alike, which the autograd graph of a small forward tells.
+
+        Args:
+            compute_logits: the model's answer to a few tokens, with gradients. Nothing remains of it.
+        """
+        devices = [] if self.mesh.device_type == "cpu" else [torch.accelerator.current_device_index()]
+        with (
+            torch.random.fork_rng(devices=devices),
+            torch.compiler.set_stance("force_eager"),
+            torch.enable_grad(),
+        ):
+            logits = compute_logits()
+        self._loss_parallel = self._logits is not None and is_elementwise(logits, self._logits)
+        self._logits = None
+
+    def token_loss_sum(self, compute_logits: Callable[[], Tensor], labels_BS: Tensor) -> Tensor:
+        """`target_loss_sum` with labels as the model's input has them."""
+        return self.target_loss_sum(compute_logits, targets(labels_BS))
+
+    def target_loss_sum(self, compute_logits: Callable[[], Tensor], targets_BS: Tensor) -> Tensor:
+        """`token_loss.target_loss_sum` of what the model answers, with sharded logits where `choose_loss` said so.
+
+        Raises:
+            ModelError: the model answers with a part of the positions.
+        """
+        if self._loss_parallel and self._head is not None:
+            self._keeps_logits = True
+            try:
+                logits_BSL = compute_logits()
+            finally:
+                self._keeps_logits = False
+            self._check_length(logits_BSL, targets_BS)
+            sizes = chunk_sizes(int(self._head.out_features), self.size)
+            return sharded_target_loss_sum(logits_BSL, targets_BS, sum(sizes[: self.rank]), self.group)
+        logits_BSV = compute_logits()
+        self._check_length(logits_BSV, targets_BS)
+        return target_loss_sum(logits_BSV, targets_BS)
+
+    def sum_partial_gradients(self) -> None:
+        """Sum the gradients of which each rank has a part, for strategies that do not reduce DTensors themselves.
+
+        After the last microbatch of a step. Collective.
+        """
+        for parameter in self._model.parameters():
+            grad = parameter.grad
+            if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
+                parameter.grad = grad.redistribute(placements=parameter.placements)
+
+    def differing_gradients(self, parts: Parts = DTENSORS) -> list[str]:
+        """Replicated parameters whose gradient is not the same on all ranks of the axis; equal on them.
+
+        There are none unless the plan is wrong: it leaves out a parameter that meets sharded activations, whose
+        gradient must be summed. Collective.
+
+        Args:
+            parts: how a strategy has divided parameters further.
+        """
+        named = [(name, p) for name, p in self._model.named_parameters() if self._is_replicated(name, p.grad)]
+        if not named:
+            return []
+        names = [name for name, _ in named]
+        stacked = each_norm([p.grad for _, p in named], [parts.groups(p) for _, p in named])
+        high, low = all_reduce(torch.stack([stacked, -stacked]), "max", self.group)
+        # The ranks compute the same numbers from the same numbers; half-precision kernels may still differ a little.
+        differs = (high + low).abs() > 1e-2 * high
+        return [name for name, differ in zip(names, differs.tolist(), strict=True) if differ]
+
+    def _is_replicated(self, name: str, grad: Tensor | None) -> bool:
+        if self._plain:
+            return grad is not None and not self.divisions[name].is_sharded
+        return isinstance(grad, DTensor) and not is_sharded(grad.placements[-1])
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of a sequence must be a multiple of."""
+        return self.size if self._stream is not None else 1
+
+    # -- for the styles
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A replicated tensor, for a use in parts; see `Copies`."""
+        return self._copies.of(tensor)
+
+    def scatters(self, module: nn.Module, output: Tensor) -> bool:
+        """Whether a row-parallel layer's sum is scattered along the sequence."""
+        return self._stream is not None and self._stream.scatters(module, output)
+
+    def keeps_sharded(self, module: nn.Module) -> bool:
+        """Whether a layer that gathers its output should not, since it is the head and the loss takes shards."""
+        return self._keeps_logits and module is self._head
+
+    def note_logits(self, module: nn.Module, logits: Tensor) -> None:
+        """Tell what a layer has answered, in case it is the head."""
+        if module is self._head and self.loss_is_open:
+            self._logits = logits
+
+    def _check_length(self, logits: Tensor, targets_BS: Tensor) -> None:
+        if self._stream is not None and logits.shape[1] * self.size == targets_BS.shape[1]:
+            raise ModelError(
+                f"{type(self._model).__name__} did not run {', '.join(sorted(self._stream.parts.last))}, at whose "
+                f"exit the sequence is gathered. Set sequence_parallel=false."
+            )
+
+
+def parallelize_tensors(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Mapping[str, StyleName] | str | None = None,
+    *,
+    sequence_parallel: bool = False,
+    separate: Iterable[str] = (),
+) -> TensorParallel:
+    """Apply tensor parallelism to a model, for hand-written loops; see `TensorParallel` and its `apply`.
+
+    Args:
+        mesh: the axis, 1-D, a slice of a root mesh if the model is sharded further.
+    """
+    if mesh.ndim != 1:
+        raise StrategyError(f"tensor parallelism takes one axis of a mesh, not {mesh.ndim}. Give mesh['tp'].")
+    parallel = TensorParallel(model, model_layout(model), mesh, plan=plan, sequence_parallel=sequence_parallel)
+    parallel.apply(separate)
+    return parallel
+
+
+def _run_with_groups(
+    attention: nn.Module, groups: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Attention whose key and value heads are this rank's."""
+    whole = attention.num_key_value_groups
+    attention.num_key_value_groups = groups
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        attention.num_key_value_groups = whole
+
+
+def _placements(
+    model: nn.Module, layout: ModelLayout, plan: Plan, heads: list[SharedHeads], size: int
+) -> dict[str, Placement]:
+    """The placement of each parameter by each of its names; tied ones agree.
+
+    Raises:
+        ModelError: they do not, or packed parts are not divided by the ranks.
+    """
+    replicated = {name for shared in heads for name in shared.rows}
+    placements: dict[str, Placement] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner, _, own = name.rpartition(".")
+        style = plan.parameters.get(name)
+        placements[name] = Replicate()
+        if style is not None and name not in replicated:
+            placements[name] = STYLES[style].place(model.get_submodule(owner), own, parameter)
+        _check_packed(name, parameter, placements[name], size)
+        _check_not_empty(name, parameter, placements[name], size)
+    for names in layout.tied:
+        different = {str(placements[name]): name for name in names if name in placements}
+        if len(different) > 1:
+            told = ", ".join(f"{name} {placement}" for placement, name in different.items())
+            raise ModelError(
+                f"{' and '.join(names)} are one parameter, but the plan ({plan.source}) shards them in different ways: "
+                f"{told}. Give them styles that agree, such as embedding_rowwise for the embedding and "
+                f"colwise_gather_output for the head, or replicate for both."
+            )
+    return placements
+
+
+def _check_not_empty(name: str, parameter: Tensor, placement: Placement, size: int) -> None:
+    if placement.is_shard() and chunk_sizes(parameter.shape[placement.dim], size)[-1] == 0:
+        raise ModelError(
+            f"{name} of shape {tuple(parameter.shape)} is too small along dim {placement.dim} for tp_size={size}: a "
+            f"rank would have nothing of it. Choose a smaller tp_size, or replicate it in a tp_plan."
+        )
+
+
+def _check_packed(name: str, parameter: Tensor, placement: Placement, size: int) -> None:
+    if placement.is_shard() or not is_sharded(placement):
+        return
+    features = parameter.shape[placement.dim]
+    if features % (PACKED_PARTS * size):
+        raise ModelError(
+            f"{name} holds {PACKED_PARTS} packed parts of {features // PACKED_PARTS} features each, which "
+            f"tp_size={size} does not divide. Choose a tp_size that does, or replicate it in a tp_plan."
+        )
+
+
+def _cuts(plan: Plan, heads: list[SharedHeads], parts: SequenceParts | None) -> dict[str, Cut]:
+    """What modules see of their parameters, where it is not simply this rank's part."""
+    partial = {name for name, style in plan.parameters.items() if STYLES[style].partial}
+    if parts is not None:
+        partial |= parts.on_shard
+    rows = {name: index for shared in heads for name, index in shared.rows.items()}
+    return {name: Cut(name in partial or name in rows, rows.get(name)) for name in partial | rows.keys()}

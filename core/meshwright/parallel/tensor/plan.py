@@ -1,0 +1,335 @@
+"""Where a model's tensor-parallel plan comes from, and which modules and parameters it names.
+
+Sources, the first that answers: a dict or an import path from the user, the hook `tp_plan`, the model's own plan, and
+last a plan that follows from structure alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from transformers.pytorch_utils import Conv1D
+
+from ...base.class_paths import import_class_from_path
+from ...base.errors import ConfigError, MissingPlanError, ModelError, nearest
+from ...model.layout import ModelLayout, model_layout
+from ...strategy.registry import Registry, get_registry
+from .collectives import chunk_sizes
+from .styles import STYLES, Style, out_features
+
+StyleName: TypeAlias = "str | ParallelStyle"
+
+
+@dataclass
+class Plan:
+    """Styles by the full names of modules and parameters.
+
+    Attributes:
+        source: where it comes from, for errors.
+        modules: a style's name, or a style of torch, for each module that is named.
+        parameters: a style's name for each parameter: its own, or its module's.
+    """
+
+    source: str
+    modules: dict[str, StyleName] = field(default_factory=dict)
+    parameters: dict[str, str] = field(default_factory=dict)
+
+    def style(self, module: str) -> Style | None:
+        """The style of a module, where it is one of ours."""
+        name = self.modules.get(module)
+        return STYLES[name] if isinstance(name, str) else None
+
+    def name(self, module: str, style: str, model: nn.Module) -> None:
+        """Give a module a style, and its parameters."""
+        self.modules[module] = style
+        for parameter, _ in model.get_submodule(module).named_parameters(recurse=False):
+            self.parameters[f"{module}.{parameter}"] = style
+
+    def drop(self, module: str, model: nn.Module) -> None:
+        """Leave a module and its parameters whole."""
+        self.modules.pop(module, None)
+        for parameter, _ in model.get_submodule(module).named_parameters(recurse=False):
+            self.parameters.pop(f"{module}.{parameter}", None)
+
+
+def find_plan(
+    model: nn.Module,
+    layout: ModelLayout,
+    given: Mapping[str, StyleName] | str | None = None,
+    *,
+    sequence_parallel: bool = False,
+    registry: Registry | None = None,
+) -> Plan:
+    """The plan for a model.
+
+    Args:
+        model: before sharding.
+        layout: of the model.
+        given: a dict from names to styles, in which `*` stands for a number; or an import path of such a dict, or of
+            a function that returns one for a model.
+        sequence_parallel: told to the hook.
+        registry: whose plugins are asked.
+
+    Raises:
+        ConfigError: `given` names a style or a module that does not exist.
+        ModelError: a plan names a style that its module cannot have.
+    """
+    if isinstance(given, str):
+        found = import_class_from_path(given, kind=("dict", "function"))
+        values = found(model) if callable(found) else found
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"tp_plan={given!r} is a {type(values).__name__}, not a dict or a function returning one."
+            )
+        return _expanded(model, values, f"tp_plan={given!r}", strict=True)
+    if given is not None:
+        return _expanded(model, given, "tp_plan", strict=True)
+    registry = registry or get_registry()
+    answer = registry.hook.tp_plan(model=model, layout=layout, sequence_parallel=sequence_parallel)
+    if answer is not None:
+        return _expanded(model, answer, "a plugin's tp_plan hook", strict=True)
+    own = getattr(model, "tp_plan", None) or {}
+    plan = _expanded(model, own, f"the tp_plan of {type(model).__name__}", strict=False)
+    _correct(plan, model)
+    if not any(name != layout.head and name != layout.embedding for name in plan.modules):
+        plan = Plan("structure")
+        for name in _linear_layers(model, layout):
+            plan.name(name, "colwise_gather_output", model)
+    _add_vocabulary(plan, model, layout)
+    _add_activations(plan, model)
+    _add_tied(plan, model, layout)
+    if not plan.parameters:
+        raise ModelError(
+            f"{type(model).__name__} has no tensor-parallel plan, and no linear layers or embedding that one could be "
+            f"derived from. Give a tp_plan, or set tp_size=1."
+        )
+    return plan
+
+
+def keep_small_layers_whole(plan: Plan, model: nn.Module, size: int) -> None:
+    """Take layers whose output is gathered out of the plan where a rank would have nothing of them.
+
+    `fully_shard` cannot reduce parameters without elements.
+    """
+    for name, style in list(plan.modules.items()):
+        if style not in ("colwise_gather_output", "colwise_rep"):
+            continue
+        features = out_features(model.get_submodule(name))
+        if chunk_sizes(features, size)[-1] == 0:
+            plan.drop(name, model)
+
+
+def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+    """The model's own plan as styles that `torch.distributed.tensor.parallel.parallelize_module` takes.
+
+    Args:
+        model: a model of transformers, whose `tp_plan` merges the plans of its class, its instance and its parts.
+
+    Returns:
+        Style by module name; `*` stands for a number.
+
+    Raises:
+        MissingPlanError: the model has no plan.
+        ConfigError: a style of the plan has no equal in torch; see `translate_to_torch_parallel_style`.
+    """
+    layout = model_layout(model)
+    own: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    if not own:
+        raise MissingPlanError(
+            f"{type(model).__name__} has no tensor-parallel plan of its own (tp_plan). Give one as a dict."
+        )
+    named = {_wildcards(name) for name, _ in model.named_modules()}
+    plan = {name: translate_to_torch_parallel_style(style) for name, style in own.items() if name in named}
+    if layout.embedding and isinstance(model.get_submodule(layout.embedding), nn.Embedding):
+        plan.setdefault(layout.embedding, translate_to_torch_parallel_style("embedding_rowwise"))
+    if layout.head and isinstance(model.get_submodule(layout.head), nn.Linear):
+        plan.setdefault(layout.head, translate_to_torch_parallel_style("colwise_gather_output"))
+    return plan
+
+
+def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
+    """The style of torch that a name in a plan stands for.
+
+    Raises:
+        ConfigError: no such style, or one that torch has no equal of, such as those of experts; meshwright's own
+            `tp_plan` takes these by name.
+    """
+    equals: dict[str, Callable[[], ParallelStyle]] = {
+        "colwise": ColwiseParallel,
+        "rowwise": RowwiseParallel,
+        "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "sequence_parallel": SequenceParallel,
+    }
+    if style in equals:
+        return equals[style]()
+    if style in STYLES:
+        raise ConfigError(
+            f"style {style!r} has no equal in torch.distributed.tensor.parallel. Use it by its name in a tp_plan; "
+            f"torch has: {', '.join(equals)}."
+        )
+    raise ConfigError(f"unknown tensor-parallel style {style!r}.{nearest(style, STYLES)} Known: {', '.join(STYLES)}.")
+
+
+def _expanded(model: nn.Module, values: Mapping[str, StyleName], source: str, *, strict: bool) -> Plan:
+    """Match every module and parameter of the model with the names of a plan."""
+    for name, style in values.items():
+        if isinstance(style, str) and style not in STYLES:
+            raise ConfigError(
+                f"{source} gives {name!r} the unknown style {style!r}.{nearest(style, STYLES)} "
+                f"Known: {', '.join(STYLES)}."
+            )
+        if not isinstance(style, str | ParallelStyle):
+            raise ConfigError(
+                f"{source} gives {name!r} a {type(style).__name__}, not a style's name or a ParallelStyle of torch."
+            )
+    plan, met = Plan(source), set()
+    for name, module in model.named_modules():
+        key = next((each for each in (name, _wildcards(name)) if each in values), None)
+        if key is not None and name:
+            met.add(key)
+            plan.modules[name] = values[key]
+        for parameter, _ in module.named_parameters(recurse=False):
+            full = f"{name}.{parameter}" if name else parameter
+            own = next((each for each in (full, _wildcards(full)) if each in values), None)
+            met.update([own] if own else [])
+            style = values[own] if own else plan.modules.get(name)
+            if isinstance(style, str):
+                plan.parameters[full] = style
+    unmet = [name for name in values if name not in met]
+    if strict and unmet:
+        names = {_wildcards(name) for name, _ in model.named_modules()}
+        raise ConfigError(
+            f"{source} names {unmet[0]!r}, which is no module or parameter of {type(model).__name__}."
+            f"{nearest(unmet[0], names)} `*` stands for the number of a layer."
+        )
+    for name in plan.modules:
+        style = plan.style(name)
+        module = model.get_submodule(name)
+        if style is not None and style.needs and not any(hasattr(module, each) for each in style.needs):
+            raise ModelError(
+                f"{source} gives {name} ({type(module).__name__}) the style {plan.modules[name]!r}, which needs a "
+                f"module with {' or '.join(style.needs)}. Change the plan."
+            )
+    return plan
+
+
+def _linear_layers(model: nn.Module, layout: ModelLayout) -> Iterator[str]:
+    """Linear layers of blocks. Their outputs are gathered, so nothing need be known of what stands between them."""
+    for block in layout.blocks:
+        for name, module in model.get_submodule(block).named_modules(prefix=block):
+            # Subclasses may compute something else.
+            if type(module) in (nn.Linear, Conv1D) and not _is_read(model, name):
+                yield name
+
+
+def _is_read(model: nn.Module, name: str) -> bool:
+    """Whether the code around a layer reads its weight, which then must be whole, instead of calling it."""
+    parent, _, own = name.rpartition(".")
+    try:
+        source = inspect.getsource(type(model.get_submodule(parent)))
+    except (OSError, TypeError):
+        return True
+    return re.search(rf"\.{re.escape(own)}\.(weight|bias)\b", source) is not None
+
+
+def _correct(plan: Plan, model: nn.Module) -> None:
+    """Replace styles of the model's own plan with which it would compute something else."""
+    corrections = _corrections().get(getattr(text_config(model), "model_type", ""), {})
+    for names in (plan.modules, plan.parameters):
+        for name in names:
+            for end, style in corrections.items():
+                if f".{_wildcards(name)}".endswith(f".{end}"):
+                    names[name] = style
+    for name, style in list(plan.modules.items()):
+        # A module's parameters follow it.
+        if style in corrections.values() and isinstance(style, str) and STYLES[style].needs:
+            plan.name(name, style, model)
+
+
+@functools.cache
+def _corrections() -> dict[str, dict[str, str]]:
+    values = yaml.safe_load((Path(__file__).parent / "corrections.yaml").read_text())
+    return dict(values)
+
+
+def _add_vocabulary(plan: Plan, model: nn.Module, layout: ModelLayout) -> None:
+    """Shard embedding and head along the vocabulary where the plan does not name them, tied ones alike."""
+    # Without a head of its own, a model may use the embedding's weight in ways that cannot be seen.
+    if layout.embedding is None or layout.head is None or layout.head == layout.embedding:
+        return
+    embedding, head = model.get_submodule(layout.embedding), model.get_submodule(layout.head)
+    if isinstance(embedding, nn.Embedding) and layout.embedding not in plan.modules:
+        plan.name(layout.embedding, "embedding_rowwise", model)
+    if type(head) is nn.Linear and layout.head not in plan.modules:
+        plan.name(layout.head, "colwise_gather_output", model)
+
+
+def _add_activations(plan: Plan, model: nn.Module) -> None:
+    """Sum the gradients of what no plan names but meets sharded activations: an activation function's own parameter
+    between column- and row-parallel layers, and what follows the lookup within an embedding."""
+    for name, style in list(plan.modules.items()):
+        if style == "embedding_rowwise":
+            for child, module in model.get_submodule(name).named_modules(prefix=name):
+                if child != name and any(True for _ in module.parameters(recurse=False)):
+                    plan.name(child, "replicated_with_grad_allreduce", model)
+    parents = dict.fromkeys(name.rpartition(".")[0] for name, style in plan.modules.items() if style == "colwise")
+    for parent in parents:
+        for name, module in model.get_submodule(parent).named_children():
+            own = list(module.parameters())
+            path = f"{parent}.{name}"
+            if path not in plan.modules and own and all(parameter.numel() == 1 for parameter in own):
+                plan.name(path, "replicated_with_grad_allreduce", model)
+
+
+def _add_tied(plan: Plan, model: nn.Module, layout: ModelLayout) -> None:
+    """Where one name of a tied parameter is sharded, shard the others; where that may be wrong, shard none."""
+    for names in layout.tied:
+        owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+        if not any(name in plan.parameters for name in names):
+            continue
+        for name, owner in owners.items():
+            module = name.rpartition(".")[0]
+            if name in plan.parameters:
+                continue
+            if isinstance(owner, nn.Embedding):
+                plan.name(module, "embedding_rowwise", model)
+            elif type(owner) is nn.Linear:
+                plan.name(module, "colwise_gather_output", model)
+            elif model.get_parameter(name).dim() == 1:
+                # A second name for a bias, which the layer that it belongs to uses.
+                plan.parameters[name] = next(plan.parameters[each] for each in names if each in plan.parameters)
+            else:
+                for each in names:
+                    plan.modules.pop(each.rpartition(".")[0], None)
+                    plan.parameters.pop(each, None)
+                break
+
+
+def _wildcards(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def text_config(model: nn.Module) -> Any:
+    """The configuration of a model of transformers, or of its text part."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -1,0 +1,30 @@
+"""The manager of `single`: nothing is sharded and nothing is reduced."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..manager.data_parallel import DataParallelManager
+from ..mesh.mesh import Mesh
+from ..tensors.wide_sums import WideSums
+from .plugin import SingleConfig
+
+
+class SingleManager(DataParallelManager):
+    """See `DataParallelManager`."""
+
+    runs_in_pipeline = True
+
+    def __init__(self, config: SingleConfig, mesh: Mesh) -> None:
+        super().__init__(config, mesh)
+        self._sums = WideSums(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        return model.to(self.mesh.device)
+
+    def after_backward(self, *, is_last: bool) -> None:
+        if self._sums is not None:
+            self._sums.take(self.trainable())
+            if is_last:
+                self._sums.give()

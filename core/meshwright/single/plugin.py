@@ -1,0 +1,42 @@
+"""`single`: the built-in strategy of one rank, and the reference that every other strategy must equal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..mesh.sizes import Degrees
+from ..strategy.contract import Estimate, ModelSize, StrategyConfig, StrategySpec
+from ..strategy.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from ..mesh.mesh import Mesh
+    from .manager import SingleManager
+
+
+class SingleConfig(StrategyConfig):
+    """Options of `single`."""
+
+
+def build(config: SingleConfig, mesh: Mesh) -> SingleManager:
+    from .manager import SingleManager
+
+    return SingleManager(config, mesh)
+
+
+def estimate(config: SingleConfig, degrees: Degrees, size: ModelSize) -> Estimate:
+    width = size.bytes_per_element
+    return Estimate(size.parameters * width, size.trainable * width, 2 * size.trainable * width)
+
+
+@hookimpl
+def register_strategies() -> list[StrategySpec]:
+    return [
+        StrategySpec(
+            name="single",
+            summary="One rank, no sharding: the reference that all others must equal.",
+            axes=frozenset(),
+            config_cls=SingleConfig,
+            build=build,
+            estimate=estimate,
+        )
+    ]

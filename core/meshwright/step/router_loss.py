@@ -1,0 +1,203 @@
+"""The auxiliary loss that balances routers, with statistics of all ranks.
+
+Shapes: T tokens of a microbatch on this rank, E experts, K of which each token takes.
+
+[Note: the router loss] Of one microbatch it is E x sum over experts of f x p, where f is the part of all choices that
+an expert gets, times K, and p its mean probability, both over all tokens and layers. That is no sum over tokens: means
+of ranks' losses would be another loss. So the microbatches with the same index on all ranks count as one, f and the
+number of tokens are summed over ranks, and each rank adds its tokens' share of p: the shares sum to the loss of one
+process that sees all these tokens. A step adds the mean over its microbatches, times `router_aux_loss_coef`.
+
+[Note: noted logits] Where a rank runs a part of the positions, or of the layers, the model's own code would compute the
+loss of that part, or fail. So it is told not to (output_router_logits=False), and what its routers give is noted as it
+runs. Which modules these are, a run on a few tokens tells: those that return the very tensors which the model returns.
+Source: Fedus et al. 2021, arXiv:2101.03961, equations (4) to (6), as transformers computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..base.errors import ModelError
+
+
+class RouterLoss:
+    """The router loss of one model, whose configuration has output_router_logits=True.
+
+    Args:
+        config: of the model.
+
+    Raises:
+        ModelError: it lacks the loss's coefficient, or the number of experts of a token.
+    """
+
+    def __init__(self, config: Any) -> None:
+        text = config.get_text_config()
+        coefficient, choices = getattr(text, "router_aux_loss_coef", None), getattr(text, "num_experts_per_tok", None)
+        if coefficient is None or choices is None:
+            raise ModelError(
+                f"config.output_router_logits=True asks for a router loss, but the {text.model_type} configuration has "
+                f"no router_aux_loss_coef and num_experts_per_tok. Set it to False to train on the token loss alone."
+            )
+        self._coefficient, self._choices = float(coefficient), int(choices)
+
+    def share(self, sums: Tensor, *, group: dist.ProcessGroup, microbatches: int) -> Tensor:
+        """This rank's share of a microbatch's part of the loss, scalar. Collective.
+
+        Args:
+            sums: of this rank's tokens over all layers, as `sums` gives them.
+            group: the ranks that see different tokens.
+            microbatches: of the step.
+        """
+        chosen_E, probable_E, tokens = _parts(sums)
+        every = torch.cat([chosen_E, tokens[None]]).detach()
+        dist.all_reduce(every, group=group)
+        return self._loss(every[:-1], probable_E, every[-1]) * (self._coefficient / microbatches)
+
+    def check(self, outputs: Any, mask: Tensor | None) -> None:
+        """Refuse a model whose own router loss is another. No communication.
+
+        Raises:
+            ModelError: tells both values.
+        """
+        own = getattr(outputs, "aux_loss", None)
+        logits = getattr(outputs, "router_logits", None)
+        if not isinstance(own, Tensor) or not isinstance(logits, tuple) or not all(each.dim() == 2 for each in logits):
+            raise ModelError(
+                "config.output_router_logits=True, but the model does not return the logits of its routers, (T, E) for "
+                "each layer, and a router loss. Set it to False to train on the token loss alone."
+            )
+        chosen_E, probable_E, tokens = _parts(self.sums(logits, mask))
+        if not tokens:
+            # The model divides by their number.
+            return
+        mine, theirs = self._loss(chosen_E, probable_E, tokens).item(), own.item()
+        if not abs(mine - theirs) <= 1e-3 * abs(theirs):
+            raise ModelError(
+                f"config.output_router_logits=True: the model's router loss is {theirs:.6g}, where [Note: the router "
+                f"loss] gives {mine:.6g}, so its statistics over ranks are not known. Set it to False to train on the "
+                f"token loss alone."
+            )
+
+    def sums(self, logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+        """Over tokens and layers: how often each expert is chosen, its summed probabilities, and the number of tokens
+        that are not masked, once for each layer; (2 E + 1,), float32, or float64 for float64 logits.
+
+        Args:
+            logits: (T, E) for each layer.
+            mask: not 0 for tokens that count, T elements; None: all do.
+        """
+        dtype = torch.promote_types(logits[0].dtype, torch.float32)
+        weights_T = logits[0].new_ones(logits[0].shape[0], dtype=dtype) if mask is None else mask.flatten().to(dtype)
+        chosen_E = probable_E = tokens = weights_T.new_zeros(())
+        for logits_TE in logits:
+            probabilities_TE = logits_TE.softmax(-1)
+            _, index_TK = probabilities_TE.topk(self._choices, dim=-1)
+            choices_TE = torch.zeros_like(probabilities_TE, dtype=dtype).scatter_(1, index_TK, 1.0)
+            chosen_E = chosen_E + weights_T @ choices_TE
+            probable_E = probable_E + weights_T @ probabilities_TE.to(dtype)
+            tokens = tokens + weights_T.sum()
+        return torch.cat([chosen_E, probable_E, tokens[None]])
+
+    def _loss(self, chosen_E: Tensor, probable_E: Tensor, tokens: Tensor) -> Tensor:
+        # Ranks without any token have none to divide by.
+        tokens = tokens.clamp(min=1.0)
+        return (chosen_E / tokens * (probable_E / tokens)).sum() * chosen_E.shape[0]
+
+
+def _parts(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Choices and summed probabilities of each expert, (E,), and the number of tokens."""
+    experts = sums.shape[0] // 2
+    return sums[:experts], sums[experts:-1], sums[-1]
+
+
+@dataclass(frozen=True)
+class Routers:
+    """The modules of a model that route tokens; see [Note: noted logits].
+
+    Attributes:
+        places: where each gives its logits: None for what it returns, or an index into that; by the module's name.
+        experts: that each chooses from.
+    """
+
+    places: Mapping[str, int | None]
+    experts: int
+
+    def watch(self, model: nn.Module) -> Notes:
+        """Note what the routers that `model` has give, from now on."""
+        notes = Notes()
+        for name, module in model.named_modules():
+            if name in self.places:
+                module.register_forward_hook(notes.hook(self.places[name]))
+        return notes
+
+
+class Notes:
+    """Logits of routers, in the order in which they ran."""
+
+    def __init__(self) -> None:
+        self._open: list[Tensor] | None = None
+
+    @contextmanager
+    def noting(self) -> Iterator[list[Tensor]]:
+        """Around one forward: yields the list to which logits are added. What is computed again in backward is not."""
+        noted: list[Tensor] = []
+        self._open = noted
+        try:
+            yield noted
+        finally:
+            self._open = None
+
+    def hook(self, place: int | None) -> Callable[[nn.Module, Any, Any], None]:
+        """A forward hook for one router."""
+
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            if self._open is not None:
+                self._open.append(output if place is None else output[place])
+
+        return note
+
+
+def find_routers(model: nn.Module, loss: RouterLoss, run: Callable[[], Any]) -> Routers:
+    """The routers of a model whose configuration asks for their loss.
+
+    Args:
+        run: runs the model on a few tokens, none of them masked, and gives its outputs with the logits of routers.
+
+    Raises:
+        ModelError: its router loss is another than ours, or what computes the logits is not found.
+    """
+    found: dict[int, tuple[str, int | None]] = {}
+    # So that no other tensor takes the identity of one that is seen.
+    kept: list[Tensor] = []
+
+    def seeing(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def see(module: nn.Module, args: Any, output: Any) -> None:
+            places = enumerate(output) if isinstance(output, tuple) else [(None, output)]
+            for place, tensor in places:
+                if isinstance(tensor, Tensor) and tensor.dim() == 2:
+                    kept.append(tensor)
+                    found.setdefault(id(tensor), (name, place))
+
+        return see
+
+    with ExitStack() as hooks, torch.no_grad():
+        for name, module in model.named_modules():
+            hooks.callback(module.register_forward_hook(seeing(name)).remove)
+        outputs = run()
+    loss.check(outputs, None)
+    logits = outputs.router_logits
+    if not all(id(each) in found for each in logits) or len({found[id(each)] for each in logits}) < len(logits):
+        raise ModelError(
+            "config.output_router_logits=True, but the logits of the routers are not what modules of the model return, "
+            "one for each, so a rank that runs a part of it cannot tell them. Set it to False to train on the token "
+            "loss alone, or pp_size=1 and cp_size=1."
+        )
+    return Routers(dict(found[id(each)] for each in logits), logits[0].shape[1])

@@ -1,0 +1,34 @@
+"""The token loss; see [Note: the gradient rule] in `contract`.
+
+Shapes: B sequences of a microbatch, S tokens each, V entries of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..strategy.contract import IGNORED_LABEL
+
+
+def targets(labels_BS: Tensor) -> Tensor:
+    """The label that each position predicts: the next one, and none for the last. int64, (B, S)."""
+    return F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED_LABEL)
+
+
+def token_loss_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+    """Sum of the cross entropy over unmasked targets [nats], scalar.
+
+    Args:
+        logits_BSV: floating point, (B, S, V). Half precision is computed in float32, float64 stays float64.
+        labels_BS: int64, (B, S), as the model's input has them: the shift by one happens here.
+    """
+    return target_loss_sum(logits_BSV, targets(labels_BS))
+
+
+def target_loss_sum(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+    """`token_loss_sum` with the label that each position predicts, as `targets` gives it."""
+    if logits_BSV.dtype in (torch.float16, torch.bfloat16):
+        logits_BSV = logits_BSV.float()
+    return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")

@@ -1,0 +1,55 @@
+"""The hooks that a plugin can implement.
+
+A plugin is a module (or object) named by an entry point of the group `meshwright`. It marks its functions with
+`meshwright.hookimpl`; a marked function whose name is not below is refused, so a misspelt hook is never silent.
+Source: pluggy, https://pluggy.readthedocs.io.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    import typer
+    from torch import nn
+
+    from ..model.layout import ModelLayout
+    from ..parallel.tensor import StyleName
+    from ..train.loop import StepResult
+    from .contract import StrategySpec
+
+PROJECT = "meshwright"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def register_strategies() -> list[StrategySpec]:  # type: ignore[empty-body]
+    """Return the strategies this plugin brings. Must not import torch: `build` does that when it is called."""
+
+
+@hookspec(firstresult=True)
+def model_layout(model: nn.Module) -> ModelLayout | None:
+    """Describe the structure of a model that the rules of `meshwright.model.layout` would get wrong; None to pass."""
+
+
+@hookspec(firstresult=True)
+def tp_plan(model: nn.Module, layout: ModelLayout, sequence_parallel: bool) -> Mapping[str, StyleName] | None:
+    """Say how tensor parallelism shards a model, before its own plan is asked; None to pass.
+
+    The answer maps names of modules or parameters, with `*` for the number of a layer, to names of styles
+    (`meshwright.parallel.tensor.STYLES`) or to styles of torch.distributed.tensor.parallel.
+    """
+
+
+@hookspec
+def register_commands(app: typer.Typer) -> None:
+    """Add subcommands to the `meshwright` command line. Called once, after the built-in commands."""
+
+
+@hookspec
+def on_step_end(result: StepResult) -> None:
+    """Observe a finished optimizer step, on every rank. Must not issue collectives."""

@@ -1,0 +1,182 @@
+"""Resolve a strategy and sizes to the stack of strategies that together shard every axis.
+
+The named strategy must claim every axis with a degree above 1, or a wrapping strategy must: with `pipeline`
+installed, `fsdp2` at pp_size=2 resolves to pipeline over fsdp2. Core knows no strategy by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ValidationError
+
+from ..base.errors import ConfigError, MeshError, nearest
+from ..base.validation import validated
+from ..mesh.sizes import Degrees, MeshSizes
+from .contract import Estimate, ModelSize, StrategyManager, StrategySpec
+from .registry import INSTALLABLE, Registry, get_registry, install_line, normalized
+
+if TYPE_CHECKING:
+    from ..mesh.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A strategy with its validated config."""
+
+    spec: StrategySpec
+    config: BaseModel
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The inner strategy and those that wrap it, outermost first."""
+
+    inner: Layer
+    wrappers: tuple[Layer, ...] = ()
+
+    @property
+    def claims(self) -> frozenset[str]:
+        """All axes that the stack shards."""
+        return self.inner.spec.axes.union(*(layer.spec.axes for layer in self.wrappers))
+
+    def build(self, mesh: Mesh) -> StrategyManager:
+        """Make the manager that runs the whole stack on `mesh`.
+
+        Raises:
+            MeshError: an axis of the mesh with a degree above 1 is not claimed by the stack.
+        """
+        unclaimed = [axis for axis in mesh.degrees.above_one() if axis not in self.claims]
+        if unclaimed:
+            raise MeshError(f"{self} does not shard {', '.join(unclaimed)}, but the mesh is {mesh.degrees}.")
+
+        def make(mesh: Mesh) -> StrategyManager:
+            return self.inner.spec.build(self.inner.config, mesh)
+
+        for layer in reversed(self.wrappers):
+            make = _wrapped(layer, make)
+        manager = make(mesh)
+        manager.strategy = str(self)
+        return manager
+
+    def estimate(self, degrees: Degrees, model_size: ModelSize) -> Estimate | None:
+        """The inner strategy's estimate; None where it has none, or where a wrapper divides the model."""
+        if self.inner.spec.estimate is None or self.wrappers:
+            return None
+        return self.inner.spec.estimate(self.inner.config, degrees, model_size)
+
+    def __str__(self) -> str:
+        return " over ".join(layer.spec.name for layer in (*self.wrappers, self.inner))
+
+
+def _wrapped(layer: Layer, inner: Any) -> Any:
+    return lambda mesh: layer.spec.build(layer.config, mesh, inner)
+
+
+def resolve(
+    strategy: str,
+    sizes: MeshSizes,
+    world_size: int,
+    *,
+    config: Mapping[str, Any] | BaseModel | None = None,
+    wrapper_config: Mapping[str, Mapping[str, Any]] | None = None,
+    registry: Registry | None = None,
+) -> tuple[Stack, Degrees]:
+    """Find the stack for a strategy and give every axis its degree.
+
+    Args:
+        strategy: name or alias. A wrapping strategy named here wraps `single`.
+        sizes: what the user asks for.
+        world_size: number of ranks.
+        config: options of the named strategy, as a mapping or as its config class.
+        wrapper_config: options of wrapping strategies, by name.
+        registry: where strategies are looked up; None: the installed plugins.
+
+    Raises:
+        StrategyError: the strategy is not installed or broken.
+        ConfigError: a config does not fit its strategy.
+        MeshError: the sizes do not fill the world, or an axis is claimed by nobody; says who could shard it.
+    """
+    registry = registry or get_registry()
+    named = registry.get(strategy)
+    wrapper_values = {normalized(name): values for name, values in (wrapper_config or {}).items()}
+    if named.wraps:
+        if named.name in wrapper_values:
+            raise ConfigError(
+                f"wrapper_config holds options for {named.name!r}, which is the named strategy: "
+                f"move them to strategy_config."
+            )
+        stack = Stack(_layer(registry.get("single"), {}, "strategy_config"), (_layer(named, config),))
+    else:
+        stack = Stack(_layer(named, config))
+    # Claims decide where data parallelism goes, and only data-parallel axes depend on them, so a first resolution
+    # with the claims of the stack so far tells which axes still need a wrapper.
+    degrees = sizes.resolve(world_size, stack.claims)
+    for axis in degrees.above_one():
+        if axis not in stack.claims:
+            stack = _wrap_for(axis, stack, wrapper_values, degrees, registry)
+    used = {layer.spec.name for layer in stack.wrappers}
+    for name in wrapper_values:
+        if name not in used:
+            wrapping = [spec.name for spec in registry.strategies.values() if spec.wraps]
+            raise ConfigError(
+                f"wrapper_config holds options for {name!r}, which is no wrapping strategy of the run ({stack})."
+                f"{nearest(name, wrapping)} Remove them, or set the size that calls for it."
+            )
+    return stack, degrees
+
+
+def _layer(spec: StrategySpec, config: Mapping[str, Any] | BaseModel | None, where: str = "strategy_config") -> Layer:
+    if isinstance(config, spec.config_cls):
+        return Layer(spec, config)
+    if isinstance(config, BaseModel):
+        try:
+            # Some classes take another's values, such as those of a reference's class.
+            return Layer(spec, spec.config_cls.model_validate(config))
+        except ValidationError:
+            pass
+        raise ConfigError(f"strategy {spec.name!r} takes a {spec.config_cls.__name__}, not a {type(config).__name__}.")
+    return Layer(spec, validated(spec.config_cls, config or {}, where=f"{where} of {spec.name!r}"))
+
+
+def _wrap_for(
+    axis: str, stack: Stack, values: Mapping[str, Mapping[str, Any]], degrees: Degrees, registry: Registry
+) -> Stack:
+    """Put the one installed wrapping strategy that claims `axis` around the stack."""
+    candidates = [spec for spec in registry.strategies.values() if spec.wraps and axis in spec.axes]
+    if len(candidates) > 1:
+        names = ", ".join(spec.name for spec in candidates)
+        raise MeshError(
+            f"{axis}={getattr(degrees, axis)} can be sharded by several wrapping strategies ({names}). "
+            f"Name one of them as the strategy, or uninstall the others."
+        )
+    if not candidates:
+        raise MeshError(_nobody_claims(axis, stack, degrees, registry))
+    layer = _layer(candidates[0], values.get(candidates[0].name, {}), "wrapper_config")
+    return replace(stack, wrappers=(layer, *stack.wrappers))
+
+
+def _nobody_claims(axis: str, stack: Stack, degrees: Degrees, registry: Registry) -> str:
+    claims = ", ".join(axis for axis in degrees.__dataclass_fields__ if axis in stack.claims) or "no axis"
+    lines = [f"{axis}={getattr(degrees, axis)}, but {stack} shards {claims}, and no wrapping strategy takes {axis}."]
+    data_parallel = {"dp_replicate", "dp_shard"}
+    # Which of the two axes the ranks lie on follows from the strategy, unless this one takes the other of them.
+    wanted = data_parallel if axis in data_parallel and not data_parallel & stack.claims else {axis}
+    names = " or ".join(sorted(wanted))
+    able = [spec.name for spec in registry.strategies.values() if wanted & spec.axes]
+    if able:
+        lines.append(f"Installed strategies that shard {names}: {', '.join(able)}.")
+    else:
+        lines.append(f"No installed strategy shards {names}.")
+    missing = [install_line(name) for name in INSTALLABLE if name in registry.installable]
+    if missing:
+        lines.append("More can be installed from a clone of meshwright: " + "; ".join(missing) + ".")
+    if axis == "dp_shard" and "dp_replicate" in stack.claims:
+        lines.append(f"{stack} keeps whole copies: leave dp_replicate_size out, or set it to dp_size={degrees.dp}.")
+    elif axis in ("dp_shard", "dp_replicate"):
+        lines.append("Or start one rank, with dp_size=1.")
+    else:
+        lines.append(f"Or set {axis}_size=1.")
+    return "\n".join(lines)

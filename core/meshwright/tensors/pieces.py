@@ -1,0 +1,173 @@
+"""Which rectangles of a whole tensor lie in this rank's memory.
+
+Loading, saving and exporting speak of tensors in these terms alone, so that they need not know how a strategy divides
+them: a rectangle of the whole can be read from a file, or written to one, whoever else holds the rest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from .._compat import is_sharded
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A rectangle of a whole tensor.
+
+    Attributes:
+        offsets: where it begins in the whole, along each dim.
+        tensor: a view of this rank's memory, whose shape is that of the rectangle. Writing into it changes what the
+            strategy trains.
+    """
+
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Sharded:
+    """A tensor of which this rank has some rectangles, or none.
+
+    Attributes:
+        shape: of the whole.
+        dtype: of the pieces.
+        pieces: of which several may cover the same elements, if a rank keeps copies.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+
+def tensor_pieces(tensor: Tensor) -> list[Piece]:
+    """The rectangles of a tensor that this rank has: all of a plain one, any number of a DTensor's.
+
+    A shard of packed parts (gate and up projection in one parameter) is a rectangle of each part. No communication.
+    """
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return [Piece((0,) * tensor.dim(), tensor)] if tensor.numel() else []
+    local = tensor.to_local()
+    runs = [_runs(tensor, dim) for dim in range(tensor.dim())]
+    return [
+        Piece(
+            tuple(run.start for run in rectangle),
+            local[tuple(slice(run.local, run.local + run.length) for run in rectangle)],
+        )
+        for rectangle in itertools.product(*runs)
+    ]
+
+
+def stretch_pieces(stretch: Tensor, start: int, shape: Sequence[int]) -> list[Piece]:
+    """The rectangles that a stretch of a flattened tensor covers, at most 2 x dims - 1.
+
+    Args:
+        stretch: elements `start` and following of the flattened whole; 1-D, a view of this rank's memory.
+        shape: of the whole.
+    """
+    return [
+        Piece(offsets, stretch.detach()[begin - start : begin - start + math.prod(sizes)].view(sizes))
+        for begin, offsets, sizes in _rectangles(start, start + stretch.numel(), tuple(shape))
+    ]
+
+
+def pieces_within(pieces: Iterable[Piece], part: DTensor) -> list[Piece]:
+    """The rectangles of a whole that rectangles of this rank's part of it are.
+
+    Args:
+        pieces: whose offsets are those in the part.
+        part: which says how the whole is divided; its memory is not used.
+    """
+    runs = [_runs(part, dim) for dim in range(part.dim())]
+    return [found for piece in pieces for rectangle in itertools.product(*runs) for found in _met(piece, rectangle)]
+
+
+def _met(piece: Piece, rectangle: Sequence[_Run]) -> Iterator[Piece]:
+    offsets, slices = [], []
+    for start, size, run in zip(piece.offsets, piece.sizes, rectangle, strict=True):
+        first, last = max(start, run.local), min(start + size, run.local + run.length)
+        if first >= last:
+            return
+        offsets.append(run.start + first - run.local)
+        slices.append(slice(first - start, last - start))
+    yield Piece(tuple(offsets), piece.tensor[tuple(slices)])
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive indices along one dim: `length` of them, from `start` in the whole and from `local` here."""
+
+    start: int
+    local: int
+    length: int
+
+
+_known_runs: dict[tuple[Any, ...], tuple[_Run, ...]] = {}
+"""By all that they depend on. A model's tensors have few sizes, and torch takes long to divide one over many ranks."""
+
+
+def _runs(tensor: DTensor, dim: int) -> tuple[_Run, ...]:
+    mesh, size = tensor.device_mesh, tensor.shape[dim]
+    along = tuple(
+        placement if is_sharded(placement) and placement.dim == dim else Replicate() for placement in tensor.placements
+    )
+    if all(placement.is_replicate() for placement in along):
+        return (_Run(0, 0, size),) if size else ()
+    key = (tuple(mesh.shape), tuple(mesh.get_coordinate() or ()), along, size)
+    if key not in _known_runs:
+        # torch divides the indices as it has divided the tensor, so that nothing here need know how.
+        shape = [size if each == dim else 1 for each in range(tensor.dim())]
+        indices = torch.arange(size).view(shape)
+        mine = distribute_tensor(indices, mesh, along, src_data_rank=None).to_local().flatten().tolist()
+        _known_runs[key] = _consecutive(mine)
+    return _known_runs[key]
+
+
+def _consecutive(indices: Sequence[int]) -> tuple[_Run, ...]:
+    runs: list[_Run] = []
+    for place, index in enumerate(indices):
+        if runs and index == runs[-1].start + runs[-1].length:
+            runs[-1] = _Run(runs[-1].start, runs[-1].local, runs[-1].length + 1)
+        else:
+            runs.append(_Run(index, place, 1))
+    return tuple(runs)
+
+
+def _rectangles(start: int, end: int, shape: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """First element, offsets and sizes of the rectangles of elements [start, end) of a flattened tensor."""
+    if start >= end:
+        return
+    if len(shape) <= 1:
+        yield start, (start,) if shape else (), (end - start,) if shape else ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), end // row
+    if first > last:
+        # Within one row.
+        yield from _in_row(start, end, start // row, shape)
+        return
+    yield from _in_row(start, first * row, start // row, shape)
+    if first < last:
+        yield first * row, (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _in_row(last * row, end, last, shape)
+
+
+def _in_row(
+    start: int, end: int, index: int, shape: tuple[int, ...]
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    before = index * math.prod(shape[1:])
+    for begin, offsets, sizes in _rectangles(start - before, end - before, shape[1:]):
+        yield before + begin, (index, *offsets), (1, *sizes)

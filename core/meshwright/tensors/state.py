@@ -1,0 +1,348 @@
+"""State of models and optimizers by parameter name, whole or as it lies.
+
+Whole state is what moves between strategies in memory: plain tensors on the CPU of rank 0, `{"state": {name: values},
+"param_groups": [{..., "params": names}]}` for an optimizer. One tensor at a time is gathered or spread, so no rank
+but the first ever holds more than one whole. Sharded state is what checkpoints are made of: nothing is gathered, and
+each rank says which pieces it has.
+Source: torch.optim.Optimizer.state_dict, whose format this is, with names for numbers; torch.distributed.tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.optim import Optimizer
+
+from ..base.errors import StrategyError
+from ..mesh.mesh import World
+from .norms import Groups, groups_of
+from .pieces import Piece, Sharded, tensor_pieces
+
+
+class Parts:
+    """How a strategy divides tensors over ranks; as DTensors, unless it says otherwise.
+
+    A strategy with parts of another kind derives from this and sets `DataParallelManager.parts`.
+    """
+
+    def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
+        """`value` whole, on every rank, at least on the first. Collective.
+
+        Args:
+            value: `parameter` itself, or an entry of its optimizer state: divided like it, or a scalar.
+            parameter: what is trained, as the optimizer holds it.
+        """
+        return whole_tensor(value)
+
+    def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        """This rank's part of `whole`, the reverse of `whole`; every rank has `whole`. Collective."""
+        if isinstance(parameter, DTensor) and parameter.shape == whole.shape:
+            return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return whole
+
+    def shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
+        """The shape of the whole."""
+        return value.shape
+
+    def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory for this rank's part of a tensor of the parameter's whole shape, divided like it."""
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+
+    def pieces(self, value: Tensor, parameter: Tensor) -> list[Piece]:
+        """The rectangles of the whole that this rank has of `value`, as views of its memory. No communication.
+
+        Args:
+            value, parameter: as of `whole`; also parameters and buffers of the model, which are both then.
+        """
+        return tensor_pieces(value)
+
+    def groups(self, parameter: Tensor) -> Groups:
+        """The groups over which a parameter, and so its gradient, is divided.
+
+        Not asked of the gradient: torch's caches may put it on a mesh that is equal, but has groups of its own.
+        """
+        return groups_of(parameter)
+
+
+DTENSORS = Parts()
+
+T = TypeVar("T")
+
+
+@dataclass
+class OptimizerState(Generic[T]):
+    """State of an optimizer by parameter name.
+
+    Attributes:
+        tensors: by name and key, such as "exp_avg"; on this rank a `Sharded`, in a checkpoint (shape, dtype).
+        values: by name and key, what is no tensor, and tensors without dims, such as "step".
+        groups: settings, and under "params" the names of those that they are for. To be loaded, none: the optimizer
+            keeps its own.
+    """
+
+    tensors: dict[str, dict[str, T]] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+
+TensorKind = tuple[torch.Size, torch.dtype]
+
+
+@dataclass
+class ShardedState:
+    """What this rank has of a model and its optimizer, as views of its memory.
+
+    Attributes:
+        model: parameters, each under the first of its names, and persistent buffers.
+        optimizer: None where there is none.
+    """
+
+    model: dict[str, Sharded]
+    optimizer: OptimizerState[Sharded] | None = None
+
+
+def sharded_model(model: nn.Module, parts: Parts) -> dict[str, Sharded]:
+    """The model's part of a `ShardedState`."""
+    first = {id(value): name for name, value in reversed(model.state_dict(keep_vars=True).items())}
+    return {
+        first[id(value)]: _sharded(value, value, parts)
+        for value in model.state_dict(keep_vars=True).values()
+        if isinstance(value, Tensor)
+    }
+
+
+def sharded_optimizer(optimizer: Optimizer, names: Mapping[nn.Parameter, str], parts: Parts) -> OptimizerState[Sharded]:
+    """The optimizer's part of a `ShardedState`; never steps the optimizer."""
+    found: OptimizerState[Sharded] = OptimizerState()
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        found.groups.append({**settings, "params": [names[parameter] for parameter in group["params"]]})
+        for parameter in group["params"]:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.dim():
+                    found.tensors.setdefault(names[parameter], {})[key] = _sharded(value, parameter, parts)
+                else:
+                    found.values.setdefault(names[parameter], {})[key] = value
+    return found
+
+
+@contextmanager
+def loading_optimizer(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], saved: OptimizerState[TensorKind], parts: Parts
+) -> Iterator[OptimizerState[Sharded]]:
+    """Give memory for saved state, to be filled within the context, and let the optimizer have it afterwards.
+
+    Raises:
+        StrategyError: the state is not of these parameters, or of another grouping; before anything is changed.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = {names[parameter]: number for number, parameter in enumerate(parameters)}
+    unexpected = (saved.tensors.keys() | saved.values.keys()) - numbers.keys()
+    if unexpected:
+        _check_names("optimizer", set(unexpected), set())
+    own = [{**group, "params": [names[each] for each in group["params"]]} for group in optimizer.param_groups]
+    groups = [_matching(group, names, saved.groups or own, numbers) for group in optimizer.param_groups]
+    state: dict[int, dict[str, Any]] = {}
+    target: OptimizerState[Sharded] = OptimizerState()
+    for number, parameter in enumerate(parameters):
+        name = names[parameter]
+        if name in saved.tensors or name in saved.values:
+            # Copies: a step counts in place, and another parameter may have been given the same value.
+            values = saved.values.get(name, {})
+            state[number] = {key: v.clone() if isinstance(v, Tensor) else v for key, v in values.items()}
+        whole = parts.shape(parameter, parameter)
+        for key, (shape, dtype) in saved.tensors.get(name, {}).items():
+            divided = shape == whole
+            value = parts.empty(parameter, dtype) if divided else torch.empty(shape, dtype=dtype)
+            state[number][key] = value
+            target.tensors.setdefault(name, {})[key] = _sharded(value, parameter, parts if divided else DTENSORS)
+    yield target
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _sharded(value: Tensor, parameter: Tensor, parts: Parts) -> Sharded:
+    return Sharded(parts.shape(value, parameter), value.dtype, tuple(parts.pieces(value, parameter)))
+
+
+def model_state(model: nn.Module, world: World, *, full: bool, parts: Parts = DTENSORS) -> dict[str, Any]:
+    """See `StrategyManager.state_dict`. Collective if `full`."""
+    state = model.state_dict(keep_vars=True)
+    if not full:
+        return {name: value.detach() if isinstance(value, Tensor) else value for name, value in state.items()}
+    # Tied names keep sharing one tensor.
+    copies: dict[int, Any] = {}
+    for value in state.values():
+        if id(value) not in copies:
+            copies[id(value)] = _gathered(value, value, world, parts)
+    return {name: copies[id(value)] for name, value in state.items()} if world.rank == 0 else {}
+
+
+def load_model_state(
+    model: nn.Module, state: Mapping[str, Any], world: World, *, full: bool, parts: Parts = DTENSORS
+) -> None:
+    """See `StrategyManager.load_state_dict`. Collective if `full`.
+
+    Raises:
+        StrategyError: names or shapes are not the model's (on all ranks).
+    """
+    mine = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    shapes = {name: (value.shape, value.dtype) for name, value in state.items() if isinstance(value, Tensor)}
+    if full:
+        shapes = _from_first(shapes, world)
+    _check_names("model", set(shapes), set(mine))
+    for name, value in mine.items():
+        expected = parts.shape(value, value) if full else value.shape
+        if shapes[name][0] != expected:
+            raise StrategyError(
+                f"{name} has shape {tuple(shapes[name][0])} in the state, but {tuple(expected)} in the model. "
+                f"Build the model from the configuration that the state was saved with."
+            )
+    done: set[int] = set()
+    for name, value in mine.items():
+        if id(value) not in done:
+            done.add(id(value))
+            source = _spread(state.get(name), shapes[name], value, world, parts) if full else state[name]
+            with torch.no_grad():
+                value.copy_(source)
+
+
+def optimizer_state(
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+    world: World,
+    *,
+    full: bool,
+    parts: Parts = DTENSORS,
+) -> dict[str, Any]:
+    """The optimizer's part of `StrategyManager.state_dict`. Collective if `full`; never steps the optimizer."""
+    state: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            values = optimizer.state.get(parameter)
+            if values:
+                state[names[parameter]] = {
+                    key: _gathered(value, parameter, world, parts) if full else value for key, value in values.items()
+                }
+    if full and world.rank != 0:
+        return {}
+    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
+    return {"state": state, "param_groups": groups}
+
+
+def load_optimizer_state(
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+    state: Mapping[str, Any],
+    world: World,
+    *,
+    full: bool,
+    parts: Parts = DTENSORS,
+) -> None:
+    """The optimizer's part of `StrategyManager.load_state_dict`. Collective if `full`.
+
+    Raises:
+        StrategyError: names or groups are not the optimizer's (on all ranks).
+    """
+    saved = state.get("state", {})
+    kinds = {name: {key: _kind(value) for key, value in values.items()} for name, values in saved.items()}
+    groups = state.get("param_groups", [])
+    if full:
+        kinds, groups = _from_first((kinds, groups), world)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    unexpected = set(kinds) - {names[parameter] for parameter in parameters}
+    if unexpected:
+        _check_names("optimizer", unexpected, set())
+    packed: dict[int, dict[str, Any]] = {}
+    for index, parameter in enumerate(parameters):
+        name = names[parameter]
+        for key, kind in kinds.get(name, {}).items():
+            value = saved.get(name, {}).get(key)
+            if full:
+                value = _spread(value, kind, parameter, world, parts) if isinstance(kind, tuple) else kind
+            packed.setdefault(index, {})[key] = value
+    numbers = {names[parameter]: index for index, parameter in enumerate(parameters)}
+    matched = [_matching(group, names, groups, numbers) for group in optimizer.param_groups]
+    optimizer.load_state_dict({"state": packed, "param_groups": matched})
+
+
+def _matching(
+    group: Mapping[str, Any],
+    names: Mapping[nn.Parameter, str],
+    saved: list[dict[str, Any]],
+    numbers: Mapping[str, int],
+) -> dict[str, Any]:
+    """The saved settings of a parameter group, with the numbers of its parameters."""
+    if not group["params"]:
+        # This rank steps none of the group's parameters.
+        return dict(group)
+    mine = [names[parameter] for parameter in group["params"]]
+    found = [each for each in saved if not set(mine).isdisjoint(each["params"])]
+    # A strategy may step parameters in several groups that another steps in one.
+    settings = [{key: value for key, value in each.items() if key != "params"} for each in found]
+    if not found or any(each != settings[0] for each in settings):
+        raise StrategyError(
+            f"a parameter group meets {len(found)} groups of the optimizer state to load, not one or several of equal "
+            f"settings. Group the parameters as they were when the state was saved. The group begins with "
+            f"{', '.join(mine[:3])}."
+        )
+    return {**found[0], "params": [numbers[name] for name in mine]}
+
+
+def _gathered(value: Any, parameter: Any, world: World, parts: Parts) -> Any:
+    """A copy of the whole tensor on the CPU of rank 0; None elsewhere. What is no tensor stays as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    whole = parts.whole(value.detach(), parameter)
+    return whole.to("cpu", copy=True) if world.rank == 0 else None
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """All of a DTensor as a plain tensor, on every rank of its mesh; a plain tensor as it is.
+
+    One axis at a time, outermost first, which undoes what sharding one dim along `tp` and then along `dp_shard` has
+    done; `full_tensor` does the same, but complains of it on every rank. Collective.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            placements = list(tensor.placements)
+            placements[axis] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+def _kind(value: Any) -> Any:
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else value
+
+
+def _spread(
+    whole: Tensor | None, kind: tuple[torch.Size, torch.dtype], parameter: Tensor, world: World, parts: Parts
+) -> Tensor:
+    """This rank's part of a whole tensor that rank 0 has."""
+    shape, dtype = kind
+    received = (
+        torch.empty(shape, dtype=dtype, device=world.device) if whole is None else whole.to(world.device, copy=True)
+    )
+    dist.broadcast(received, group=world.group, group_src=0)
+    return parts.part(received, parameter)
+
+
+def _from_first(value: Any, world: World) -> Any:
+    box = [value if world.rank == 0 else None]
+    dist.broadcast_object_list(box, group=world.group, group_src=0)
+    return box[0]
+
+
+def _check_names(what: str, given: set[str], expected: set[str]) -> None:
+    for names, told in ((expected - given, "lacks"), (given - expected, "holds what the run does not have:")):
+        if names:
+            some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise StrategyError(f"the {what} state {told} {some}. Load state of the same architecture.")

@@ -1,0 +1,176 @@
+"""One call from a Hugging Face model to a manager whose model is sharded and has its weights.
+
+[Note: the world of a call] `from_pretrained` and `from_config` run on every rank. They join the `world` given to them,
+else the process group that exists; else they start one, from torchrun's environment or of this process alone. The
+manager keeps it as `manager.mesh.world`. Who starts a world ends it: one that was opened by `with open_world()` ends
+there; one that these functions have started ends with `manager.mesh.world.close()`, or with the process.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel
+from torch import nn
+
+from ..base.errors import ModelError
+from ..base.validation import validated
+from ..mesh.mesh import Mesh, World, open_world
+from ..mesh.sizes import MeshSizes
+from ..model.build import as_dtype, config_from_directory, config_from_mapping, new_model_on_meta
+from ..model.pretrained import PretrainedWeights, find_directory, open_pretrained
+from ..model.weights import Weights
+from ..strategy.contract import StrategyManager
+from ..strategy.stack import Stack, resolve
+
+
+class Sizes(TypedDict, total=False):
+    """The fields of `MeshSizes`."""
+
+    dp_size: int | None
+    dp_replicate_size: int | None
+    tp_size: int | None
+    pp_size: int | None
+    cp_size: int | None
+    ep_size: int
+
+
+def from_pretrained(
+    path: str | Path,
+    strategy: str = "fsdp2",
+    *,
+    config: Mapping[str, Any] | BaseModel | None = None,
+    wrapper_config: Mapping[str, Mapping[str, Any]] | None = None,
+    hf_config: Any = None,
+    dtype: torch.dtype | str | None = None,
+    device: str | torch.device | None = None,
+    world: World | None = None,
+    seed: int = 0,
+    revision: str | None = None,
+    allow_pickle: bool = False,
+    **sizes: Unpack[Sizes],
+) -> StrategyManager:
+    """Load a Hugging Face model under a strategy, each rank reading from the files what it holds.
+
+    Collective; see [Note: the world of a call].
+
+    Args:
+        path: a directory that `save_pretrained` wrote, or a hub id. All ranks must find the same.
+        strategy, config, wrapper_config: as of `resolve`.
+        hf_config: the Hugging Face configuration to use instead of the directory's, or a mapping of fields to change.
+        dtype: of the parameters, for instance "bfloat16"; None: as transformers has it, that of the configuration.
+        device: as of `open_world`; not used where `world` is given.
+        world: where to run.
+        seed: of weights that the directory lacks.
+        revision: branch, tag or commit on the hub.
+        allow_pickle: read `.bin` files where there are no safetensors.
+        sizes: `dp_size=..., dp_replicate_size=..., tp_size=..., pp_size=..., cp_size=..., ep_size=...`.
+
+    Returns:
+        The manager, whose model is sharded and loaded; `build_optimizer` comes next.
+
+    Warns:
+        UserWarning: on the first rank: weights that the directory lacks, or that the model has no place for.
+
+    Raises:
+        MeshwrightError: on all ranks: sizes, config, directory or files are not valid, or the strategy cannot train the
+            model.
+    """
+
+    def load() -> tuple[nn.Module, PretrainedWeights]:
+        wanted = as_dtype(dtype)
+        directory = find_directory(path, revision=revision, allow_pickle=allow_pickle)
+        loaded = hf_config
+        if loaded is None or isinstance(loaded, Mapping):
+            loaded = config_from_directory(directory, loaded or {}, where="hf_config")
+        return open_pretrained(directory, loaded, dtype=wanted, allow_pickle=allow_pickle, seed=seed)
+
+    stack, mesh = _placed(strategy, sizes, config, wrapper_config, world, device)
+    manager = stack.build(mesh)
+    model, weights = mesh.world.together(load)
+    check_same_weights(weights, mesh.world)
+    tell(weights, mesh.world, stacklevel=3)
+    manager.parallelize(model, weights)
+    return manager
+
+
+def from_config(
+    hf_config: Any,
+    strategy: str = "fsdp2",
+    *,
+    config: Mapping[str, Any] | BaseModel | None = None,
+    wrapper_config: Mapping[str, Mapping[str, Any]] | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: str | torch.device | None = None,
+    world: World | None = None,
+    seed: int = 0,
+    **sizes: Unpack[Sizes],
+) -> StrategyManager:
+    """Make a Hugging Face model with new weights under a strategy: those that transformers draws after
+    `torch.manual_seed(seed)`, whatever the strategy and the number of ranks.
+
+    Collective; see [Note: the world of a call]. Arguments are those of `from_pretrained`, but:
+
+    Args:
+        hf_config: a Hugging Face configuration, or a mapping of its fields with `model_type` among them.
+
+    Raises:
+        MeshwrightError: as `from_pretrained`.
+    """
+
+    def build() -> tuple[nn.Module, Weights | None]:
+        given = config_from_mapping(hf_config, where="hf_config") if isinstance(hf_config, Mapping) else hf_config
+        wanted = as_dtype(dtype) or getattr(given, "dtype", None) or torch.float32
+        return new_model_on_meta(given, wanted, seed)
+
+    stack, mesh = _placed(strategy, sizes, config, wrapper_config, world, device)
+    manager = stack.build(mesh)
+    model, weights = mesh.world.together(build)
+    manager.parallelize(model, weights)
+    return manager
+
+
+def _placed(
+    strategy: str,
+    sizes: Sizes,
+    config: Mapping[str, Any] | BaseModel | None,
+    wrapper_config: Mapping[str, Mapping[str, Any]] | None,
+    world: World | None,
+    device: str | torch.device | None,
+) -> tuple[Stack, Mesh]:
+    joined = world or open_world(device)
+
+    def resolved() -> Any:
+        wanted = validated(MeshSizes, sizes, where="the call")
+        return resolve(strategy, wanted, joined.size, config=config, wrapper_config=wrapper_config)
+
+    stack, degrees = joined.together(resolved)
+    return stack, Mesh(degrees, joined)
+
+
+def check_same_weights(weights: PretrainedWeights, world: World) -> None:
+    """Refuse directories that differ between nodes, as far as names, shapes and dtypes tell. Collective.
+
+    Raises:
+        ModelError: on all ranks.
+    """
+    mine = weights.fingerprint()
+    least = world.reduce_ints([mine], dist.ReduceOp.MIN)[0]
+    most = world.reduce_ints([mine], dist.ReduceOp.MAX)[0]
+    if least != most:
+        raise ModelError(
+            "ranks find different weights under the same path: names, shapes or dtypes differ. Copy the same directory "
+            "to every node, or put it on a file system that they share."
+        )
+
+
+def tell(weights: PretrainedWeights, world: World, *, stacklevel: int) -> None:
+    """Warn of what is missing or superfluous, on the first rank."""
+    if world.rank == 0:
+        for remark in weights.remarks:
+            warnings.warn(remark, stacklevel=stacklevel)

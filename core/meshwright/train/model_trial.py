@@ -1,0 +1,123 @@
+"""Try a model before any rank starts, so that what its class would raise in the first step is an error of the plan.
+
+[Note: no good model is refused] Every model is made without memory, and written as at the end of a run. A small one on
+a CPU is also trained on one sequence, as each rank will do. Of others no smaller copy is, since it may fail where the
+model itself would not; nothing is for an accelerator, whose kernels need not run here, nor where expert parallelism
+puts code of its own in the place of the model's.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.errors import ModelError
+from ..manager.data_parallel import forward_options
+from ..mesh.sizes import Degrees
+from ..model.build import new_model
+from ..model.layout import model_layout, model_size
+from ..strategy.contract import ModelSize
+from ..strategy.stack import Stack
+
+_PARAMETERS, _WORK = 1e7, 1e9
+"""Parameters, and parameters times tokens, up to which a model is trained: below a second, and 100 MB."""
+
+
+def try_model(config: Any, dtype: torch.dtype, *, seq_len: int, device: torch.device, degrees: Degrees) -> ModelSize:
+    """Make the model of a Hugging Face configuration and let it compute; the random state stays as it was.
+
+    Args:
+        config: left as it is.
+        seq_len: tokens of the sequence to be tried.
+        device: that ranks will use; nothing is put there.
+        degrees: of the run.
+
+    Returns:
+        What the model holds.
+
+    Raises:
+        ModelError: transformers cannot write, make or train it.
+    """
+    config = copy.deepcopy(config)
+    with torch.random.fork_rng(devices=[]), _quiet():
+        with torch.device("meta"):
+            model = new_model(config, dtype, 0)
+        _try_saving(model)
+        size = model_size(model, model_layout(model))
+        is_small = size.parameters <= _PARAMETERS and size.parameters * seq_len <= _WORK
+        if device.type == "cpu" and is_small and degrees.ep == 1:
+            _train(new_model(config, dtype, 0), seq_len)
+    return size
+
+
+def check_memory(stack: Stack, degrees: Degrees, size: ModelSize, memory_bytes: int) -> None:
+    """Refuse a model of which one rank's part is larger than the memory of its whole node.
+
+    Args:
+        memory_bytes: of the node and its accelerators.
+
+    Raises:
+        ModelError: with both numbers.
+    """
+    estimate = stack.estimate(degrees, size)
+    # Without an estimate: each parameter lies on one rank at least.
+    evenly = size.parameters * size.bytes_per_element / degrees.world_size
+    held = estimate.parameters if estimate is not None else evenly
+    if held > memory_bytes:
+        raise ModelError(
+            f"the model does not fit: a rank would hold {held / 1e9:,.1f} GB of its {size.parameters:,} parameters, "
+            f"and this node has {memory_bytes / 1e9:,.1f} GB of memory. Make it smaller (model.vocab_size, "
+            f"model.hidden_size, ...), or use more ranks under a strategy that shards it."
+        )
+
+
+def memory_of_node() -> int:
+    """Bytes of this node's own memory and that of its accelerators."""
+    own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not torch.cuda.is_available():
+        return own
+    return own + sum(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
+
+
+def _try_saving(model: Any) -> None:
+    # Both are validated again when they are written, at the end of the run.
+    with (
+        tempfile.TemporaryDirectory(prefix="meshwright-") as directory,
+        _told(model.config, "write the configuration of"),
+    ):
+        model.config.save_pretrained(directory)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(directory)
+
+
+def _train(model: nn.Module, seq_len: int) -> None:
+    with _told(model.config, "train"):
+        ids = torch.ones((1, seq_len), dtype=torch.int64)
+        model.train()(input_ids=ids, **forward_options(model)).logits.float().sum().backward()
+
+
+@contextmanager
+def _told(config: Any, what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # Each model class checks its configuration in its own way, or not at all.
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelError(
+            f"transformers cannot {what} the model {config.model_type!r} as configured: {cause}"
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

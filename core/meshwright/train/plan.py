@@ -1,0 +1,151 @@
+"""Find all that can be wrong with a run before any process starts or any collective is issued.
+
+[Note: plan first] The launching process calls `plan_run`, and each rank calls it again for its own node, where the
+files are cached.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.errors import ConfigError
+from ..checkpoint import read_manifest
+from ..checkpoint.directory import HUGGING_FACE
+from ..data import PreparedData, check_batch_size, holds_tokenizer, load_tokenizer, prepare
+from ..mesh.mesh import Mesh, find_device
+from ..mesh.sizes import Degrees
+from ..model.build import dtype_of, model_config
+from ..model.layout import model_layout, model_size
+from ..strategy.registry import get_registry
+from ..strategy.stack import Stack, resolve
+from .model_trial import check_memory, memory_of_node, try_model
+from .optim import try_optimization
+from .resume import check_output, check_restarts, check_source
+from .run_file import RunConfig
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that has been checked, as far as that is possible without ranks."""
+
+    stack: Stack
+    degrees: Degrees
+    micro_batch_size: int
+    data: PreparedData
+    model_config: Any
+    identity: dict[str, Any]
+    """What must be the same for a run to go on as if it had not been interrupted; values of JSON."""
+
+
+def plan_run(config: RunConfig, world_size: int) -> Plan:
+    """Check a run and prepare its data; issues no collective.
+
+    Raises:
+        MeshwrightError: whatever is wrong with it; see `meshwright.base.errors`.
+    """
+    stack, degrees = resolve(
+        config.strategy,
+        config,
+        world_size,
+        config=config.strategy_config,
+        wrapper_config=config.wrapper_config,
+    )
+    micro_batch_size = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
+    check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=micro_batch_size)
+    check_restarts(config)
+    check_output(config)
+    try_optimization(config.optimizer, config.schedule, config.steps, device=find_device(config.device))
+    data, hf_config = data_and_model_config(config)
+    seq_len, dtype = config.data.seq_len, dtype_of(config.model)
+    size = try_model(hf_config, dtype, seq_len=seq_len, device=find_device(config.device), degrees=degrees)
+    check_memory(stack, degrees, size, memory_of_node())
+    if config.eval.sequences is not None and config.eval.sequences > len(data.held_out):
+        raise ConfigError(
+            f"eval.sequences={config.eval.sequences}, but the held-out split has {len(data.held_out)}. "
+            f"Lower it, leave it out, or raise data.eval_fraction."
+        )
+    identity = _identity(config, data, hf_config)
+    check_source(config, identity)
+    return Plan(stack, degrees, micro_batch_size, data, hf_config, identity)
+
+
+def data_and_model_config(config: RunConfig) -> tuple[PreparedData, Any]:
+    """Prepare the data, or find them in the cache, and make the Hugging Face configuration that goes with them.
+
+    Raises:
+        DataError: the corpus or the tokenizer cannot be used.
+        ModelError: the model's section is not valid.
+    """
+    directory = _model_directory(config)
+    own_tokenizer = directory if directory is not None and holds_tokenizer(directory) else None
+    data = prepare(config.data, tokenizer_dir=own_tokenizer)
+    tokenizer = load_tokenizer(data.tokenizer_dir)
+    seq_len = config.data.seq_len
+    return data, model_config(config.model, tokenizer=tokenizer, seq_len=seq_len, directory=directory)
+
+
+def processes(config: RunConfig) -> int:
+    """How many ranks `start` starts on this node."""
+    on_cpu = find_device(config.device).type == "cpu"
+    accelerators = 0 if on_cpu else torch.accelerator.device_count()
+    return config.processes(get_registry().get(config.strategy).axes, accelerators)
+
+
+def _model_directory(config: RunConfig) -> Path | None:
+    """The Hugging Face directory that the model begins with, with its configuration and perhaps a tokenizer.
+
+    Raises:
+        CheckpointError: the model's checkpoint is none.
+    """
+    if "checkpoint" in config.model:
+        checkpoint = Path(config.model["checkpoint"]).expanduser()
+        read_manifest(checkpoint)
+        return checkpoint / HUGGING_FACE
+    return Path(config.model["path"]).expanduser() if "path" in config.model else None
+
+
+def _identity(config: RunConfig, data: PreparedData, hf_config: Any) -> dict[str, Any]:
+    model = hf_config.to_dict()
+    for key in ("transformers_version", "architectures", "_name_or_path"):
+        model.pop(key, None)
+    identity = {
+        "model": {**model, "dtype": config.model.get("dtype", "float32")},
+        "data": {"fingerprint": data.fingerprint, "seq_len": config.data.seq_len},
+        "seed": config.seed,
+        "batch_size": config.batch_size,
+        "optimizer": config.optimizer.model_dump(),
+        "schedule": config.schedule.model_dump(),
+        "max_grad_norm": config.max_grad_norm,
+        "grad_norm_type": config.grad_norm_type,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(identity, default=str))
+    return plain
+
+
+def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str:
+    layout = model_layout(model)
+    size = model_size(model, layout)
+    lines = [
+        f"{plan.stack} on {plan.degrees} ({mesh.device.type}): {plan.model_config.model_type} with "
+        f"{size.parameters:,} parameters in {len(layout.blocks)} blocks",
+        f"{plan.data.documents:,} documents: {len(plan.data.train):,} sequences of {config.data.seq_len} tokens to "
+        f"train on, {len(plan.data.held_out):,} held out; {config.batch_size} a step",
+    ]
+    estimate = plan.stack.estimate(plan.degrees, size)
+    if estimate is not None:
+        lines.append(
+            f"a rank holds {_megabytes(estimate.parameters)} of parameters, {_megabytes(estimate.gradients)} of "
+            f"gradients, {_megabytes(estimate.optimizer)} of AdamW state, {_megabytes(estimate.gathered)} gathered, "
+            f"and activations (estimate)"
+        )
+    return "\n".join(lines)
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"

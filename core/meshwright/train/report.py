@@ -1,0 +1,162 @@
+"""What a person sees of a run: a progress bar or lines, a JSONL file of every step, and a picture of the loss."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..base.parsing import parse_json
+from ..strategy.hooks import hookimpl
+from .loop import StepResult
+
+_TOLD = 5
+"""This many lines are named that cannot be read."""
+
+
+class Reporter:
+    """Rank 0's observer of steps; a context manager that closes the file and the bar.
+
+    Args:
+        metrics: path of the JSONL file.
+        log_every: steps between lines where the console is no terminal.
+        console: where to draw.
+        earlier: steps of the run before it was interrupted, which the file holds first.
+    """
+
+    def __init__(self, metrics: Path, *, log_every: int, console: Console, earlier: Sequence[StepResult] = ()) -> None:
+        self._earlier = earlier
+        self._metrics = metrics
+        self._log_every = log_every
+        self._console = console
+        self._file: IO[str] | None = None
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=None)
+
+    def __enter__(self) -> Reporter:
+        # What is there stays until it is replaced as a whole.
+        kept = self._metrics.with_suffix(".tmp")
+        kept.write_text("".join(_line(result) for result in self._earlier), encoding="utf-8")
+        kept.replace(self._metrics)
+        self._file = self._metrics.open("a", encoding="utf-8")
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+        if self._file is not None:
+            self._file.close()
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        if self._file is not None:
+            self._file.write(_line(result))
+            self._file.flush()
+        text = describe(result)
+        if self._console.is_terminal:
+            self._progress.update(self._task, completed=result.step, total=result.steps, description=text)
+        elif result.step % self._log_every == 0 or result.step in (1, result.steps):
+            self._console.print(f"step {result.step}/{result.steps}  {text}", highlight=False, soft_wrap=True)
+
+
+def read_metrics(path: Path, *, until: int, steps: int) -> list[StepResult]:
+    """The first `until` steps that a file of metrics holds, of a run that is to have so many steps.
+
+    Where the file goes back to an earlier step, what follows replaces what was there from that step on. A line that
+    cannot be read is left out, with a warning, unless it is the last: a run that is killed may leave that torn.
+    """
+    if not path.is_file():
+        return []
+    found: list[StepResult] = []
+    unread: list[int] = []
+    lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            result = _read_line(line, steps)
+        except (ValueError, TypeError, KeyError):
+            unread += [number] if number < len(lines) else []
+            continue
+        while found and found[-1].step >= result.step:
+            found.pop()
+        if result.step <= until:
+            found.append(result)
+    if unread:
+        some = ", ".join(map(str, unread[:_TOLD])) + (", ..." if len(unread) > _TOLD else "")
+        warnings.warn(f"{path}: {len(unread)} lines cannot be read and are left out: {some}.", stacklevel=2)
+    return found
+
+
+def _read_line(line: bytes, steps: int) -> StepResult:
+    """Raises ValueError, TypeError or KeyError where it does not hold numbers of a step."""
+    record = parse_json(line.decode())
+    numbers = {each.name: record[each.name] for each in fields(StepResult) if each.name in record}
+    if not all(type(value) in (int, float) for value in numbers.values()) or type(numbers["step"]) is not int:
+        raise ValueError("no numbers of a step")
+    return StepResult(**{**numbers, "steps": steps, "rank": 0})
+
+
+def _line(result: StepResult) -> str:
+    return json.dumps(as_record(result)) + "\n"
+
+
+def as_record(result: StepResult) -> dict[str, float | int]:
+    """One line of the metrics file."""
+    record: dict[str, float | int] = {
+        "step": result.step,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "learning_rate": result.learning_rate,
+        "num_tokens": result.num_tokens,
+        "tokens_per_second": result.tokens_per_second,
+        "seconds": result.seconds,
+    }
+    if result.held_out_loss is not None:
+        record["held_out_loss"] = result.held_out_loss
+    return record
+
+
+def describe(result: StepResult) -> str:
+    """The step in one short line."""
+    text = (
+        f"loss {result.loss:.6f}  norm {result.grad_norm:.3f}  lr {result.learning_rate:.2e}  "
+        f"{result.tokens_per_second:,.0f} tokens/s"
+    )
+    if result.held_out_loss is not None:
+        text += f"  held-out {result.held_out_loss:.6f}"
+    return text
+
+
+def draw_loss_curve(results: list[StepResult], path: Path) -> None:
+    """Write a PNG of training and held-out loss over steps."""
+    # The object interface draws without a display and without global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.plot([r.step for r in results], [r.loss for r in results], linewidth=1, label="training")
+    held_out = [(r.step, r.held_out_loss) for r in results if r.held_out_loss is not None]
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), marker="o", linewidth=1.5, label="held out")
+    axes.set(xlabel="step", ylabel="loss [nats per token]")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)

@@ -1,0 +1,289 @@
+"""The run file: a whole training run as one validated, frozen value. No torch in this module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, PydanticInvalidForJsonSchema, field_validator, model_validator
+
+from ..base.errors import ConfigError
+from ..base.parsing import parse_yaml, read_text
+from ..base.validation import FrozenModel, PathText, check_path, validated
+from ..data.config import DataConfig
+from ..mesh.sizes import MeshSizes, Size
+from ..strategy.registry import Registry, get_registry
+
+PositiveFloat = Annotated[float, Field(gt=0)]
+FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class OptimizerConfig(FrozenModel):
+    """Any optimizer of torch.optim."""
+
+    name: str = Field("AdamW", description="Class name in torch.optim.")
+    lr: FinitePositive = Field(1e-3, description="Peak learning rate.")
+    weight_decay: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="Decay of the parameters that no_decay does not match."
+    )
+    no_decay: list[str] = Field(
+        ["*bias", "*norm*", "*ln_*"],
+        description="Shell patterns of parameter names that are not decayed.",
+    )
+    options: dict[str, Any] = Field({}, description="Further arguments of the optimizer, such as betas or momentum.")
+
+
+class ScheduleConfig(FrozenModel):
+    """A learning-rate schedule of transformers.get_scheduler."""
+
+    name: str = Field("cosine", description="Schedule name, such as cosine, linear or constant_with_warmup.")
+    warmup_steps: int = Field(0, ge=0, lt=2**31, description="Steps of linear warm-up.")
+    options: dict[str, Any] = Field({}, description="Further arguments of the schedule, such as num_cycles.")
+
+
+class EvalConfig(FrozenModel):
+    """Held-out loss."""
+
+    every: Size | None = Field(None, description="Steps between evaluations; null: only at the end.")
+    sequences: Size | None = Field(
+        None, description="Sequences to evaluate on, spread over the held-out split; null: all of it."
+    )
+
+
+class SampleConfig(FrozenModel):
+    """The text generated at the end."""
+
+    prompt: str | None = Field("def ", description="Text to continue; null: no sample.")
+    max_new_tokens: Size = Field(80)
+    temperature: float = Field(0.7, ge=0, allow_inf_nan=False, description="0: the likeliest token each time.")
+
+
+class CheckpointConfig(FrozenModel):
+    """Checkpoints, in output_dir/checkpoints."""
+
+    every: Size | None = Field(None, description="Steps between checkpoints, also after the last; null: none.")
+    keep_last: Size | None = Field(2, description="How many of the newest are kept; null: all.")
+    keep_every: Size | None = Field(None, description="Those of steps that are multiples of it are kept, too.")
+    asynchronous: bool = Field(True, description="Go on training while one is written.")
+    on_error: Literal["stop", "continue"] = Field(
+        "stop", description="What to do when one cannot be written; those that were there are kept either way."
+    )
+
+
+Allowed = Literal[
+    "optimizer.lr",
+    "optimizer.weight_decay",
+    "optimizer.no_decay",
+    "schedule",
+    "max_grad_norm",
+    "grad_norm_type",
+    "batch_size",
+    "data",
+    "seed",
+]
+"""What may differ in a run that goes on: what the state in a checkpoint is of use for all the same."""
+
+
+class ResumeConfig(FrozenModel):
+    """From where a run goes on, and what may have changed."""
+
+    source: str = Field("auto", alias="from", description="As the plain word: auto, never, or a checkpoint.")
+    allow: list[Allowed] = Field(
+        [],
+        description="What may differ from what the run was started with. Each takes effect at once: rates and decay "
+        "are those of the run file, a schedule is at the step that it goes on at, other data or another seed begin a "
+        "new order, and another batch size goes on in the old one.",
+    )
+
+
+class RunConfig(MeshSizes):
+    """A training run. Sizes are at the top level; see `meshwright.mesh.sizes.MeshSizes`."""
+
+    strategy: str = Field("fsdp2", description="Name or alias of an installed strategy.")
+    strategy_config: dict[str, Any] = Field({}, description="Options of the strategy; `meshwright schema` lists them.")
+    wrapper_config: dict[str, dict[str, Any]] = Field({}, description="Options of wrapping strategies, by name.")
+
+    nproc: Annotated[Size, Field(le=4096)] | Literal["auto"] = Field(
+        "auto",
+        description="Ranks to start on this node. auto: one per accelerator, 4 on a CPU; as many as the sizes fill "
+        "for a strategy without a data-parallel axis. Not used under torchrun.",
+    )
+    threads_per_rank: Annotated[Size, Field(le=4096)] | Literal["auto"] = Field(
+        "auto", description="CPU threads of each rank; auto: the cores divided by the ranks of the node."
+    )
+    device: str | None = Field(None, description="cpu, cuda or cuda:0; null: the accelerator if there is one.")
+    timeout_s: FinitePositive = Field(
+        600.0, le=31_536_000, description="How long ranks wait for one that hangs, in seconds."
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of weights, data order, dropout and sampling.")
+    output_dir: PathText = Field("runs/run", description="Where metrics, the loss curve and the model go.")
+    overwrite: bool = Field(
+        False,
+        description="Replace what is in output_dir: the results of another run, or, with resume=never, of any. What "
+        "this same run has left there is never replaced unless resume=never.",
+    )
+
+    model: dict[str, Any] = Field(
+        description="A configuration (model_type and its fields), or `path`, a local directory, or `checkpoint`, "
+        "whose weights alone are taken, with fields to change; dtype is the dtype of the parameters; allow_pickle: "
+        "true reads .bin files where there are no safetensors."
+    )
+    data: DataConfig = DataConfig()
+
+    steps: Size = Field(description="Optimizer steps.")
+    batch_size: Size = Field(description="Sequences per optimizer step, over all ranks.")
+    micro_batch_size: Size | None = Field(
+        None, description="Sequences per forward pass on each rank; null: batch_size / dp_size, no accumulation."
+    )
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    max_grad_norm: PositiveFloat | None = Field(1.0, description="Clip the total gradient norm; null: only measure it.")
+    grad_norm_type: PositiveFloat = Field(2.0, description="p of the gradient norm; .inf: the largest absolute value.")
+    eval: EvalConfig = EvalConfig()
+    sample: SampleConfig = SampleConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    resume: PathText | ResumeConfig = Field(
+        "auto",
+        description="auto: go on from the newest whole checkpoint in output_dir; never: start anew, each time that "
+        "the command is given; else the directory of a checkpoint to go on from. If it is one of output_dir, later "
+        "ones are set aside, and the same command goes on from what has been saved since. Or {from: ..., allow: "
+        "[...]}.",
+    )
+    log_every: Size = Field(10, description="Steps between lines where no progress bar can be drawn.")
+
+    @field_validator("model")
+    @classmethod
+    def _model_has_a_source(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if sum(key in value for key in ("path", "model_type", "checkpoint")) != 1:
+            raise ValueError(
+                "give either model_type, to train from new weights, or path, a local model directory, or checkpoint, "
+                "to begin with the weights of one"
+            )
+        for key in ("path", "model_type", "checkpoint", "dtype"):
+            if not isinstance(value.get(key, ""), str):
+                raise ValueError(f"{key} must be a string, not {value[key]!r}")
+        for key in ("path", "checkpoint"):
+            if key in value:
+                check_path(value[key])
+        if not isinstance(value.get("allow_pickle", False), bool):
+            raise ValueError(f"allow_pickle must be true or false, not {value['allow_pickle']!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _check_warmup(self) -> RunConfig:
+        if self.schedule.warmup_steps > self.steps:
+            raise ValueError(
+                f"schedule.warmup_steps={self.schedule.warmup_steps} is more than steps={self.steps}; lower it"
+            )
+        return self
+
+    @property
+    def resumption(self) -> ResumeConfig:
+        """`resume`, written out."""
+        return ResumeConfig.model_validate({"from": self.resume}) if isinstance(self.resume, str) else self.resume
+
+    def processes(self, claims: frozenset[str], accelerators: int) -> int:
+        """How many ranks to start on this node."""
+        if self.nproc != "auto":
+            return self.nproc
+        known = self.known_product()
+        if self.dp_size is not None or not claims & {"dp_replicate", "dp_shard"}:
+            return known
+        wanted = accelerators or 4
+        return known * max(1, wanted // known)
+
+
+def load_run(path: str | Path, assignments: Sequence[str] = ()) -> RunConfig:
+    """Read a run file and change single values.
+
+    Args:
+        path: a YAML file.
+        assignments: "key.of.value=yaml", for instance "model.num_hidden_layers=8".
+
+    Raises:
+        ConfigError: the file or an assignment cannot be read, or a value is not valid.
+    """
+    file = Path(path)
+    try:
+        values = parse_yaml(read_text(file))
+    except OSError as error:
+        raise ConfigError(f"cannot read the run file {file}: {error.strerror}.") from None
+    except ValueError as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} must hold a mapping of keys to values, not {type(values).__name__}.")
+    for assignment in assignments:
+        _assign(values, assignment)
+    return validated(RunConfig, values, where=str(file))
+
+
+def as_options(assignments: Sequence[str]) -> dict[str, Any]:
+    """The mapping that "key.of.value=yaml" assignments make.
+
+    Raises:
+        ConfigError: an assignment cannot be read.
+    """
+    values: dict[str, Any] = {}
+    for assignment in assignments:
+        _assign(values, assignment)
+    return values
+
+
+def _assign(values: dict[str, Any], assignment: str) -> None:
+    key, equals, text = assignment.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {assignment!r} is not of the form key=value, such as tp_size=2.")
+    try:
+        value = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"--set {assignment!r}: the value is not valid YAML: {error}") from None
+    *parents, last = key.split(".")
+    for parent in parents:
+        child = values.get(parent)
+        if child is None:
+            child = values[parent] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {assignment!r}: {parent!r} holds {child!r}, which has no keys of its own.")
+        values = child
+    values[last] = value
+
+
+def run_schema(registry: Registry | None = None) -> dict[str, Any]:
+    """JSON schema of the run file, with the options of each installed strategy, for editors."""
+    registry = registry or get_registry()
+    schema = RunConfig.model_json_schema()
+    default = RunConfig.model_fields["strategy"].default
+    branches = []
+    for name, spec in registry.strategies.items():
+        # Each keeps its own definitions inside, so that equal class names in two plugins do not meet.
+        schema["$defs"][name] = _config_schema(spec.config_cls, f"#/$defs/{name}/$defs/{{model}}")
+        reference = {"$ref": f"#/$defs/{name}"}
+        if spec.wraps:
+            schema["properties"]["wrapper_config"].setdefault("properties", {})[name] = reference
+        branches.append(
+            {
+                "if": {
+                    "properties": {"strategy": {"enum": [name, *spec.aliases]}},
+                    "required": [] if name == default else ["strategy"],
+                },
+                "then": {"properties": {"strategy_config": reference}},
+            }
+        )
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "meshwright run file"
+    schema["allOf"] = branches
+    return schema
+
+
+def _config_schema(config_cls: type[BaseModel], ref_template: str) -> dict[str, Any]:
+    try:
+        return config_cls.model_json_schema(ref_template=ref_template)
+    except PydanticInvalidForJsonSchema:
+        # A plugin's config may hold what JSON cannot describe; the rest of the schema is still of use.
+        return {"type": "object"}
+
+
+def as_plain(config: RunConfig) -> dict[str, Any]:
+    """The run as plain values, to be written beside its results; `load_run` reads the same run from them."""
+    return config.model_dump(by_alias=True)

@@ -1,0 +1,27 @@
+"""Let a trained model speak."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .run_file import SampleConfig
+
+
+def generate_sample(model: Any, tokenizer: Any, config: SampleConfig, *, seed: int) -> str:
+    """The prompt and its continuation; at temperature 0 the likeliest one."""
+    torch.manual_seed(seed)
+    inputs = tokenizer(config.prompt, return_tensors="pt", return_token_type_ids=False)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    room = positions - inputs["input_ids"].shape[1] if positions else config.max_new_tokens
+    if room < 1:
+        return f"(the prompt fills all {positions} positions of the model)"
+    sampling = {"do_sample": True, "temperature": config.temperature} if config.temperature else {"do_sample": False}
+    output = model.generate(
+        **inputs,
+        max_new_tokens=min(config.max_new_tokens, room),
+        pad_token_id=tokenizer.eos_token_id,
+        **sampling,
+    )
+    return str(tokenizer.decode(output[0], skip_special_tokens=True))

@@ -1,0 +1,78 @@
+"""Checks of each bucket's gradients on this rank, before they are reduced.
+
+Norms stay on their device until the step's gradients are finished, so that nothing waits for them in backward, and no
+rank stops alone: all ranks hear of a defect together.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshwright.base.errors import TrainingError
+
+LEARNED = 100
+"""Norms that only set the largest one to be expected."""
+LARGE = 10.0
+"""A norm is large from so many times the largest that was learned."""
+
+
+class GradientChecks:
+    """Looks at buckets as they are dispatched.
+
+    Args:
+        nonfinite: a NaN or Inf is an error.
+        large: norms of at least `LARGE` times the largest of the first `LEARNED` (of all buckets together) are told
+            in a warning.
+    """
+
+    def __init__(self, *, nonfinite: bool, large: bool) -> None:
+        self._nonfinite = nonfinite
+        self._large = large
+        self._seen: list[tuple[int, Sequence[str], Tensor]] = []
+        self._learned = 0
+        self._largest = 0.0
+
+    def look(self, bucket: int, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        """Note the norms of a bucket's gradients, which are not scaled or reduced yet."""
+        if self._nonfinite or self._large:
+            self._seen.append((bucket, names, torch.stack([torch.linalg.vector_norm(each) for each in gradients])))
+
+    def verdict(self) -> TrainingError | None:
+        """What is wrong with the buckets seen since the last verdict; warns of large norms."""
+        seen, self._seen = self._seen, []
+        for bucket, names, norms in seen:
+            norm = float(torch.linalg.vector_norm(norms))
+            if not math.isfinite(norm):
+                if self._nonfinite:
+                    return _nonfinite(bucket, names, norms.tolist())
+            elif self._large:
+                self._judge(norm, bucket, names)
+        return None
+
+    def _judge(self, norm: float, bucket: int, names: Sequence[str]) -> None:
+        if self._learned < LEARNED:
+            self._learned += 1
+            self._largest = max(self._largest, norm)
+        elif norm >= LARGE * self._largest:
+            warnings.warn(
+                f"check_for_large_grads: the gradients of bucket {bucket} ({names[-1]} to {names[0]}) have norm "
+                f"{norm:.3g} on this rank before the data-parallel collective, at least {LARGE:g} times the largest "
+                f"of the first {LEARNED} norms ({self._largest:.3g}).",
+                stacklevel=2,
+            )
+
+
+def _nonfinite(bucket: int, names: Sequence[str], norms: Sequence[float]) -> TrainingError:
+    culprits = [name for name, norm in zip(names, norms, strict=True) if not math.isfinite(norm)]
+    kind = "NaN" if not culprits or any(map(math.isnan, norms)) else "Inf"
+    told = ", ".join(culprits[:3]) + (f" and {len(culprits) - 3} more" if len(culprits) > 3 else "")
+    return TrainingError(
+        f"the gradient norm of bucket {bucket} is {kind} before the data-parallel collective "
+        f"(check_for_nan_in_grad), from {told or 'the sum over its parameters'}. Lower the learning rate, clip "
+        f"gradients, or look at the data of this step; nothing was stepped."
+    )

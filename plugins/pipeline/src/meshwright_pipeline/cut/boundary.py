@@ -1,0 +1,224 @@
+"""What crosses from one stage to the next: where it is found, what shape it has, where it is put.
+
+[Note: crossings] Hidden states always cross. Some blocks take more than them from blocks before (keys and values that
+later layers share, states of a router), and some models come back, between or behind blocks, to what they have computed
+before the first. Such tensors cross too, each at each boundary: the former are found among the arguments of the block
+behind the boundary, the latter are what a module before the first block has returned. Their gradients come back the
+same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.base.errors import ModelError
+from meshwright.strategy.contract import Batch
+
+Step = tuple[str, Any]
+"""One step into a container: ("item", index) of a list or tuple, ("key", key) of a mapping."""
+Path = tuple[Step, ...]
+"""Where a tensor is in (args, kwargs) of a call."""
+
+_ARGS, _KWARGS = ("item", 0), ("item", 1)
+
+
+@dataclass(frozen=True)
+class Dim:
+    """The size of one dim: `constant + factor * of`, where `of` is "B", the sequences of a microbatch, "S", its length,
+    "BS", the product, or ""."""
+
+    of: str = ""
+    factor: int = 0
+    constant: int = 0
+
+    def size(self, batch: int, length: int) -> int:
+        """For a microbatch."""
+        return self.constant + self.factor * _measures(batch, length)[self.of]
+
+
+def _measures(batch: int, length: int) -> dict[str, int]:
+    return {"": 0, "B": batch, "S": length, "BS": batch * length}
+
+
+def dims_of(shapes: Sequence[Sequence[int]], batches: Sequence[tuple[int, int]]) -> tuple[Dim, ...]:
+    """How a shape follows from the batch.
+
+    Args:
+        shapes: of one tensor in several runs.
+        batches: sequences and their length in each.
+
+    Raises:
+        ModelError: the shape does not follow from them.
+    """
+    if len({len(shape) for shape in shapes}) == 1:
+        dims = [_dim(sizes, batches) for sizes in zip(*shapes, strict=True)]
+        if None not in dims:
+            return tuple(dim for dim in dims if dim is not None)
+    raise ModelError(
+        f"what crosses has the shapes {' and '.join(str(tuple(shape)) for shape in shapes)} for batches of "
+        f"{' and '.join(str(batch) for batch in batches)} tokens, which cannot be foretold for others."
+    )
+
+
+def _dim(sizes: Sequence[int], batches: Sequence[tuple[int, int]]) -> Dim | None:
+    if len(set(sizes)) == 1:
+        return Dim(constant=sizes[0])
+    for of in ("B", "S", "BS"):
+        measures = [_measures(*batch)[of] for batch in batches]
+        (low, size), (high, other) = min(zip(measures, sizes, strict=True)), max(zip(measures, sizes, strict=True))
+        factor = (other - size) // (high - low)
+        dim = Dim(of, factor, size - factor * low)
+        if factor > 0 and [dim.size(*batch) for batch in batches] == list(sizes):
+            return dim
+    return None
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One tensor that crosses a boundary; see [Note: crossings]."""
+
+    source: Path | str
+    """Where it is among the arguments of the block behind the boundary; or the name of the module that returned it."""
+    dims: tuple[Dim, ...]
+    dtype: torch.dtype
+
+    def shape(self, batch: int, length: int) -> tuple[int, ...]:
+        """For a microbatch."""
+        return tuple(dim.size(batch, length) for dim in self.dims)
+
+
+def hidden_path(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Path:
+    """Where the hidden states are among the arguments of a block.
+
+    Raises:
+        ModelError: there are none.
+    """
+    named = dict(kwargs)
+    first = {"hidden_states": named.pop("hidden_states")} if "hidden_states" in named else {}
+    places: list[tuple[Path, Any]] = [((_ARGS, ("item", index)), value) for index, value in enumerate(args)]
+    places += [((_KWARGS, ("key", name)), value) for name, value in {**first, **named}.items()]
+    for path, value in places:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return path
+    raise ModelError("a block is called without hidden states.")
+
+
+def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """All tensors in lists, tuples and mappings within each other, with their places."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif type(value) in (list, tuple):
+        for index, each in enumerate(value):
+            yield from tensors_in(each, (*path, ("item", index)))
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from tensors_in(each, (*path, ("key", key)))
+
+
+def found_at(value: Any, path: Path) -> Tensor | None:
+    """The tensor at a place; None if there is none."""
+    for _, key in path:
+        try:
+            value = value[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value if isinstance(value, Tensor) else None
+
+
+def put_at(value: Any, path: Path, tensor: Tensor) -> Any:
+    """The value with a tensor at a place. Mappings are changed, as later blocks read the same; sequences are new."""
+    if not path:
+        return tensor
+    (kind, key), *rest = path
+    if kind == "key":
+        changed: MutableMapping[Any, Any] = {} if value is None else value
+        changed[key] = put_at(changed.get(key), tuple(rest), tensor)
+        return changed
+    items = list(value or ())
+    items += [None] * (key + 1 - len(items))
+    items[key] = put_at(items[key], tuple(rest), tensor)
+    return items if isinstance(value, list) else tuple(items)
+
+
+def size_of(batch: Batch) -> tuple[int, int]:
+    """Sequences of a microbatch, and their length."""
+    batch_size, length = batch["input_ids"].shape
+    return batch_size, length
+
+
+class Boundary:
+    """What has come into a stage, and what it keeps for the stages behind it; set before each forward.
+
+    Args:
+        entering: what crosses the boundary before the stage; the hidden states first.
+        leaving: what crosses the one behind it.
+        in_place: write what was received into the model's own tensors, which it may use besides giving them to blocks.
+    """
+
+    def __init__(
+        self, entering: Sequence[Crossing] = (), leaving: Sequence[Crossing] = (), *, in_place: bool = False
+    ) -> None:
+        self.entering, self.leaving, self.in_place = tuple(entering), tuple(leaving), in_place
+        self.size = (0, 0)
+        """Batch and length of the microbatch."""
+        self.device = torch.device("cpu")
+        """Of the microbatch."""
+        self.received: tuple[Tensor, ...] = ()
+        self.early: dict[str, Tensor] = {}
+        """By the name of its module: what was computed before the first block and crosses."""
+
+    def start(self, batch: Batch, received: Sequence[Tensor] = ()) -> None:
+        """Begin with a microbatch."""
+        ids = batch["input_ids"]
+        self.size, self.device, self.received = size_of(batch), ids.device, tuple(received)
+        pairs = zip(self.entering, self.received, strict=bool(received))
+        self.early = {each.source: tensor for each, tensor in pairs if isinstance(each.source, str)}
+
+    def end(self) -> None:
+        """Hold nothing any more."""
+        self.received, self.early = (), {}
+
+    def hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward pre-hook of the stage's first block: what was received takes its place among the arguments."""
+        if not self.received:
+            return None
+        hidden = hidden_path(args, kwargs)
+        for each, new in zip(self.entering, self.received, strict=True):
+            if isinstance(each.source, str):
+                continue
+            path = each.source or hidden
+            old = found_at((args, kwargs), path)
+            if old is not None and self.in_place and old.shape == new.shape and old.dtype == new.dtype:
+                old.copy_(new)
+            elif old is not None and path == hidden:
+                # Under whatever names the block gets it.
+                args = tuple(new if value is old else value for value in args)
+                kwargs = {name: new if value is old else value for name, value in kwargs.items()}
+            else:
+                args, kwargs = put_at((args, kwargs), path, new)
+        return args, kwargs
+
+    def sent(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+        """What leaves, from the arguments of the block behind the stage.
+
+        Raises:
+            ModelError: it is not there, or not of the shape that the next stage expects.
+        """
+        found = []
+        for each in self.leaving:
+            if isinstance(each.source, str):
+                tensor = self.early.get(each.source)
+            else:
+                tensor = found_at((args, kwargs), each.source or hidden_path(args, kwargs))
+            if tensor is None or tuple(tensor.shape) != each.shape(*self.size):
+                raise ModelError(
+                    f"a stage of the pipeline sends {'nothing' if tensor is None else tuple(tensor.shape)}, where the "
+                    f"next expects {each.shape(*self.size)}. Set pp_size=1."
+                )
+            found.append(tensor)
+        return tuple(found)

@@ -1,0 +1,195 @@
+"""Which blocks each stage holds. Names and numbers only, no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+from meshwright.base.errors import ConfigError
+
+from ..config import PipelineConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from meshwright.model.layout import ModelLayout
+
+EMBEDDING_COST = 0.1
+"""Cost of an element of an embedding, where one of a matrix product costs 1: looking up is free, but the optimizer
+updates each element, in a time that is short against that of a step's tokens and not nothing."""
+
+
+def split_model(
+    model: nn.Module,
+    layout: ModelLayout,
+    config: PipelineConfig,
+    stages: int,
+    *,
+    blocks: Sequence[str],
+    runs_in: Callable[[str, range], bool] = lambda module, stage: True,
+) -> list[range]:
+    """Divide a whole model as the options say; it may be on the meta device.
+
+    Args:
+        layout: of the model.
+        stages: see `number_of_stages`.
+        blocks: names of the blocks, in the order in which they run.
+        runs_in: see `split_by_names`.
+
+    Raises:
+        ConfigError: see `split_by_names` and `split_blocks`.
+    """
+    if config.module_fqns_per_model_part is not None:
+        named = dict(model.named_modules())
+        return split_by_names(
+            config.module_fqns_per_model_part,
+            blocks=blocks,
+            modules=named.keys(),
+            holders=[name for name, module in named.items() if name and list(module.parameters(recurse=False))],
+            runs_in=runs_in,
+        )
+    if config.layers_per_stage is not None:
+        return split_blocks([1.0] * len(blocks), stages)
+    return split_blocks([elements(model, block) for block in blocks], stages, **ends(model, layout))
+
+
+def elements(model: nn.Module, name: str | None) -> int:
+    """Elements of the parameters of a module; each takes part in one product a token, in blocks without experts."""
+    return sum(parameter.numel() for parameter in model.get_submodule(name).parameters()) if name else 0
+
+
+def ends(model: nn.Module, layout: ModelLayout) -> dict[str, float]:
+    """What the first and the last stage bear besides their blocks, in elements that take part in a product."""
+    return {"first": EMBEDDING_COST * elements(model, layout.embedding), "last": elements(model, layout.head)}
+
+
+def split_blocks(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[range]:
+    """Divide consecutive blocks among stages so that the most expensive stage is as cheap as it can be.
+
+    Among such divisions the one with the least sum of squares is taken, which is the most even; among those, the one
+    that gives earlier stages fewer blocks, as they hold more microbatches at once.
+
+    Args:
+        costs: of each block, in any unit, not negative.
+        stages: at most as many as blocks; each gets one block or more.
+        first: what the first stage bears besides its blocks (the embedding), in the same unit.
+        last: the same for the last stage (the head).
+
+    Returns:
+        The indices of each stage's blocks.
+
+    Raises:
+        ConfigError: there are more stages than blocks.
+    """
+    if not 1 <= stages <= len(costs):
+        raise ConfigError(
+            f"{len(costs)} blocks cannot be divided into {stages} stages, each of which needs one. "
+            f"Use between 1 and {len(costs)} stages."
+        )
+
+    sums = [0.0, *accumulate(costs)]
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        at_ends = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
+        return sums[stop] - sums[start] + at_ends
+
+    largest, _ = _best_cuts(cost, len(costs), stages, combine=max)
+    # Differences of sums have been rounded.
+    limit = largest * (1 + 1e-9)
+
+    def square(stage: int, start: int, stop: int) -> float:
+        value = cost(stage, start, stop)
+        return value**2 if value <= limit else math.inf
+
+    _, cuts = _best_cuts(square, len(costs), stages, combine=lambda one, other: one + other)
+    return [range(start, stop) for start, stop in pairwise(cuts)]
+
+
+def _best_cuts(
+    cost: Callable[[int, int, int], float], blocks: int, stages: int, *, combine: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
+    """The least combined cost of `stages` consecutive ranges, and their ends, from 0 to `blocks`."""
+    best = {stop: (cost(0, 0, stop), [0, stop]) for stop in range(1, blocks - stages + 2)}
+    for stage in range(1, stages):
+        best = {
+            stop: min(
+                (
+                    (combine(value, cost(stage, start, stop)), [*cuts, stop])
+                    for start, (value, cuts) in best.items()
+                    if start < stop
+                ),
+                # Equal but for rounding; then the earlier cuts.
+                key=lambda option: (float(f"{option[0]:.9g}"), option[1]),
+            )
+            for stop in range(stage + 1, blocks - stages + stage + 2)
+        }
+    return best[blocks]
+
+
+def split_by_names(
+    parts: Sequence[Sequence[str]],
+    *,
+    blocks: Sequence[str],
+    modules: Collection[str],
+    holders: Collection[str],
+    runs_in: Callable[[str, range], bool] = lambda module, stage: True,
+) -> list[range]:
+    """The blocks of each stage, where the user has named the modules of each.
+
+    A name stands for its module and all inside it. Modules without parameters may be named on several stages, or not
+    at all.
+
+    Args:
+        parts: for each stage, names of modules (`module_fqns_per_model_part`).
+        blocks: names of the blocks, in the order in which they run.
+        modules: names of all modules of the model.
+        holders: those that have parameters of their own.
+        runs_in: whether a stage with these blocks uses a module that is in no block.
+
+    Returns:
+        The indices of each stage's blocks.
+
+    Raises:
+        ConfigError: a module is unknown, forgotten, named twice, a part of a block, or on a stage that cannot use it.
+    """
+
+    def refuse(text: str) -> ConfigError:
+        return ConfigError(f"module_fqns_per_model_part: {text}.")
+
+    for stage, names in enumerate(parts):
+        for name in names:
+            if name not in modules:
+                raise refuse(f"stage {stage} names {name!r}, which is no module of the model")
+            around = [block for block in blocks if _inside(name, block) and name != block]
+            if around:
+                raise refuse(f"stage {stage} names {name!r}, a part of the block {around[0]!r}. Name the whole block")
+    # A module that contains the blocks belongs to no stage: its own parameters go where they are used.
+    needed = [name for name in holders if not any(_inside(block, name) and block != name for block in blocks)]
+    stage_of: dict[str, int] = {}
+    for name in dict.fromkeys([*blocks, *needed]):
+        found = [stage for stage, names in enumerate(parts) for each in names if _inside(name, each)]
+        if not found:
+            raise refuse(f"{name!r} is on no stage. Add it to the stage that is to hold it")
+        if len(found) > 1:
+            raise refuse(f"{name!r} is named {len(found)} times, on stages {found}. Leave one of them")
+        stage_of[name] = found[0]
+    order = [stage_of[block] for block in blocks]
+    for (before, after), name in zip(pairwise(order), blocks[1:], strict=True):
+        if after < before:
+            raise refuse(f"{name!r} is on stage {after}, but blocks before it are on stage {before}. Keep their order")
+    ranges = [range(order.index(stage), order.index(stage) + order.count(stage)) for stage in sorted(set(order))]
+    if len(ranges) < len(parts):
+        empty = next(stage for stage in range(len(parts)) if stage not in order)
+        raise refuse(f"stage {empty} holds no block. Give each stage one, or name fewer stages")
+    for name in needed:
+        if not any(_inside(name, block) for block in blocks) and not runs_in(name, ranges[stage_of[name]]):
+            able = [stage for stage, held in enumerate(ranges) if runs_in(name, held)]
+            raise refuse(f"{name!r} is on stage {stage_of[name]}, but runs on {able}. Name it there")
+    return ranges
+
+
+def _inside(name: str, module: str) -> bool:
+    """Whether a module is another one or in it."""
+    return name == module or name.startswith(f"{module}.")

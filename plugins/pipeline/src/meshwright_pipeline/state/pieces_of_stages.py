@@ -1,0 +1,91 @@
+"""The sharded state of all stages on this rank, under the names of the whole model.
+
+Where several stages have a parameter, the first saves it, and all load it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
+
+from meshwright.manager.data_parallel import DataParallelManager
+from meshwright.tensors.pieces import Sharded
+from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
+
+from .parameter_names import Names
+
+T = TypeVar("T")
+
+
+def stages_state(managers: Mapping[int, DataParallelManager], names: Names) -> ShardedState:
+    """See `StrategyManager.sharded_state`.
+
+    Args:
+        managers: of this rank's stages, by their numbers.
+    """
+    states = {index: manager.sharded_state() for index, manager in managers.items()}
+    model = {
+        names.canonical.get(name, name): sharded
+        for index, state in states.items()
+        for name, sharded in state.model.items()
+        if names.first_stage(name) == index
+    }
+    if not any(manager.has_optimizer for manager in managers.values()):
+        return ShardedState(model)
+    optimizer: OptimizerState[Sharded] = OptimizerState()
+    for index, state in states.items():
+        if state.optimizer is None:
+            continue
+        first = {name for name in _parameters(state.optimizer) if names.first_stage(name) == index}
+        for found, merged in (
+            (state.optimizer.tensors, optimizer.tensors),
+            (state.optimizer.values, optimizer.values),
+        ):
+            merged.update({names.canonical[name]: values for name, values in found.items() if name in first})
+        for group in state.optimizer.groups:
+            chosen = [names.canonical[name] for name in group["params"] if name in first]
+            if chosen:
+                optimizer.groups.append({**group, "params": chosen})
+    return ShardedState(model, optimizer)
+
+
+@contextmanager
+def loading_stages(
+    managers: Mapping[int, DataParallelManager], names: Names, saved: OptimizerState[TensorKind] | None
+) -> Iterator[ShardedState]:
+    """See `StrategyManager.loading`."""
+    with ExitStack() as contexts:
+        model: dict[str, Sharded] = {}
+        tensors: dict[str, dict[str, Sharded]] = {}
+        for manager in managers.values():
+            part = _part(saved, manager, names) if saved is not None and manager.has_optimizer else None
+            target = contexts.enter_context(manager.loading(part))
+            for name, sharded in target.model.items():
+                _add(model, names.canonical.get(name, name), sharded)
+            for name, values in (target.optimizer.tensors if target.optimizer is not None else {}).items():
+                for key, sharded in values.items():
+                    _add(tensors.setdefault(names.canonical[name], {}), key, sharded)
+        yield ShardedState(model, None if saved is None else OptimizerState(tensors=tensors))
+
+
+def _part(saved: OptimizerState[TensorKind], manager: DataParallelManager, names: Names) -> OptimizerState[TensorKind]:
+    """What a stage's optimizer has of the whole state, under the stage's names."""
+    local = {names.canonical[name]: name for name in manager.parameter_names.values()}
+    groups = [{**group, "params": [local[name] for name in group["params"] if name in local]} for group in saved.groups]
+    return OptimizerState(_renamed(saved.tensors, local), _renamed(saved.values, local), groups)
+
+
+def _renamed(values: Mapping[str, T], local: Mapping[str, str]) -> dict[str, T]:
+    return {local[name]: each for name, each in values.items() if name in local}
+
+
+def _parameters(state: OptimizerState[Sharded]) -> Iterator[str]:
+    return (name for group in state.groups for name in group["params"])
+
+
+def _add(found: dict[str, Sharded], name: str, sharded: Sharded) -> None:
+    """A tensor that two stages of this rank have, has the pieces of both."""
+    if name in found:
+        sharded = Sharded(sharded.shape, sharded.dtype, found[name].pieces + sharded.pieces)
+    found[name] = sharded
