@@ -20,10 +20,10 @@ from meshwright import (
     open_world,
     resolve,
 )
-from meshwright.model.layout import model_layout
 from meshwright.parallel.context import ContextParallel
 from meshwright.parallel.context.positions import divided, local_part, positions, put_together
 from meshwright.step.token_loss import target_loss_sum, token_loss_sum
+from meshwright.strategy.ask import model_layout
 from meshwright.strategy.contract import IGNORED_LABEL
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.collectives import Traffic, measure_collectives

@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 
 from meshwright.base.errors import StrategyError, UnknownStrategyError
 from meshwright.cli import commands as cli
-from meshwright.strategy.contract import StrategySpec
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import ENTRY_POINT_GROUP, INSTALLABLE, Registry, install_line
+from meshwright.strategy.spec import StrategySpec
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "stdlib.yaml"
 
 GOOD = """
-from meshwright.strategy.contract import StrategyConfig, StrategySpec
+from meshwright.strategy.spec import StrategyConfig, StrategySpec
 from meshwright.strategy.hooks import hookimpl
 
 class Config(StrategyConfig):

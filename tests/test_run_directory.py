@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM
 from meshwright.base.errors import ConfigError, MeshwrightError
 from meshwright.checkpoint.directory import MANIFEST, step_directory, steps_in
 from meshwright.data import DataOrder
+from meshwright.strategy.contract import StepResult
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import pool
-from meshwright.train.loop import StepResult
 from meshwright.train.optim import build_scheduler, decay_groups, set_schedule
 from meshwright.train.output import locked
 from meshwright.train.plan import data_and_model_config

@@ -13,9 +13,9 @@ from pydantic import BaseModel, Field
 
 from meshwright.base.errors import ConfigError
 from meshwright.base.parsing import as_yaml, parse_yaml
-from meshwright.strategy.contract import StrategySpec
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import Registry
+from meshwright.strategy.spec import StrategySpec
 from meshwright.train.run_file import RunConfig, as_plain, load_run, run_schema
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))

@@ -10,9 +10,9 @@ from pydantic import BaseModel
 
 from meshwright.base.errors import ConfigError, MeshError, StrategyError, UnknownStrategyError
 from meshwright.mesh.sizes import Degrees, MeshSizes
-from meshwright.strategy.contract import Estimate, ModelSize, StrategyConfig, StrategySpec
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import INSTALLABLE, Registry, install_line
+from meshwright.strategy.spec import Estimate, ModelSize, StrategyConfig, StrategySpec
 from meshwright.strategy.stack import resolve
 
 

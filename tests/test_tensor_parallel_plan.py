@@ -21,7 +21,6 @@ from transformers import CONFIG_MAPPING
 
 from meshwright import ConfigError, MeshwrightError, ModelError, hookimpl
 from meshwright.base import class_paths as imports
-from meshwright.model.layout import model_layout
 from meshwright.parallel.tensor import (
     STYLES,
     TensorParallel,
@@ -31,6 +30,7 @@ from meshwright.parallel.tensor import (
 )
 from meshwright.parallel.tensor import plan as plan_module
 from meshwright.parallel.tensor.plan import Plan, find_plan
+from meshwright.strategy.ask import model_layout
 from meshwright.strategy.registry import Registry
 from meshwright.testing import Case, pool
 from meshwright.testing.collectives import measure_collectives

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from meshwright import BatchError, Mesh, MeshSizes, ModelError, count_tokens, open_world
-from meshwright.model.layout import model_layout
 from meshwright.parallel.tensor import parallelize_tensors
 from meshwright.parallel.tensor.plan import find_plan
 from meshwright.parallel.tensor.sequence_parts import find_parts
 from meshwright.step.batch import check_step
+from meshwright.strategy.ask import model_layout
 from meshwright.strategy.registry import Registry
 from meshwright.testing import Case, pool
 from meshwright.testing.models import case_model, tiny_model

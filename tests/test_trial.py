@@ -11,7 +11,7 @@ from test_model import LLAMA
 from meshwright.base.errors import ModelError
 from meshwright.mesh.sizes import Degrees, MeshSizes
 from meshwright.model.build import config_from_mapping
-from meshwright.strategy.contract import ModelSize
+from meshwright.strategy.spec import ModelSize
 from meshwright.strategy.stack import resolve
 from meshwright.train.model_trial import check_memory, try_model
 

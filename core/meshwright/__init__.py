@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from .base.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from .base.errors import BatchError as BatchError
     from .base.errors import CheckpointError as CheckpointError
@@ -31,27 +33,27 @@ if TYPE_CHECKING:
     from .mesh.sizes import Degrees as Degrees
     from .mesh.sizes import MeshSizes as MeshSizes
     from .model.layout import ModelLayout as ModelLayout
-    from .model.layout import model_layout as model_layout
     from .step.batch import count_tokens as count_tokens
+    from .strategy.ask import model_layout as model_layout
     from .strategy.contract import Batch as Batch
-    from .strategy.contract import DistributedConfig as DistributedConfig
-    from .strategy.contract import Estimate as Estimate
-    from .strategy.contract import ModelSize as ModelSize
     from .strategy.contract import OptimizerFactory as OptimizerFactory
-    from .strategy.contract import StrategyConfig as StrategyConfig
+    from .strategy.contract import StepResult as StepResult
     from .strategy.contract import StrategyManager as StrategyManager
-    from .strategy.contract import StrategySpec as StrategySpec
     from .strategy.hooks import hookimpl as hookimpl
     from .strategy.registry import Registry as Registry
     from .strategy.registry import get_registry as get_registry
     from .strategy.registry import get_strategy as get_strategy
     from .strategy.registry import list_strategies as list_strategies
+    from .strategy.spec import DistributedConfig as DistributedConfig
+    from .strategy.spec import Estimate as Estimate
+    from .strategy.spec import ModelSize as ModelSize
+    from .strategy.spec import StrategyConfig as StrategyConfig
+    from .strategy.spec import StrategySpec as StrategySpec
     from .strategy.stack import Stack as Stack
     from .strategy.stack import resolve as resolve
     from .train.from_pretrained import from_config as from_config
     from .train.from_pretrained import from_pretrained as from_pretrained
     from .train.loop import Loop as Loop
-    from .train.loop import StepResult as StepResult
     from .train.loop import fit as fit
     from .train.optim import optimizer_factory as optimizer_factory
     from .train.run_file import OptimizerConfig as OptimizerConfig
@@ -81,16 +83,16 @@ _MODULE_OF = {
     "Degrees": "mesh.sizes",
     "MeshSizes": "mesh.sizes",
     "ModelLayout": "model.layout",
-    "model_layout": "model.layout",
+    "model_layout": "strategy.ask",
     "count_tokens": "step.batch",
     "Batch": "strategy.contract",
-    "DistributedConfig": "strategy.contract",
-    "Estimate": "strategy.contract",
-    "ModelSize": "strategy.contract",
+    "DistributedConfig": "strategy.spec",
+    "Estimate": "strategy.spec",
+    "ModelSize": "strategy.spec",
     "OptimizerFactory": "strategy.contract",
-    "StrategyConfig": "strategy.contract",
+    "StrategyConfig": "strategy.spec",
     "StrategyManager": "strategy.contract",
-    "StrategySpec": "strategy.contract",
+    "StrategySpec": "strategy.spec",
     "hookimpl": "strategy.hooks",
     "Registry": "strategy.registry",
     "get_registry": "strategy.registry",
@@ -101,15 +103,13 @@ _MODULE_OF = {
     "from_config": "train.from_pretrained",
     "from_pretrained": "train.from_pretrained",
     "Loop": "train.loop",
-    "StepResult": "train.loop",
+    "StepResult": "strategy.contract",
     "fit": "train.loop",
     "optimizer_factory": "train.optim",
     "OptimizerConfig": "train.run_file",
     "RunConfig": "train.run_file",
     "load_run": "train.run_file",
 }
-
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:

@@ -15,8 +15,8 @@ import transformers
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from .. import __version__
 from ..base.errors import CheckpointError, CheckpointWriteError
+from ..base.version import __version__
 from ..mesh.mesh import new_group
 from ..strategy.contract import StrategyManager
 from ..tensors.pieces import Sharded

@@ -16,8 +16,8 @@ from ..base.errors import MeshwrightError
 from ..launch.rank import leave, started_by_launcher
 from ..launch.slurm import join_step
 from ..mesh.sizes import CLAIMABLE_AXES, MeshSizes
-from ..strategy.contract import StrategySpec
 from ..strategy.registry import Registry, get_registry
+from ..strategy.spec import StrategySpec
 from ..train.run_file import load_run, run_schema
 
 app = typer.Typer(

@@ -7,7 +7,6 @@ the reduction waits for the last microbatch. `single` shows the smallest one.
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,11 +23,13 @@ from torch.optim import Optimizer
 from ..base.errors import ModelError, StrategyError
 from ..base.validation import NO_FLOAT16
 from ..mesh.mesh import Mesh, same_timeout
-from ..model.layout import ModelLayout, model_layout
+from ..model.layout import ModelLayout
 from ..model.weights import Weights, deferred_weights, fill, is_meta, materialize
 from ..step.batch import check_step
+from ..step.forward_options import forward_options, with_router_logits
 from ..step.router_loss import Notes, RouterLoss, find_routers
 from ..step.token_loss import target_loss_sum, targets
+from ..strategy.ask import model_layout
 from ..strategy.contract import Batch, OptimizerFactory, StrategyManager
 from ..tensors.norms import check_clip, scale_to_norm, total_grad_norm
 from ..tensors.state import (
@@ -613,19 +614,3 @@ def _share_random_state(mesh: Mesh) -> None:
     seed = torch.randint(2**62, (1,)).to(mesh.device)
     dist.broadcast(seed, group=mesh.group("tp"), group_src=0)
     torch.manual_seed(int(seed))
-
-
-def forward_options(model: nn.Module, *, in_parts: bool = False) -> dict[str, Any]:
-    """What a forward is called with beside the batch, as far as it takes that: no key-value cache.
-
-    Args:
-        in_parts: a rank runs a part of the layers or positions, see [Note: noted logits] in `router_loss`.
-    """
-    options = {"use_cache": False} | ({"output_router_logits": False} if in_parts else {})
-    taken = inspect.signature(model.forward).parameters
-    return {name: value for name, value in options.items() if name in taken}
-
-
-def with_router_logits(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`forward_options` for a run that tells the logits of all routers."""
-    return {name: value or name == "output_router_logits" for name, value in options.items()}

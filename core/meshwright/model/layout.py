@@ -10,9 +10,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..strategy.contract import ModelSize
-from ..strategy.registry import Registry, get_registry
-
 
 @dataclass(frozen=True)
 class ModelLayout:
@@ -33,13 +30,6 @@ class ModelLayout:
         return tuple(block for stack in self.stacks for block in stack)
 
 
-def model_layout(model: nn.Module, registry: Registry | None = None) -> ModelLayout:
-    """Describe `model`: what a plugin's hook says, else what its structure says."""
-    registry = registry or get_registry()
-    answer = registry.hook.model_layout(model=model)
-    return answer if answer is not None else layout_by_structure(model)
-
-
 def layout_by_structure(model: nn.Module) -> ModelLayout:
     """Find stacks, embedding, head and tied parameters.
 
@@ -55,19 +45,6 @@ def layout_by_structure(model: nn.Module) -> ModelLayout:
         embedding=names.get(id(embedding)),
         head=names.get(id(head)),
         tied=_tied(model),
-    )
-
-
-def model_size(model: nn.Module, layout: ModelLayout) -> ModelSize:
-    """Count what `meshwright.strategy.contract.Estimate` is made from."""
-    parameters = list(model.parameters())
-    return ModelSize(
-        parameters=sum(p.numel() for p in parameters),
-        trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        largest_block=max(
-            (sum(p.numel() for p in model.get_submodule(block).parameters()) for block in layout.blocks), default=0
-        ),
-        bytes_per_element=parameters[0].element_size() if parameters else 0,
     )
 
 

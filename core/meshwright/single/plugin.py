@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..mesh.sizes import Degrees
-from ..strategy.contract import Estimate, ModelSize, StrategyConfig, StrategySpec
 from ..strategy.hooks import hookimpl
+from ..strategy.spec import Estimate, ModelSize, StrategyConfig, StrategySpec
 
 if TYPE_CHECKING:
     from ..mesh.mesh import Mesh

@@ -17,18 +17,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pydantic import BaseModel, Field
-
-from ..base.validation import FrozenModel
+from pydantic import BaseModel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from ..mesh.mesh import Mesh
-    from ..mesh.sizes import Degrees
     from ..model.weights import Weights
     from ..tensors.state import OptimizerState, ShardedState, TensorKind
 
@@ -38,81 +35,8 @@ Batch: TypeAlias = "Mapping[str, Tensor]"
 IGNORED_LABEL = -100
 """The label of a token that counts for no loss."""
 
-ROUNDS_ANEW = "rounds anew"
-"""Annotates an option of a config, `Annotated[bool, ROUNDS_ANEW]`, under which the parts that a model computes in
-float32 are rounded in other places. The conformance suite tries it on a model that has no such parts."""
-
 OptimizerFactory: TypeAlias = "Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]"
 """Makes an optimizer from (fully qualified name, parameter) pairs; see `meshwright.train.optim.optimizer_factory`."""
-
-
-class StrategyConfig(FrozenModel):
-    """Base for strategy configs: frozen, unknown fields refused. Third parties may use any pydantic model."""
-
-    reduce_dtype: Literal["float32", "float64"] | None = Field(
-        None,
-        description="Dtype in which gradients are accumulated over microbatches and summed over ranks; null: the "
-        "gradients' own. float64 under float32 gradients makes the sum independent of its order, so that every "
-        "strategy and world size prints the same losses.",
-    )
-
-
-DistributedConfig = StrategyConfig
-"""The reference's name for the options of any strategy but a pipeline."""
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """What an estimate needs to know of a model."""
-
-    parameters: int
-    """All elements; a tied weight counts once."""
-    trainable: int
-    largest_block: int
-    """Elements of the largest unit that is gathered at once."""
-    bytes_per_element: int
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Bytes that each rank holds throughout a run with AdamW; activations come on top."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    gathered: int = 0
-    """Peak of parameters that are gathered for use."""
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.gathered
-
-
-@dataclass(frozen=True)
-class StrategySpec:
-    """A strategy as the registry knows it.
-
-    Attributes:
-        name: lower-case identifier; users choose the strategy by it.
-        summary: one line for `meshwright strategies`.
-        axes: the axes it shards, out of `meshwright.mesh.sizes.CLAIMABLE_AXES`. A degree above 1 on any other axis is
-            an error unless a wrapping strategy claims that axis.
-        config_cls: a pydantic model of its options.
-        build: `build(config, mesh) -> StrategyManager`; for `wraps`, `build(config, mesh, inner)` with
-            `inner: Callable[[Mesh], StrategyManager]`, called once for each model part with the mesh it trains on.
-        aliases: other names for it.
-        wraps: it claims its axes around another strategy, which does the rest.
-        estimate: `estimate(config, degrees, model_size) -> Estimate | None`, or None when it has no say.
-    """
-
-    name: str
-    summary: str
-    axes: frozenset[str]
-    config_cls: type[BaseModel]
-    build: Callable[..., StrategyManager]
-    aliases: tuple[str, ...] = ()
-    wraps: bool = False
-    estimate: Callable[[Any, Degrees, ModelSize], Estimate | None] | None = None
 
 
 class StrategyManager(ABC):
@@ -238,3 +162,30 @@ class StrategyManager(ABC):
         Raises:
             StrategyError: the state is not of this model and optimizer; before anything is changed.
         """
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What hook `on_step_end` gets."""
+
+    step: int
+    """The step that has ended, from 1."""
+    steps: int
+    """Steps of the whole run."""
+    loss: float
+    """Mean over the step's tokens [nats]."""
+    grad_norm: float
+    """Total norm before clipping."""
+    learning_rate: float
+    """Of this rank's first parameter group, during the step; what stepped is seen to have used it."""
+    num_tokens: int
+    """Unmasked targets of the global batch."""
+    seconds: float
+    """Duration of the step, without evaluation."""
+    rank: int
+    held_out_loss: float | None = None
+    """Mean over the held-out tokens [nats], in steps that evaluate."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds

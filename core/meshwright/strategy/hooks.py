@@ -8,18 +8,21 @@ Source: pluggy, https://pluggy.readthedocs.io.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import pluggy
 
 if TYPE_CHECKING:
     import typer
     from torch import nn
+    from torch.distributed.tensor.parallel import ParallelStyle
 
     from ..model.layout import ModelLayout
-    from ..parallel.tensor import StyleName
-    from ..train.loop import StepResult
-    from .contract import StrategySpec
+    from .contract import StepResult
+    from .spec import StrategySpec
+
+StyleName: TypeAlias = "str | ParallelStyle"
+"""How tensor parallelism shards a module or parameter: the name of a style, or one of torch's."""
 
 PROJECT = "meshwright"
 hookspec = pluggy.HookspecMarker(PROJECT)

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from ..base.errors import StrategyError, UnknownStrategyError, nearest
 from ..mesh.sizes import CLAIMABLE_AXES
 from . import hooks as hookspecs
-from .contract import StrategySpec
+from .spec import StrategySpec
 
 ENTRY_POINT_GROUP = "meshwright"
 

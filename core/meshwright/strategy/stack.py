@@ -15,8 +15,9 @@ from pydantic import BaseModel, ValidationError
 from ..base.errors import ConfigError, MeshError, nearest
 from ..base.validation import validated
 from ..mesh.sizes import Degrees, MeshSizes
-from .contract import Estimate, ModelSize, StrategyManager, StrategySpec
+from .contract import StrategyManager
 from .registry import INSTALLABLE, Registry, get_registry, install_line, normalized
+from .spec import Estimate, ModelSize, StrategySpec
 
 if TYPE_CHECKING:
     from ..mesh.mesh import Mesh

@@ -21,8 +21,8 @@ from pydantic import BaseModel
 from ..base.errors import ConfigError
 from ..base.validation import validated
 from ..mesh.sizes import CLAIMABLE_AXES, Degrees, MeshSizes
-from ..strategy.contract import ROUNDS_ANEW, StrategySpec
 from ..strategy.registry import get_strategy
+from ..strategy.spec import ROUNDS_ANEW, StrategySpec
 from ..strategy.stack import resolve
 from ..train.run_file import OptimizerConfig, ScheduleConfig
 from .cells import Cell, Kind, register

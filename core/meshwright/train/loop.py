@@ -13,36 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..base.errors import TrainingError
 from ..step.batch import count_tokens
-from ..strategy.contract import Batch, StrategyManager
+from ..strategy.contract import Batch, StepResult, StrategyManager
 from ..strategy.registry import Registry, get_registry
 from .rates import check_rates, groups_stepped
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What hook `on_step_end` gets."""
-
-    step: int
-    """The step that has ended, from 1."""
-    steps: int
-    """Steps of the whole run."""
-    loss: float
-    """Mean over the step's tokens [nats]."""
-    grad_norm: float
-    """Total norm before clipping."""
-    learning_rate: float
-    """Of this rank's first parameter group, during the step; what stepped is seen to have used it."""
-    num_tokens: int
-    """Unmasked targets of the global batch."""
-    seconds: float
-    """Duration of the step, without evaluation."""
-    rank: int
-    held_out_loss: float | None = None
-    """Mean over the held-out tokens [nats], in steps that evaluate."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from ..base.errors import ModelError
-from ..manager.data_parallel import forward_options
 from ..mesh.sizes import Degrees
 from ..model.build import new_model
-from ..model.layout import model_layout, model_size
-from ..strategy.contract import ModelSize
+from ..step.forward_options import forward_options
+from ..strategy.ask import model_layout, model_size
+from ..strategy.spec import ModelSize
 from ..strategy.stack import Stack
 
 _PARAMETERS, _WORK = 1e7, 1e9

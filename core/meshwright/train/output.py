@@ -22,8 +22,7 @@ from ..base.parsing import as_yaml
 from ..checkpoint import export_checkpoint, save_checkpoint
 from ..checkpoint.directory import put_in_place
 from ..data import load_tokenizer
-from ..strategy.contract import StrategyManager
-from .loop import StepResult
+from ..strategy.contract import StepResult, StrategyManager
 from .report import draw_loss_curve
 from .run_file import RunConfig, as_plain
 from .sample import generate_sample

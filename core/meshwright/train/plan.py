@@ -21,7 +21,7 @@ from ..data import PreparedData, check_batch_size, holds_tokenizer, load_tokeniz
 from ..mesh.mesh import Mesh, find_device
 from ..mesh.sizes import Degrees
 from ..model.build import dtype_of, model_config
-from ..model.layout import model_layout, model_size
+from ..strategy.ask import model_layout, model_size
 from ..strategy.registry import get_registry
 from ..strategy.stack import Stack, resolve
 from .model_trial import check_memory, memory_of_node, try_model

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..base.parsing import parse_json
+from ..strategy.contract import StepResult
 from ..strategy.hooks import hookimpl
-from .loop import StepResult
 
 _TOLD = 5
 """This many lines are named that cannot be read."""

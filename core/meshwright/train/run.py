@@ -19,10 +19,10 @@ from ..launch.rank import guarded, signs_of_life, started_by_launcher
 from ..mesh.mesh import Mesh, World, open_world
 from ..model.build import build_model
 from ..model.pretrained import PretrainedWeights
-from ..strategy.contract import StrategyManager
+from ..strategy.contract import StepResult, StrategyManager
 from ..strategy.registry import get_registry
 from .from_pretrained import check_same_weights, tell
-from .loop import Loop, StepResult, fit
+from .loop import Loop, fit
 from .optim import build_scheduler, optimizer_factory, set_schedule
 from .output import CHECKPOINTS, METRICS, SUMMARY, export, finish, locked, prepare_output
 from .plan import Plan, headline, plan_run, processes

@@ -14,7 +14,7 @@ import torch
 from transformers import get_scheduler
 
 from meshwright import MeshSizes, StrategyError, get_registry, resolve
-from meshwright.model.layout import model_layout, model_size
+from meshwright.strategy.ask import model_layout, model_size
 from meshwright.testing import Case, conformance, pool
 from meshwright.testing.cells import register
 from meshwright.testing.models import tiny_model

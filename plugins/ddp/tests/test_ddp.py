@@ -9,7 +9,7 @@ import torch
 from transformers.modeling_outputs import CausalLMOutput
 
 from meshwright import ConfigError, MeshError, MeshSizes, count_tokens, resolve
-from meshwright.model.layout import model_layout, model_size
+from meshwright.strategy.ask import model_layout, model_size
 from meshwright.testing import Case, count_collectives, pool
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, share, train_steps

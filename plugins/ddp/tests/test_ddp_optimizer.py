@@ -23,7 +23,7 @@ from meshwright import (
     optimizer_factory,
     resolve,
 )
-from meshwright.model.layout import model_layout, model_size
+from meshwright.strategy.ask import model_layout, model_size
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.memory import measure_memory
 from meshwright.testing.models import tiny_model

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright import ConfigError, MeshSizes, OptimizerConfig, count_tokens, get_strategy, resolve
-from meshwright.model.layout import model_layout, model_size
+from meshwright.strategy.ask import model_layout, model_size
 from meshwright.testing import Case, assert_parity, count_collectives, pool
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, full_weights, share, train_steps

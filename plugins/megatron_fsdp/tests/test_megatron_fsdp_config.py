@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright import ConfigError, MeshSizes, resolve
-from meshwright.strategy.contract import ModelSize
+from meshwright.strategy.spec import ModelSize
 from meshwright_megatron_fsdp import MegatronFSDPConfig
 from meshwright_megatron_fsdp.plugin import estimate
 

@@ -29,8 +29,8 @@ from meshwright import (
     optimizer_factory,
     resolve,
 )
-from meshwright.manager.data_parallel import forward_options
-from meshwright.model.layout import model_layout
+from meshwright.step.forward_options import forward_options
+from meshwright.strategy.ask import model_layout
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.collectives import Traffic, measure_collectives
 from meshwright.testing.memory import measure_memory

@@ -6,9 +6,10 @@ loops, `parallelize_tensors` does so.
 
 from __future__ import annotations
 
+from ...strategy.hooks import StyleName
 from .division import Division
 from .parallel import TensorParallel, parallelize_tensors
-from .plan import StyleName, get_hf_tp_shard_plan, translate_to_torch_parallel_style
+from .plan import get_hf_tp_shard_plan, translate_to_torch_parallel_style
 from .styles import STYLES
 
 __all__ = [

@@ -22,15 +22,17 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..._compat import all_reduce, is_elementwise, is_sharded
 from ...base.errors import ModelError, StrategyError
-from ...model.layout import ModelLayout, model_layout
+from ...model.layout import ModelLayout
 from ...step.token_loss import target_loss_sum, targets
+from ...strategy.ask import model_layout
+from ...strategy.hooks import StyleName
 from ...tensors.norms import each_norm
 from ...tensors.state import DTENSORS, Parts
 from .collectives import Copies, chunk_sizes
 from .division import Division
 from .heads import SharedHeads, check_heads
 from .local_parameters import Cut, LocalParameters, Slot
-from .plan import Plan, StyleName, find_plan, keep_small_layers_whole, text_config
+from .plan import Plan, find_plan, keep_small_layers_whole, text_config
 from .sequence_parts import SequenceParts, find_parts
 from .sequence_stream import Stream
 from .sharded_loss import sharded_target_loss_sum

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import yaml
 from torch import nn
@@ -27,12 +27,12 @@ from transformers.pytorch_utils import Conv1D
 
 from ...base.class_paths import import_class_from_path
 from ...base.errors import ConfigError, MissingPlanError, ModelError, nearest
-from ...model.layout import ModelLayout, model_layout
+from ...model.layout import ModelLayout
+from ...strategy.ask import model_layout
+from ...strategy.hooks import StyleName
 from ...strategy.registry import Registry, get_registry
 from .collectives import chunk_sizes
 from .styles import STYLES, Style, out_features
-
-StyleName: TypeAlias = "str | ParallelStyle"
 
 
 @dataclass

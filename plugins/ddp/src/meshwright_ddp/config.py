@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from meshwright.base.errors import StrategyError, nearest
-from meshwright.strategy.contract import StrategyConfig
+from meshwright.strategy.spec import StrategyConfig
 
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meshwright.mesh.sizes import Degrees
-from meshwright.strategy.contract import Estimate, ModelSize, StrategyManager, StrategySpec
+from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.hooks import hookimpl
+from meshwright.strategy.spec import Estimate, ModelSize, StrategySpec
 
 from .config import AXES, DDPConfig
 

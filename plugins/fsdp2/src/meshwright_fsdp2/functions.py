@@ -21,10 +21,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from meshwright.base.errors import MeshError
 from meshwright.manager.data_parallel import check_trainable
 from meshwright.model.drawn_weights import DeferredModel
-from meshwright.model.layout import layout_by_structure, model_layout
+from meshwright.model.layout import layout_by_structure
 from meshwright.model.recompute import Mode, checkpoint_blocks
 from meshwright.model.weights import fill, is_meta, materialize, same_generator
 from meshwright.parallel.tensor import parallelize_tensors
+from meshwright.strategy.ask import model_layout
 
 from ._compat import held_after_forward
 from .policies import is_offload

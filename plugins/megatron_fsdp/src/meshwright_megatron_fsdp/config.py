@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from meshwright.base.validation import DTYPES, NO_FLOAT16
-from meshwright.strategy.contract import StrategyConfig
+from meshwright.strategy.spec import StrategyConfig
 
 AXES = frozenset({"dp_replicate", "dp_shard", "cp", "tp"})
 """What the strategy shards."""

@@ -27,15 +27,16 @@ from meshwright.manager.data_parallel import (
     asks_for_router_loss,
     check_trainable,
     copy_from_first_rank,
-    forward_options,
 )
 from meshwright.mesh.given_mesh import as_mesh
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import CLAIMABLE_AXES, Degrees
-from meshwright.model.layout import ModelLayout, model_layout
+from meshwright.model.layout import ModelLayout
 from meshwright.model.weights import Weights, deferred_weights, is_meta
 from meshwright.step.batch import check_step
+from meshwright.step.forward_options import forward_options
 from meshwright.step.router_loss import RouterLoss, Routers, find_routers
+from meshwright.strategy.ask import model_layout
 from meshwright.strategy.contract import IGNORED_LABEL, Batch, OptimizerFactory, StrategyManager
 from meshwright.strategy.registry import get_strategy
 from meshwright.tensors.norms import check_clip

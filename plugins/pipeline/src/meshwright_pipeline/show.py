@@ -103,7 +103,7 @@ def view_of(config: RunConfig) -> View:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from meshwright.model.layout import model_layout
+    from meshwright.strategy.ask import model_layout
     from meshwright.strategy.stack import resolve
     from meshwright.train.plan import data_and_model_config, processes
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.base.errors import ModelError
-from meshwright.manager.data_parallel import with_router_logits
 from meshwright.model.layout import ModelLayout
+from meshwright.step.forward_options import with_router_logits
 from meshwright.strategy.contract import Batch
 
 from .boundary import Crossing, Path, dims_of, hidden_path, tensors_in

@@ -1,0 +1,3 @@
+"""The version that all of the project's distributions carry."""
+
+__version__ = "0.1.0"

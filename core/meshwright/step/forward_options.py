@@ -1,0 +1,25 @@
+"""What a model's forward is called with beside the batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+
+def forward_options(model: nn.Module, *, in_parts: bool = False) -> dict[str, Any]:
+    """What a forward is called with beside the batch, as far as it takes that: no key-value cache.
+
+    Args:
+        in_parts: a rank runs a part of the layers or positions, see [Note: noted logits] in `router_loss`.
+    """
+    options = {"use_cache": False} | ({"output_router_logits": False} if in_parts else {})
+    taken = inspect.signature(model.forward).parameters
+    return {name: value for name, value in options.items() if name in taken}
+
+
+def with_router_logits(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`forward_options` for a run that tells the logits of all routers."""
+    return {name: value or name == "output_router_logits" for name, value in options.items()}
