@@ -29,7 +29,8 @@ from meshwright import (
 )
 from meshwright.checkpoint import export_checkpoint, read_manifest
 from meshwright.checkpoint.directory import MANIFEST
-from meshwright.checkpoint.index import INDEX, read_index
+from meshwright.checkpoint.index import INDEX
+from meshwright.checkpoint.read_index import read_index
 from meshwright.checkpoint.values import flat
 from meshwright.cli import commands as cli
 from meshwright.strategy.contract import StrategyManager

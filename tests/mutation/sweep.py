@@ -49,7 +49,7 @@ OWNERS = {
     "meshwright_megatron_fsdp.config": ["MegatronFSDPConfig"],
     "meshwright_megatron_fsdp.functions": ["nvfsdp_strategy_parallelize"],
     "meshwright_pipeline.config": ["PipelineConfig"],
-    "meshwright.single.plugin": ["SingleConfig"],
+    "meshwright.single.config": ["SingleConfig"],
     "meshwright.mesh.sizes": ["MeshSizes"],
     "meshwright.train.run_file": [
         *("RunConfig", "OptimizerConfig", "ScheduleConfig", "EvalConfig", "SampleConfig"),

@@ -26,9 +26,9 @@ from ..mesh.mesh import World
 from ..model.build import check_brings_no_code
 from ..tensors.pieces import Sharded, tensor_pieces
 from .directory import HUGGING_FACE, Manifest, read_manifest, verify
-from .index import read_index
 from .loading import checked
 from .payload import read_tensors
+from .read_index import read_index
 from .values import MODEL
 
 LEAST_FILE_BYTES = 64_000_000

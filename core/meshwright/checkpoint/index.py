@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..tensors.state import TensorKind
-from .directory import Manifest, StoredFile, broken, read_verified
+from .directory import broken
 from .ownership import Rectangle
 
 INDEX = "index.json"
@@ -137,27 +137,6 @@ def written_index(owned: Sequence[Sequence[Rectangle]], kinds: Mapping[str, tupl
     return json.dumps(content, separators=(",", ":")).encode()
 
 
-def read_index(directory: Path, manifest: Manifest) -> Index:
-    """Read the index of a checkpoint, of any format that can be read. Nothing in it is run.
-
-    Raises:
-        CheckpointError: it was altered, or is none.
-    """
-    if manifest.format == 1:
-        from .format1 import read_metadata
-
-        return read_metadata(directory, manifest)
-    try:
-        content = json.loads(read_verified(directory, manifest, INDEX))
-        files = tuple(str(name) for name in content["files"])
-        tensors = {name: _tensor(each) for name, each in content["tensors"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise broken(directory, f"{INDEX} is no index ({type(error).__name__}: {error})") from None
-    absent = StoredFile(0, "")
-    check_tensors(directory, tensors, [manifest.files.get(name, absent).size for name in files])
-    return Index(files, tensors)
-
-
 def check_tensors(directory: Path, tensors: Mapping[str, StoredTensor], sizes: Sequence[int] | None) -> None:
     """Refuse an index whose pieces are not parts of its tensors and files; see `StoredTensor.problem`.
 
@@ -185,9 +164,3 @@ def dtype_named(name: Any) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype of torch")
     return dtype
-
-
-def _tensor(content: Mapping[str, Any]) -> StoredTensor:
-    shape = torch.Size(content["shape"])
-    pieces = np.array(content["pieces"], np.int64).reshape(-1, 2 + 2 * len(shape))
-    return StoredTensor(shape, dtype_named(content["dtype"]), pieces)

@@ -21,9 +21,9 @@ from .directory import (
     steps_in,
     verify,
 )
-from .index import read_index
 from .optimizer import read_optimizer
 from .payload import read_tensors
+from .read_index import read_index
 from .schedule import load_schedule
 from .values import MODEL, decoded, flat, random_to_load, set_random_state
 

@@ -12,7 +12,8 @@ from rich.text import Text
 from ..base.errors import CheckpointError
 from .directory import MANIFEST, Manifest, read_manifest, steps_in, verify
 from .format1 import METADATA
-from .index import INDEX, Index, StoredTensor, dtype_name, read_index
+from .index import INDEX, Index, StoredTensor, dtype_name
+from .read_index import read_index
 from .values import MODEL, OPTIMIZER
 
 

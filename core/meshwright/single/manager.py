@@ -8,7 +8,7 @@ from torch import nn
 from ..manager.data_parallel import DataParallelManager
 from ..mesh.mesh import Mesh
 from ..tensors.wide_sums import WideSums
-from .plugin import SingleConfig
+from .config import SingleConfig
 
 
 class SingleManager(DataParallelManager):

@@ -6,15 +6,12 @@ from typing import TYPE_CHECKING
 
 from ..mesh.sizes import Degrees
 from ..strategy.hooks import hookimpl
-from ..strategy.spec import Estimate, ModelSize, StrategyConfig, StrategySpec
+from ..strategy.spec import Estimate, ModelSize, StrategySpec
+from .config import SingleConfig
 
 if TYPE_CHECKING:
     from ..mesh.mesh import Mesh
     from .manager import SingleManager
-
-
-class SingleConfig(StrategyConfig):
-    """Options of `single`."""
 
 
 def build(config: SingleConfig, mesh: Mesh) -> SingleManager:

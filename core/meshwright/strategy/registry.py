@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -28,6 +28,8 @@ from . import hooks as hookspecs
 from .spec import StrategySpec
 
 ENTRY_POINT_GROUP = "meshwright"
+BUILTINS = {"core": EntryPoint("single", "meshwright.single.plugin", ENTRY_POINT_GROUP)}
+"""The plugins that are part of core, by their names in errors."""
 
 # The strategies of this project that are packages of their own, and the extra that installs each.
 INSTALLABLE = {"ddp": "ddp", "fsdp2": "fsdp2", "megatron_fsdp": "megatron-fsdp", "pipeline": "pipeline"}
@@ -63,17 +65,19 @@ class Registry:
 
     Args:
         plugins: entry points to load; None: those of the installed distributions.
-        builtins: plugin modules that are part of core, by name.
+        builtins: those that come before, and whose strategies no other plugin may replace; by name.
     """
 
-    def __init__(self, plugins: Iterable[EntryPoint] | None = None, *, builtins: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, plugins: Iterable[EntryPoint] | None = None, *, builtins: Mapping[str, EntryPoint] = BUILTINS
+    ) -> None:
         self._failures: list[Failure] = []
         self._specs: dict[str, StrategySpec] = {}
         self._owners: dict[str, str] = {}
         self._manager = _new_plugin_manager()
-        self._builtins = _core_plugins() if builtins is None else builtins
-        for name, plugin in self._builtins.items():
-            self.register(plugin, name=name)
+        self._builtins = builtins
+        for name, builtin in builtins.items():
+            self.register(builtin.load(), name=name)
         found = entry_points(group=ENTRY_POINT_GROUP) if plugins is None else plugins
         for entry_point in sorted(set(found), key=lambda point: (point.name, point.value)):
             self._load(entry_point)
@@ -286,12 +290,6 @@ def get_strategy(name: str) -> StrategySpec:
 def list_strategies() -> dict[str, StrategySpec]:
     """`Registry.strategies` of the installed plugins."""
     return get_registry().strategies
-
-
-def _core_plugins() -> dict[str, Any]:
-    from ..single import plugin as single
-
-    return {"core": single}
 
 
 def _new_plugin_manager() -> pluggy.PluginManager:

@@ -23,6 +23,7 @@ from ..checkpoint import export_checkpoint, save_checkpoint
 from ..checkpoint.directory import put_in_place
 from ..data import load_tokenizer
 from ..strategy.contract import StepResult, StrategyManager
+from .files import CHECKPOINTS, CURVE, HOLDER, LOCK, METRICS, MODEL, RUN, SUMMARY
 from .report import draw_loss_curve
 from .run_file import RunConfig, as_plain
 from .sample import generate_sample
@@ -30,10 +31,6 @@ from .sample import generate_sample
 if TYPE_CHECKING:
     from .plan import Plan
 
-METRICS, CURVE, MODEL, SUMMARY, RUN = "metrics.jsonl", "loss.png", "model", "summary.json", "run.yaml"
-CHECKPOINTS = "checkpoints"
-LOCK, HOLDER = ".lock", ".lock.json"
-"""The file that is locked, and another that says by whom: whoever tries to lock a file may empty it."""
 _CHECKPOINT_OF_MODEL, _NEW_MODEL = f"{MODEL}.checkpoint", f"{MODEL}.writing"
 AVERAGED_STEPS = 20
 """Training loss is told as the mean over this many last steps."""

@@ -24,7 +24,7 @@ from ..checkpoint import Manifest, first_whole, newest_checkpoint, read_manifest
 from ..checkpoint.directory import remove_leftovers
 from ..checkpoint.loading import checked
 from ..mesh.mesh import World
-from .output import CHECKPOINTS, METRICS, MODEL, RUN, SUMMARY
+from .files import CHECKPOINTS, METRICS, MODEL, RUN, SUMMARY
 from .run_file import RunConfig, load_run
 
 NEVER, AUTO = "never", "auto"

@@ -21,10 +21,11 @@ from ..model.build import build_model
 from ..model.pretrained import PretrainedWeights
 from ..strategy.contract import StepResult, StrategyManager
 from ..strategy.registry import get_registry
+from .files import CHECKPOINTS, METRICS, SUMMARY
 from .from_pretrained import check_same_weights, tell
 from .loop import Loop, fit
 from .optim import build_scheduler, optimizer_factory, set_schedule
-from .output import CHECKPOINTS, METRICS, SUMMARY, export, finish, locked, prepare_output
+from .output import export, finish, locked, prepare_output
 from .plan import Plan, headline, plan_run, processes
 from .report import Reporter, read_metrics
 from .resume import Fate, Source, check_output, find_source, is_finished

@@ -60,17 +60,17 @@ def attend(
         ModelError: the layer cannot attend so.
     """
     mask = _checked_mask(module, query, key, attention_mask)
-    parallel = mask.parallel
+    share = mask.share
     without_mask = mask.is_causal and implementation == "sdpa"
-    _check_options(module, options, parallel.attention, without_mask=without_mask)
+    _check_options(module, options, share.way, without_mask=without_mask)
     copies = 1
-    if parallel.attention == "ulysses":
-        copies = _copies_of_heads(module, query.shape[1], key.shape[1], parallel.size)
+    if share.way == "ulysses":
+        copies = _copies_of_heads(module, query.shape[1], key.shape[1], share.size)
     core = attention_of(module, implementation)
-    if parallel.observer is not None:
-        return parallel.observer.attend(query, key, value), None
+    if mask.observer is not None:
+        return mask.observer.attend(query, key, value), None
     layer = _Layer(core, implementation, module, mask, options, without_mask)
-    if parallel.attention == "ulysses":
+    if share.way == "ulysses":
         return layer.exchanged(query, key, value, copies), None
     return layer.gathered(query, key, value), None
 
@@ -98,12 +98,12 @@ class _Layer:
     def gathered(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # One message for both.
         sizes = [key.shape[-1], value.shape[-1]]
-        key, value = GatherPositions.apply(torch.cat([key, value], -1), self.mask.parallel.group).split(sizes, -1)
+        key, value = GatherPositions.apply(torch.cat([key, value], -1), self.mask.share.group).split(sizes, -1)
         if not self.without_mask:
             return self._masked(query, key, value, whole=False)
         # Two chunks of queries that follow each other.
         chunk = self.mask.part // 2
-        starts = self.mask.parallel.starts(self.mask.length)
+        starts = self.mask.share.starts(self.mask.length)
         return torch.cat(
             [
                 output
@@ -114,7 +114,7 @@ class _Layer:
         )
 
     def exchanged(self, query: Tensor, key: Tensor, value: Tensor, copies: int) -> Tensor:
-        group = self.mask.parallel.group
+        group = self.mask.share.group
         if copies > 1:
             # Each rank gets the heads that its queries read.
             key, value = (each.repeat_interleave(copies, 1) for each in (key, value))

@@ -9,13 +9,13 @@ into it fails, and is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .parallel import ContextParallel
+from .positions import Share
+from .probe import Observer
 
 MaskFunction = Callable[..., Tensor]
 
@@ -24,7 +24,8 @@ class PositionMask:
     """The mask of some attention layers for one microbatch.
 
     Args:
-        parallel: of the model.
+        share: of this rank.
+        observer: what sees the attention instead, while the model is checked.
         make: transformers' function that makes a tensor for the attention in use; boolean or additive.
         function: of (sequence, head, query position, key position).
         length: positions of a whole sequence.
@@ -35,7 +36,8 @@ class PositionMask:
 
     def __init__(
         self,
-        parallel: ContextParallel,
+        share: Share,
+        observer: Observer | None,
         make: Callable[..., Tensor],
         function: MaskFunction,
         *,
@@ -44,7 +46,7 @@ class PositionMask:
         is_causal: bool,
         arguments: Mapping[str, Any],
     ) -> None:
-        self.parallel = parallel
+        self.share, self.observer = share, observer
         self.length, self.part = length, part
         self.is_causal = is_causal
         self._make, self._function, self._arguments = make, function, arguments
@@ -55,7 +57,7 @@ class PositionMask:
         device = self._arguments["device"]
         if whole:
             return torch.arange(self.length, device=device)
-        return self.parallel.positions(self.length, device)
+        return self.share.positions(self.length, device)
 
     def of(self, rows: Tensor, keys: int | None = None) -> Tensor:
         """For queries at these positions, and the first `keys` keys: (B, 1, rows, keys)."""

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,9 @@ from ...step.token_loss import targets
 from ...strategy.contract import Batch
 from .attention import attend
 from .mask import MaskFunction, PositionMask
-from .positions import local_part, positions
+from .positions import Share, Way
 from .probe import Finding, Observer, find_defect, numbered
 
-Way = Literal["allgather", "ulysses"]
 TARGETS = "shift_labels"
 """Key of a divided batch: the label that each position predicts."""
 _PREFIX = "meshwright_"
@@ -57,10 +56,7 @@ class ContextParallel:
     def __init__(
         self, model: nn.Module, layout: ModelLayout, mesh: DeviceMesh, *, attention: Way = "allgather"
     ) -> None:
-        self.group = mesh.get_group()
-        self.size = mesh.size()
-        self.rank = mesh.get_local_rank()
-        self.attention = attention
+        self.share = Share(mesh.get_group(), mesh.size(), mesh.get_local_rank(), attention)
         self.observer: Observer | None = None
         # Sharding changes the class.
         self._name = type(model).__name__
@@ -74,16 +70,7 @@ class ContextParallel:
     @property
     def sequence_multiple(self) -> int:
         """What the length of a sequence must be a multiple of."""
-        return 2 * self.size
-
-    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        """This rank's positions of a sequence; see [Note: head and tail] in `division`."""
-        return positions(length, self.rank, self.size, device)
-
-    def starts(self, length: int) -> tuple[int, int]:
-        """The first positions of this rank's two chunks."""
-        chunk = length // (2 * self.size)
-        return self.rank * chunk, (2 * self.size - 1 - self.rank) * chunk
+        return 2 * self.share.size
 
     def divide(self, batch: Batch) -> Batch:
         """This rank's positions of a microbatch, with explicit positions and, in place of labels, `TARGETS`.
@@ -124,14 +111,14 @@ class ContextParallel:
         for name, tensor in batch.items():
             if name not in _DIVIDED:
                 raise BatchError(
-                    f"the batch holds {name}, of which it is not known how cp_size={self.size} divides it. Leave it "
-                    f"out, or set cp_size=1."
+                    f"the batch holds {name}, of which it is not known how cp_size={self.share.size} divides it. "
+                    f"Leave it out, or set cp_size=1."
                 )
             shapes = [(count, length)] + [(1, length)] * (name == "position_ids")
             if tuple(tensor.shape) not in shapes:
                 raise BatchError(
-                    f"{name} has the shape {tuple(tensor.shape)}, but with cp_size={self.size} it must be that of "
-                    f"input_ids, {(count, length)}."
+                    f"{name} has the shape {tuple(tensor.shape)}, but with cp_size={self.share.size} it must be that "
+                    f"of input_ids, {(count, length)}."
                 )
         if (
             self._finding is not None
@@ -140,13 +127,13 @@ class ContextParallel:
             and "position_ids" not in batch
         ):
             raise BatchError(
-                f"{self._name} computes positions from attention_mask, which cp_size={self.size} "
+                f"{self._name} computes positions from attention_mask, which cp_size={self.share.size} "
                 f"cannot divide. Give position_ids beside it."
             )
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's positions of a tensor (B, S)."""
-        return local_part(whole, 1, self.rank, self.size)
+        return self.share.own(whole)
 
     # -- steps
 
@@ -213,7 +200,7 @@ class ContextParallel:
         """
         with self.observed() as observer:
             self._finding = find_defect(
-                self._name, self._model, self._layout, observer, ids_BS, call, multiple, self.size
+                self._name, self._model, self._layout, observer, ids_BS, call, multiple, self.share.size
             )
         defect = self._finding.defect
         return None if defect is None else ModelError(f"{defect} Set cp_size=1.")
@@ -293,7 +280,8 @@ def make_mask(
         is_causal = is_causal and not is_documents
     arguments = {"batch_size": batch_size, "attention_mask": None if is_whole else attention_mask, **rest}
     return PositionMask(
-        _running.parallel,
+        _running.parallel.share,
+        _running.parallel.observer,
         mask_maker(implementation),
         mask_function,
         length=kv_length,

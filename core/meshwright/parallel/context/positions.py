@@ -8,9 +8,42 @@ Source: Dubey et al. 2024, arXiv:2407.21783, section 3.3.2.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+Way = Literal["allgather", "ulysses"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which positions of each sequence this rank has, and who has the others.
+
+    Attributes:
+        group, size, rank: of the axis `cp`.
+        way: how they are exchanged; see [Note: two ways] in `attention`.
+    """
+
+    group: dist.ProcessGroup
+    size: int
+    rank: int
+    way: Way
+
+    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
+        """This rank's positions of a sequence of `length`, which 2 x `size` divides; int64."""
+        return positions(length, self.rank, self.size, device)
+
+    def starts(self, length: int) -> tuple[int, int]:
+        """The first positions of this rank's two chunks."""
+        chunk = length // (2 * self.size)
+        return self.rank * chunk, (2 * self.size - 1 - self.rank) * chunk
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's positions of a tensor (B, S)."""
+        return local_part(whole, 1, self.rank, self.size)
 
 
 def positions(length: int, rank: int, ranks: int, device: torch.device | None = None) -> Tensor:

@@ -23,7 +23,7 @@ from ...base.errors import ModelError
 from .collectives import Copy, Gather, Reduce, ReduceScatter, Split, chunk_sizes
 
 if TYPE_CHECKING:
-    from .parallel import TensorParallel
+    from .around import Around
 
 Forward: TypeAlias = Callable[..., Any]
 LINEAR = ("out_features", "nf")
@@ -45,7 +45,7 @@ class Style:
     """
 
     place: Callable[[nn.Module, str, Tensor], Placement]
-    run: Callable[[TensorParallel, nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any] | None = None
+    run: Callable[[Around, nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any] | None = None
     partial: bool = False
     needs: tuple[str, ...] = ()
 
@@ -90,7 +90,7 @@ def _along(dim: int) -> Callable[[nn.Module, str, Tensor], Placement]:
 
 
 def _column_linear(
-    parallel: TensorParallel, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     first, args, kwargs = _take_first(args, kwargs)
     if isinstance(module, Conv1D):
@@ -100,7 +100,7 @@ def _column_linear(
 
 
 def _column_linear_gathered(
-    parallel: TensorParallel, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     output = _column_linear(parallel, module, forward, args, kwargs)
     if parallel.keeps_sharded(module):
@@ -111,7 +111,7 @@ def _column_linear_gathered(
 
 
 def _row_linear(
-    parallel: TensorParallel, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     bias = module._parameters.get("bias")
     if bias is None:
@@ -126,13 +126,13 @@ def _row_linear(
 
 
 def _row_linear_split(
-    parallel: TensorParallel, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     first, args, kwargs = _take_first(args, kwargs)
     return _row_linear(parallel, module, forward, (Split.apply(first, -1, parallel.group), *args), kwargs)
 
 
-def _summed(parallel: TensorParallel, module: nn.Module, output: Tensor) -> Tensor:
+def _summed(parallel: Around, module: nn.Module, output: Tensor) -> Tensor:
     if parallel.scatters(module, output):
         result: Tensor = ReduceScatter.apply(output, 1, parallel.group)
     else:
@@ -141,7 +141,7 @@ def _summed(parallel: TensorParallel, module: nn.Module, output: Tensor) -> Tens
 
 
 def _embedding_rows(
-    parallel: TensorParallel, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Look up this rank's entries of the vocabulary; the others' rows are zero until the sum."""
     ids, args, kwargs = _take_first(args, kwargs)
@@ -164,13 +164,13 @@ def _embedding_rows(
 
 
 def _embedding_columns(
-    parallel: TensorParallel, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     return Gather.apply(forward(*args, **kwargs), -1, module.embedding_dim, parallel.group)
 
 
 def _latent_projection(
-    parallel: TensorParallel, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Multi-head latent attention: the rotary part of the output goes straight to this rank's heads, the rest through
     a column-parallel layer, which sums its gradient itself."""
@@ -181,7 +181,7 @@ def _latent_projection(
 
 
 def _experts(
-    parallel: TensorParallel, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Every rank has a part of every expert: inputs and routing weights are used in parts, outputs are partial."""
     args = tuple(_copied(parallel, value) for value in args)
@@ -189,12 +189,12 @@ def _experts(
     return Reduce.apply(forward(*args, **kwargs), parallel.group)
 
 
-def _copied(parallel: TensorParallel, value: Any) -> Any:
+def _copied(parallel: Around, value: Any) -> Any:
     return parallel.copy(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _identity_expert(
-    parallel: TensorParallel, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """An expert without parameters, whole on every rank among experts whose outputs are summed."""
     first, args, kwargs = _take_first(args, kwargs)
@@ -202,14 +202,14 @@ def _identity_expert(
 
 
 def _output_summed(
-    parallel: TensorParallel, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     output = forward(*args, **kwargs)
     return None if output is None else Reduce.apply(output, parallel.group)
 
 
 def _on_sequence_shard(
-    parallel: TensorParallel, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A module that treats every position alike, on a part of the positions."""
     first, args, kwargs = _take_first(args, kwargs)
