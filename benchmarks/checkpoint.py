@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM
 from meshwright import Checkpointer, Mesh, MeshSizes, OptimizerConfig, optimizer_factory, resolve
 from meshwright.checkpoint import export_checkpoint, steps_in
 from meshwright.launch.local import launch
-from meshwright.mesh.mesh import World, open_world
+from meshwright.mesh.world import World, open_world
 from meshwright.strategy.contract import StrategyManager
 
 OURS, OURS_ASYNC, TORCH, TORCH_ASYNC = CONTESTANTS = ("ours", "ours, asynchronous", "torch", "torch, asynchronous")

@@ -29,8 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshwright.mesh.mesh import Mesh, World
+from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
+from meshwright.mesh.world import World
 from meshwright.strategy.contract import Batch
 from meshwright.strategy.stack import resolve
 from meshwright.train.loop import Loop, train_step

@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM
 
 import meshwright
 from meshwright.launch.local import launch
-from meshwright.mesh.mesh import World, open_world
+from meshwright.mesh.world import World, open_world
 
 OURS, PLAIN, READ = CONTESTANTS = ("ours", "plain", "plain, read")
 LIMIT_MB = 64

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn import functional as F
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from meshwright.mesh.mesh import World
+from meshwright.mesh.world import World
 
 SCHEDULES: dict[str, tuple[Callable[..., Any], int]] = {
     "gpipe": (ScheduleGPipe, 1),

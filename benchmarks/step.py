@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.launch.local import launch
-from meshwright.mesh.mesh import World, open_world
+from meshwright.mesh.world import World, open_world
 
 RAW_A, OURS, RAW_B = CONTESTANTS = ("raw A", "ours", "raw B")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.base.parsing import as_yaml
+from meshwright.files.parsing import as_yaml
 from meshwright.strategy.registry import get_registry
 from meshwright.train.run_file import run_schema
 

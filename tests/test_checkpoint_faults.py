@@ -32,7 +32,7 @@ from meshwright.checkpoint import newest_checkpoint, read_manifest
 from meshwright.checkpoint.directory import MANIFEST, step_directory, steps_in
 from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.payload import write_tensors
-from meshwright.cli import commands as cli
+from meshwright.cli import main as cli
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, full_weights, train_steps

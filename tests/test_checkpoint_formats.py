@@ -32,7 +32,7 @@ from meshwright.checkpoint.directory import MANIFEST
 from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.read_index import read_index
 from meshwright.checkpoint.values import flat
-from meshwright.cli import commands as cli
+from meshwright.cli import main as cli
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import pool
 from meshwright.train.optim import build_scheduler

@@ -16,7 +16,7 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from meshwright.cli import commands as cli
+from meshwright.cli import main as cli
 from meshwright.launch import local as launch
 from meshwright.train import run
 from meshwright.train.run_file import load_run

@@ -17,32 +17,34 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from meshwright import Mesh, MeshSizes, open_world
-from meshwright._compat import (
+from meshwright._compat.torch import (
     TorchDispatchMode,
     all_gather,
     all_reduce,
     all_to_all,
-    attention_of,
-    attention_setting,
-    for_documents,
     foreach_mul_,
     foreach_norm,
     group_timeout,
     groups_with_timeout,
-    is_left_out_of_files,
     is_sharded,
     live_groups,
+    packed_shard,
+    reduce_scatter,
+    storage_of,
+    written_arguments,
+)
+from meshwright._compat.transformers import (
+    attention_of,
+    attention_setting,
+    for_documents,
+    is_left_out_of_files,
     load_state_dict_as_pretrained,
     mask_maker,
     nested_configs,
-    packed_shard,
-    reduce_scatter,
     register_attention,
     saved_together,
     set_attention,
-    storage_of,
     to_saved_format,
-    written_arguments,
 )
 from meshwright.model.pretrained.files import Held
 from meshwright.model.pretrained.recorded import Recorded

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright._compat import compiled
+from meshwright._compat.torch import compiled
 from meshwright.base.errors import ModelError, StrategyError
 from meshwright.model.compile import check_compiler, compile_blocks
 from meshwright.model.layout import layout_by_structure

@@ -11,7 +11,7 @@ import pytest
 from kinds import DIFFERENT_IN_KIND
 
 from meshwright import ConfigError, MeshError, UnknownStrategyError
-from meshwright.cli.check import as_table, run_cells, summary, told
+from meshwright.cli.check_report import as_table, reasons, run_cells, summary
 from meshwright.testing import Cell, Result, conformance
 
 STRATEGIES = ["single", "ddp", "fsdp2", "megatron_fsdp"]
@@ -168,7 +168,7 @@ def test_results_are_a_table_reasons_and_a_last_line(tmp_path: Path) -> None:
     screen = Console(file=StringIO(), width=100)
     results = run_cells(cells, json_file=tmp_path / "r.json", resume=False, console=screen)
     assert summary(results) == "1 passed, 0 failed"
-    assert told(results)[0].startswith("does not apply: dp_replicate=4-bucket_cap_mb")
+    assert reasons(results)[0].startswith("does not apply: dp_replicate=4-bucket_cap_mb")
     screen.print(as_table(results))
     text = screen.file.getvalue()
     assert "one rank" in text

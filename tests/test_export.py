@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from meshwright import CheckpointError, ConfigError, save_checkpoint
 from meshwright.checkpoint import export as module
 from meshwright.checkpoint import export_checkpoint
-from meshwright.cli import commands as cli
+from meshwright.cli import main as cli
 from meshwright.testing import Case, pool
 from meshwright.testing.models import case_model, case_reason, known_models
 from meshwright.testing.parity import build_manager, full_weights, train_steps

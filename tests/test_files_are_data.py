@@ -74,7 +74,7 @@ def _call(name: str, path: str, *options: str) -> None:
 def _one(arguments: list[str]) -> None:
     """Run a command in this process, as if it had been started with it."""
     from meshwright.base.errors import MeshwrightError
-    from meshwright.cli import commands as cli
+    from meshwright.cli import main as cli
 
     sys.argv = ["meshwright", *arguments]
     if arguments[0] not in ("from_pretrained", "load_checkpoint"):

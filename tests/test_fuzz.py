@@ -32,10 +32,10 @@ from test_cli import LAUNCHER_VARIABLES, MODEL, command, write_run
 from typer.testing import CliRunner
 
 from meshwright.base.errors import MeshwrightError
-from meshwright.base.parsing import as_yaml, parse_yaml
 from meshwright.base.validation import validated
-from meshwright.cli import commands as cli
+from meshwright.cli import main as cli
 from meshwright.data import corpus, load_tokenizer, prepare
+from meshwright.files.parsing import as_yaml, parse_yaml
 from meshwright.launch import local as launch
 from meshwright.mesh.sizes import Degrees
 from meshwright.model.build import model_config

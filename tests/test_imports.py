@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from meshwright.base import class_paths as imports
-from meshwright.base.class_paths import (
+from meshwright.base.errors import ConfigError
+from meshwright.files import class_paths as imports
+from meshwright.files.class_paths import (
     ENVIRONMENT_VARIABLE,
     allow_imports,
     allowed_imports,
@@ -18,7 +19,6 @@ from meshwright.base.class_paths import (
     import_classes_from_paths,
     instantiate,
 )
-from meshwright.base.errors import ConfigError
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_what_an_allowed_module_has_imported_from_elsewhere_is_refused(side_effe
         "torch.multiprocessing.Process",
         "torch.multiprocessing.spawn",
         "transformers.dynamic_module_utils.get_class_from_dynamic_module",
-        "meshwright.base.class_paths.allow_imports",
+        "meshwright.files.class_paths.allow_imports",
         "torch.optim",
         "torch.nn.Linaer",
         "torch.no_such_module.Thing",
@@ -133,7 +133,7 @@ def test_a_function_is_no_class():
 
 
 def test_importing_this_module_imports_no_torch():
-    code = "import sys, meshwright.base.class_paths; sys.exit('torch' in sys.modules)"
+    code = "import sys, meshwright.files.class_paths; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

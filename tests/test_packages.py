@@ -118,7 +118,7 @@ def run_with(paths: list[Path], code: str) -> str:
     return done.stdout
 
 
-LIST = "import sys; sys.argv[1:] = ['strategies']; from meshwright.cli.commands import main; main()"
+LIST = "import sys; sys.argv[1:] = ['strategies']; from meshwright.cli.main import main; main()"
 
 
 def told(output: str) -> tuple[list[str], list[str]]:

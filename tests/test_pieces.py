@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from meshwright import open_world
-from meshwright._compat import packed_shard
+from meshwright._compat.torch import packed_shard
 from meshwright.model.weights import Weights
 from meshwright.tensors.pieces import Piece, pieces_within, stretch_pieces, tensor_pieces
 from meshwright.testing import pool

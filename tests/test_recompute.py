@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright._compat import is_attention, is_choice, is_communication, is_matrix_product
+from meshwright._compat.torch import is_attention, is_choice, is_communication, is_matrix_product
 from meshwright.base.errors import ConfigError, ModelError
 from meshwright.model.layout import layout_by_structure
 from meshwright.model.recompute import checkpoint_blocks

@@ -13,7 +13,8 @@ import typer
 from typer.testing import CliRunner
 
 from meshwright.base.errors import StrategyError, UnknownStrategyError
-from meshwright.cli import commands as cli
+from meshwright.cli import main as cli
+from meshwright.cli.main import add_commands
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import ENTRY_POINT_GROUP, INSTALLABLE, Registry, install_line
 from meshwright.strategy.spec import StrategySpec
@@ -314,7 +315,7 @@ def test_a_plugin_adds_a_command_and_one_that_fails_is_told(ending, plugin):
     registry = Registry([plugin("failing", failing), plugin("hello", COMMAND)])
     app = typer.Typer()
     app.command()(lambda: None)
-    registry.extend_commands(app)
+    add_commands(app, registry)
     assert CliRunner().invoke(app, ["hello"]).stdout == "hello from a plugin\n"
     assert "register_commands raised" in str(registry.failures[0])
     assert registry.failures[0].plugin.startswith("failing (")
@@ -326,7 +327,7 @@ def test_a_command_that_exists_cannot_be_replaced(plugin):
     app = typer.Typer()
     app.command("train")(lambda: print("core trains"))  # noqa: T201
     app.command("other")(lambda: None)
-    registry.extend_commands(app)
+    add_commands(app, registry)
     assert CliRunner().invoke(app, ["train"]).stdout == "core trains\n"
     assert CliRunner().invoke(app, ["hello"]).stdout == "hello from a plugin\n"
     reasons = [failure.reason for failure in registry.failures]

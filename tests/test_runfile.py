@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, Field
 
 from meshwright.base.errors import ConfigError
-from meshwright.base.parsing import as_yaml, parse_yaml
+from meshwright.files.parsing import as_yaml, parse_yaml
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import Registry
 from meshwright.strategy.spec import StrategySpec

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from transformers import CONFIG_MAPPING
 
 from meshwright import ConfigError, MeshwrightError, ModelError, hookimpl
-from meshwright.base import class_paths as imports
+from meshwright.files import class_paths as imports
 from meshwright.parallel.tensor import (
     STYLES,
     TensorParallel,

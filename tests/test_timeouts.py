@@ -16,7 +16,7 @@ import yaml
 from test_cli import LAUNCHER_VARIABLES, write_run
 
 from meshwright import Checkpointer, from_config, optimizer_factory
-from meshwright._compat import group_timeout, live_groups
+from meshwright._compat.torch import group_timeout, live_groups
 from meshwright.checkpoint.saving import own_group
 from meshwright.testing import Case, pool
 from meshwright.testing.models import tiny_model

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshwright._compat import TorchDispatchMode, storage_of, written_arguments
+from meshwright._compat.torch import TorchDispatchMode, storage_of, written_arguments
 from meshwright.testing.observe import tensors_in
 
 CPU = torch.device("cpu")

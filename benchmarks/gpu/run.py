@@ -146,7 +146,7 @@ def run_variant(options: argparse.Namespace) -> dict[str, Any]:
     from gpu.large import LargeWork, by_hand_change
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from meshwright.mesh.mesh import open_world
+    from meshwright.mesh.world import open_world
 
     mode, compiled = VARIANTS[options.variant]
     size = TINY if options.tiny else LARGE

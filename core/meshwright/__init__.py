@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpointer as Checkpointer
     from .checkpoint import load_checkpoint as load_checkpoint
     from .checkpoint import save_checkpoint as save_checkpoint
+    from .files.class_paths import allow_imports as allow_imports
     from .manager.data_parallel import DataParallelManager as DataParallelManager
     from .mesh.mesh import Mesh as Mesh
-    from .mesh.mesh import World as World
-    from .mesh.mesh import open_world as open_world
     from .mesh.sizes import Degrees as Degrees
     from .mesh.sizes import MeshSizes as MeshSizes
+    from .mesh.world import World as World
+    from .mesh.world import open_world as open_world
     from .model.layout import ModelLayout as ModelLayout
     from .step.batch import count_tokens as count_tokens
     from .strategy.ask import model_layout as model_layout
@@ -76,10 +77,11 @@ _MODULE_OF = {
     "Checkpointer": "checkpoint",
     "load_checkpoint": "checkpoint",
     "save_checkpoint": "checkpoint",
+    "allow_imports": "files.class_paths",
     "DataParallelManager": "manager.data_parallel",
     "Mesh": "mesh.mesh",
-    "World": "mesh.mesh",
-    "open_world": "mesh.mesh",
+    "World": "mesh.world",
+    "open_world": "mesh.world",
     "Degrees": "mesh.sizes",
     "MeshSizes": "mesh.sizes",
     "ModelLayout": "model.layout",

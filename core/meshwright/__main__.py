@@ -1,6 +1,6 @@
 """`python -m meshwright`, as torchrun starts it."""
 
-from .cli.commands import main
+from .cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -1,1 +1,1 @@
-"""TODO: what is in this room, and what is not."""
+"""Errors, checks of plain values and the version: what every other room may use, and which uses none."""

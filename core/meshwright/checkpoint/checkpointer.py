@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..base.errors import CheckpointError, CheckpointWriteError
-from ..mesh.mesh import new_group
+from ..mesh.world import new_group
 from ..strategy.contract import StrategyManager
 from .agreement import Agreement
 from .directory import (

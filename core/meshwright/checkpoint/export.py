@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .._compat import is_left_out_of_files, saved_together, to_saved_format
+from .._compat.transformers import is_left_out_of_files, saved_together, to_saved_format
 from ..base.errors import CheckpointError, ConfigError, reason
-from ..mesh.mesh import World
+from ..mesh.world import World
 from ..model.build import check_brings_no_code
 from ..tensors.pieces import Sharded, tensor_pieces
 from .directory import HUGGING_FACE, Manifest, read_manifest, verify

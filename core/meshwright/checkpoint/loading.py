@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..base.errors import CheckpointError, TornCheckpointError
-from ..mesh.mesh import World
+from ..mesh.world import World
 from ..strategy.contract import StrategyManager
 from ..tensors.pieces import Sharded
 from ..tensors.state import TensorKind

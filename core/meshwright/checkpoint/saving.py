@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..base.errors import CheckpointError, CheckpointWriteError
 from ..base.version import __version__
-from ..mesh.mesh import new_group
+from ..mesh.world import new_group
 from ..strategy.contract import StrategyManager
 from ..tensors.pieces import Sharded
 from ..tensors.state import ShardedState

@@ -1,1 +1,1 @@
-"""TODO: what is in this room, and what is not."""
+"""The command line: `main`, and a file for each command. What the commands do is in the other rooms."""

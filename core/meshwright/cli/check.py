@@ -1,107 +1,51 @@
-"""`meshwright check`: the conformance suite on the command line, as a table, a summary line and JSON."""
+"""`meshwright check`: the conformance suite on the command line."""
 
 from __future__ import annotations
 
-import json
-import platform
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+import typer
 
-from ..testing.cells import Cell, Result
-
-# What a traceback says of the machine, in front of the packages' own paths.
-_OUTSIDE = re.compile(r'File ".*?/(?:site-packages/|(?=(?:core|plugins|tests)/))')
-
-_SIGNS = {"passed": "ok", "failed": "[bold red]FAILED[/]", "does not apply": "-"}
+from ..mesh.sizes import MeshSizes
+from .errors import told
 
 
-def run_cells(cells: Sequence[Cell], *, json_file: Path | None, resume: bool, console: Console) -> list[Result]:
-    """Run all cells, with a progress bar; write each result to `json_file` as soon as it is there.
+def check(
+    strategy: Annotated[str, typer.Argument(help="Name or alias of an installed strategy.")],
+    ranks: Annotated[int, typer.Option(help="World size of the larger layouts.")] = 4,
+    models: Annotated[
+        str | None,
+        typer.Option(help="Model types to train instead, comma-separated, or all: every causal LM of transformers."),
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="OPTION=VALUE", help="An option of the strategy, or a size of the mesh."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda; several ranks may share a GPU.")] = "cpu",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here, as they come.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Leave out what the JSON file holds already.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")] = False,
+) -> None:
+    """Prove a strategy: train what it claims on real ranks and compare with `single`, in float64."""
+    with told(traceback):
+        from rich.console import Console
 
-    Args:
-        cells: from `meshwright.testing.conformance`.
-        json_file: where results go; None: nowhere.
-        resume: leave out the cells that `json_file` holds already.
-        console: where the bar is drawn.
-    """
-    records = _read(json_file) if resume and json_file is not None else {}
-    results = []
-    for cell in track(cells, description=f"checking {cells[0].strategy}", console=console, transient=True):
-        if str(cell) in records:
-            record = records[str(cell)]
-            results.append(Result(cell, record["status"], record["detail"], record["worst"]))
-            continue
-        result = cell.run()
-        results.append(result)
-        if json_file is not None:
-            records[str(cell)] = as_record(result)
-            _write(json_file, records)
-    return results
+        from ..testing.conformance import conformance
+        from ..testing.models import known_models
+        from ..train.run_file import as_options
+        from .check_report import as_table, reasons, run_cells, summary
 
-
-def as_record(result: Result) -> dict[str, Any]:
-    """A result as plain values."""
-    cell = result.cell
-    return {
-        "strategy": cell.strategy,
-        "layout": cell.layout,
-        "ranks": cell.ranks,
-        "case": cell.name,
-        "config": dict(cell.config),
-        "device": cell.device,
-        "status": result.status,
-        "worst": result.worst,
-        "detail": _OUTSIDE.sub('File "', result.detail),
-    }
-
-
-def as_table(results: Iterable[Result]) -> Table:
-    """Cases by layouts; what a sign means is told below the table where it is not "ok"."""
-    found = {(result.cell.name, result.cell.layout): result for result in results}
-    names = list(dict.fromkeys(name for name, _ in found))
-    layouts = list(dict.fromkeys(layout for _, layout in found))
-    table = Table("", *layouts, box=None, pad_edge=False)
-    for name in names:
-        row = [found.get((name, layout)) for layout in layouts]
-        table.add_row(name, *(_SIGNS[result.status] if result else "" for result in row))
-    return table
-
-
-def told(results: Iterable[Result]) -> list[str]:
-    """A line for each cell that failed or does not apply, or passed with a remedy: cells of one reason together."""
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for result in results:
-        if result.detail:
-            reasons.setdefault((result.status, result.detail), []).append(str(result.cell))
-    return [f"{status}: {', '.join(cells)}\n  {detail}" for (status, detail), cells in reasons.items()]
-
-
-def summary(results: Sequence[Result]) -> str:
-    """The last line: how many passed and failed."""
-    counts = {status: sum(result.status == status for result in results) for status in _SIGNS}
-    return f"{counts['passed']} passed, {counts['failed']} failed"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))["cells"] if path.is_file() else {}
-
-
-def _write(path: Path, records: Mapping[str, Any]) -> None:
-    report = {
-        "date": date.today().isoformat(),
-        "versions": {name: version(name) for name in ("meshwright", "torch", "transformers")},
-        "python": platform.python_version(),
-        "cells": records,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+        chosen = None if models is None else known_models(models)
+        options = as_options(assignments or [])
+        sizes = {name: options.pop(name) for name in MeshSizes.model_fields if name in options}
+        cells = conformance(strategy, ranks=ranks, config=options, models=chosen, device=device, sizes=sizes)
+        console = Console()
+        if not console.is_terminal:
+            console.width = 160  # a file cuts nothing off
+        results = run_cells(cells, json_file=json_file, resume=resume, console=Console(stderr=True))
+        console.print(as_table(results))
+        for line in reasons(results):
+            console.print(f"\n{line}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"\n{summary(results)}", highlight=False)
+    raise typer.Exit(1 if any(result.status == "failed" for result in results) else 0)

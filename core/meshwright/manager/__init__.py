@@ -1,1 +1,1 @@
-"""TODO: what is in this room, and what is not."""
+"""The part that strategies share in which each rank runs the whole model on its own microbatches."""

@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 
 from ..base.errors import ModelError, StrategyError
 from ..base.validation import NO_FLOAT16
-from ..mesh.mesh import Mesh, same_timeout
+from ..mesh.mesh import Mesh
+from ..mesh.world import same_timeout
 from ..model.layout import ModelLayout
 from ..model.weights import Weights, deferred_weights, fill, is_meta, materialize
 from ..step.batch import check_step

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
-from .._compat import is_sharded
+from .._compat.torch import is_sharded
 from ..base.errors import MeshwrightError, StrategyError
-from ..mesh.mesh import World
+from ..mesh.world import World
 from ..strategy.contract import OptimizerFactory
 from ..tensors.state import Parts
 from ..train.optim import needs_closure, reason

@@ -1,1 +1,1 @@
-"""TODO: what is in this room, and what is not."""
+"""The mesh contract: sizes and degrees of the axes, the world of ranks, and each rank's place along every axis."""

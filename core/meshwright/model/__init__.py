@@ -1,1 +1,3 @@
-"""TODO: what is in this room, and what is not."""
+"""A model as structure and values: its blocks, how it is made, filled, recomputed and compiled. Nothing of the mesh's
+axes.
+"""

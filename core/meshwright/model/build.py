@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..base.errors import ModelError, nearest, reason
-from ..base.parsing import read_json_object
+from ..files.parsing import read_json_object
 from .drawn_weights import DeferredModel
 from .pretrained import open_pretrained
 from .weights import Weights

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat import compiled
+from .._compat.torch import compiled
 from ..base.errors import ModelError, StrategyError
 from .layout import ModelLayout
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat import TorchDispatchMode, storage_of, written_arguments
+from .._compat.torch import TorchDispatchMode, storage_of, written_arguments
 from ..base.errors import ModelError
 
 LARGE_BYTES = 1 << 14

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from .._compat import TorchDispatchMode, is_attention, is_choice, is_communication, is_matrix_product
+from .._compat.torch import TorchDispatchMode, is_attention, is_choice, is_communication, is_matrix_product
 from ..base.errors import ConfigError, ModelError
 from .layout import ModelLayout
 

@@ -1,1 +1,1 @@
-"""TODO: what is in this room, and what is not."""
+"""The axes that any strategy may claim: tensor, context and expert parallelism, each in a room of its own."""

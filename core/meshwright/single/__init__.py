@@ -1,1 +1,1 @@
-"""TODO: what is in this room, and what is not."""
+"""The strategy `single`: one part on every rank, and the reference that every other one is compared with."""

@@ -1,1 +1,1 @@
-"""TODO: what is in this room, and what is not."""
+"""What one optimizer step is made of: batches, the token loss, the router loss, and the options of a forward."""

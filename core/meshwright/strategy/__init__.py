@@ -1,1 +1,4 @@
-"""TODO: what is in this room, and what is not."""
+"""The contract of strategies: hooks, specs, the registry that finds plugins, and stacks of strategies by name.
+
+Whoever writes a strategy needs this room, `mesh` and `base` to register one. What strategies share is in `manager`.
+"""

@@ -123,28 +123,17 @@ class Registry:
         """Call a hook of `meshwright.strategy.hooks` on all plugins."""
         return self._manager.hook
 
-    def extend_commands(self, app: Any) -> None:
-        """Let each plugin add its subcommands to the command line.
+    def implementations(self, hook: str) -> list[tuple[str, Callable[..., list[Any]]]]:
+        """The plugins that implement a hook: the name of each, and a function that calls it there alone."""
+        return [
+            (name, functools.partial(_call_own, plugin, self._manager, hook))
+            for name, plugin in self._manager.list_name_plugin()
+            if plugin is not None and _implements(plugin, hook, self._manager)
+        ]
 
-        A plugin that fails, or whose command would hide another, adds none and is told in `failures`.
-        """
-        import typer
-        from typer.main import get_group
-
-        for name, plugin in self._manager.list_name_plugin():
-            if plugin is None or not _implements(plugin, "register_commands", self._manager):
-                continue
-            own = typer.Typer()
-            try:
-                _call_own(plugin, self._manager, "register_commands", app=own)
-                taken = set(get_group(own).commands) & set(get_group(app).commands)
-            except (Exception, SystemExit) as error:
-                self._failures.append(Failure(name, f"register_commands raised {type(error).__name__}: {error}"))
-                continue
-            if taken:
-                self._failures.append(Failure(name, f"its commands exist already: {', '.join(sorted(taken))}"))
-            else:
-                app.add_typer(own)
+    def set_aside(self, failure: Failure) -> None:
+        """Keep why what a plugin brings cannot be used, to be told in `failures`."""
+        self._failures.append(failure)
 
     def _load(self, entry_point: EntryPoint) -> None:
         name, strategy = _plugin_name(entry_point), normalized(entry_point.name)

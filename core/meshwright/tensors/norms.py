@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._compat import foreach_mul_, foreach_norm, is_sharded
+from .._compat.torch import foreach_mul_, foreach_norm, is_sharded
 from ..base.errors import ConfigError
 
 Groups: TypeAlias = "tuple[dist.ProcessGroup, ...]"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from .._compat import is_sharded
+from .._compat.torch import is_sharded
 
 
 @dataclass(frozen=True, eq=False)

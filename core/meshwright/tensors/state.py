@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from ..base.errors import StrategyError
-from ..mesh.mesh import World
+from ..mesh.world import World
 from .norms import Groups, groups_of
 from .pieces import Piece, Sharded, tensor_pieces
 

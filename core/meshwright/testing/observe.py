@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._compat import TorchDispatchMode
+from .._compat.torch import TorchDispatchMode
 from ._compat import unwraps_itself
 
 

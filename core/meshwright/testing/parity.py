@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..checkpoint import load_checkpoint, save_checkpoint
-from ..mesh.mesh import Mesh, open_world
+from ..mesh.mesh import Mesh
 from ..mesh.sizes import MeshSizes
+from ..mesh.world import open_world
 from ..step.batch import count_tokens
 from ..strategy.contract import IGNORED_LABEL, Batch, OptimizerFactory, StrategyManager
 from ..strategy.stack import resolve

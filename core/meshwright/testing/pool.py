@@ -153,7 +153,7 @@ def _serve(rank: int, size: int, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from ..mesh.mesh import open_world
+    from ..mesh.world import open_world
     from ._compat import forget_meshes, freeze
 
     torch.set_num_threads(1)

@@ -1,1 +1,1 @@
-"""TODO: what is in this room, and what is not."""
+"""A whole run: its file, plan, data order, loop, resumption, output and report; and models made in shards."""

@@ -20,8 +20,9 @@ from torch import nn
 
 from ..base.errors import ModelError
 from ..base.validation import validated
-from ..mesh.mesh import Mesh, World, open_world
+from ..mesh.mesh import Mesh
 from ..mesh.sizes import MeshSizes
+from ..mesh.world import World, open_world
 from ..model.build import as_dtype, config_from_directory, config_from_mapping, new_model_on_meta
 from ..model.pretrained import PretrainedWeights, find_directory, open_pretrained
 from ..model.weights import Weights

@@ -18,10 +18,10 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from ..base.errors import ConfigError
-from ..base.parsing import as_yaml
 from ..checkpoint import export_checkpoint, save_checkpoint
 from ..checkpoint.directory import put_in_place
 from ..data import load_tokenizer
+from ..files.parsing import as_yaml
 from ..strategy.contract import StepResult, StrategyManager
 from .files import CHECKPOINTS, CURVE, HOLDER, LOCK, METRICS, MODEL, RUN, SUMMARY
 from .report import draw_loss_curve

@@ -18,8 +18,9 @@ from ..base.errors import ConfigError
 from ..checkpoint import read_manifest
 from ..checkpoint.directory import HUGGING_FACE
 from ..data import PreparedData, check_batch_size, holds_tokenizer, load_tokenizer, prepare
-from ..mesh.mesh import Mesh, find_device
+from ..mesh.mesh import Mesh
 from ..mesh.sizes import Degrees
+from ..mesh.world import find_device
 from ..model.build import dtype_of, model_config
 from ..strategy.ask import model_layout, model_size
 from ..strategy.registry import get_registry

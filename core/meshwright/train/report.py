@@ -13,7 +13,7 @@ from typing import IO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..base.parsing import parse_json
+from ..files.parsing import parse_json
 from ..strategy.contract import StepResult
 from ..strategy.hooks import hookimpl
 

@@ -23,7 +23,7 @@ from ..base.errors import CheckpointError, ConfigError, TornCheckpointError
 from ..checkpoint import Manifest, first_whole, newest_checkpoint, read_manifest, steps_in
 from ..checkpoint.directory import remove_leftovers
 from ..checkpoint.loading import checked
-from ..mesh.mesh import World
+from ..mesh.world import World
 from .files import CHECKPOINTS, METRICS, MODEL, RUN, SUMMARY
 from .run_file import RunConfig, load_run
 

@@ -16,7 +16,8 @@ from ..checkpoint import Checkpointer, load_checkpoint
 from ..checkpoint.directory import set_aside
 from ..data import ORDER_VERSION, DataOrder, eval_microbatches, load_tokenizer, step_microbatches
 from ..launch.rank import guarded, signs_of_life, started_by_launcher
-from ..mesh.mesh import Mesh, World, open_world
+from ..mesh.mesh import Mesh
+from ..mesh.world import World, open_world
 from ..model.build import build_model
 from ..model.pretrained import PretrainedWeights
 from ..strategy.contract import StepResult, StrategyManager

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PydanticInvalidForJsonSchema, field_validator, model_validator
 
 from ..base.errors import ConfigError
-from ..base.parsing import parse_yaml, read_text
 from ..base.validation import FrozenModel, PathText, check_path, validated
 from ..data.config import DataConfig
+from ..files.parsing import parse_yaml, read_text
 from ..mesh.sizes import MeshSizes, Size
 from ..strategy.registry import Registry, get_registry
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat import load_state_dict_as_pretrained
+from ..._compat.transformers import load_state_dict_as_pretrained
 from ...base.errors import ModelError, nearest, reason
-from ...base.parsing import read_json_object
+from ...files.parsing import read_json_object
 from .files import Held, Source, open_directory
 from .recorded import Recorded, read_whole
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
-from ..._compat import attention_of
+from ..._compat.transformers import attention_of
 from ...base.errors import ModelError
 from .exchange import GatherPositions, heads_for_positions, positions_for_heads
 from .mask import PositionMask

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..._compat import all_gather, all_to_all, reduce_scatter
+from ..._compat.torch import all_gather, all_to_all, reduce_scatter
 from .positions import divided, put_together
 
 

@@ -18,7 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..._compat import attention_setting, for_documents, mask_maker, nested_configs, register_attention, set_attention
+from ..._compat.transformers import (
+    attention_setting,
+    for_documents,
+    mask_maker,
+    nested_configs,
+    register_attention,
+    set_attention,
+)
 from ...base.errors import BatchError, ModelError
 from ...model.layout import ModelLayout
 from ...step.token_loss import targets

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..._compat import all_to_all
+from ..._compat.torch import all_to_all
 
 LocalExperts: TypeAlias = "Callable[[Tensor, Tensor, Tensor], Tensor]"
 """The model's own forward on this rank's experts: rows (R, D), index (R, 1) below L, weights (R, 1) to rows (R, D)."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..._compat import all_gather, all_reduce, reduce_scatter
+from ..._compat.torch import all_gather, all_reduce, reduce_scatter
 
 
 def chunk_sizes(size: int, count: int) -> list[int]:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ..._compat import is_sharded
+from ..._compat.torch import is_sharded
 from ...tensors.pieces import Piece, pieces_within
 from ...tensors.state import whole_tensor
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from ..._compat import without_hooks
+from ..._compat.torch import without_hooks
 from .collectives import Copy
 from .division import Division
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from ..._compat import all_reduce, is_elementwise, is_sharded
+from ..._compat.torch import all_reduce, is_elementwise, is_sharded
 from ...base.errors import ModelError, StrategyError
 from ...model.layout import ModelLayout
 from ...step.token_loss import target_loss_sum, targets

@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from ...base.class_paths import import_class_from_path
 from ...base.errors import ConfigError, MissingPlanError, ModelError, nearest
+from ...files.class_paths import import_class_from_path
 from ...model.layout import ModelLayout
 from ...strategy.ask import model_layout
 from ...strategy.hooks import StyleName

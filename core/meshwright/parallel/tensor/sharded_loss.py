@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..._compat import all_reduce
+from ..._compat.torch import all_reduce
 from ...step.token_loss import targets
 from ...strategy.contract import IGNORED_LABEL
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from transformers.pytorch_utils import Conv1D
 
-from ..._compat import packed_shard
+from ..._compat.torch import packed_shard
 from ...base.errors import ModelError
 from .collectives import Copy, Gather, Reduce, ReduceScatter, Split, chunk_sizes
 

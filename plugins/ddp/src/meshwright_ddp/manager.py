@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.mesh.given_mesh import as_mesh
+from meshwright.manager.given_mesh import as_mesh
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.recompute import checkpoint_blocks
 from meshwright.strategy.contract import Batch, OptimizerFactory
@@ -28,7 +28,7 @@ class DDPManager(DataParallelManager):
 
     Args:
         config: options; those of the reference's class alone are of the bucketed engine.
-        device_mesh: a `meshwright.mesh.mesh.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.given_mesh.as_mesh`.
+        device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.manager.given_mesh.as_mesh`.
 
     Raises:
         MeshError: a DeviceMesh that is not understood, or another backend than the config says.

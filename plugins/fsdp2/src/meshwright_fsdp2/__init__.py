@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from meshwright.base.class_paths import import_class_from_path, import_classes_from_paths
+from meshwright.files.class_paths import import_class_from_path, import_classes_from_paths
 
 from .config import FSDP2Config
 

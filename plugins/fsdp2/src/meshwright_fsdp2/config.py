@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
-from meshwright.base.class_paths import check_import
 from meshwright.base.errors import ConfigError, nearest
 from meshwright.base.validation import DTYPES, NO_FLOAT16
+from meshwright.files.class_paths import check_import
 from meshwright.strategy.spec import ROUNDS_ANEW, StrategyConfig
 
 AXES = frozenset({"dp_replicate", "dp_shard", "cp", "tp", "ep"})

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from meshwright.base.errors import MeshError, StrategyError
 from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.mesh.given_mesh import as_mesh
-from meshwright.mesh.idle_options import tell_idle_options
+from meshwright.manager.given_mesh import as_mesh
+from meshwright.manager.idle_options import tell_idle_options
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.compile import compile_blocks
 from meshwright.model.recompute import checkpoint_blocks
@@ -48,7 +48,7 @@ class FSDP2Manager(DataParallelManager):
 
     Args:
         config: options.
-        device_mesh: a `meshwright.mesh.mesh.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.given_mesh.as_mesh`.
+        device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.manager.given_mesh.as_mesh`.
         moe_mesh: the expert mesh, to be checked against the one that follows from the degrees; None: that one.
 
     Raises:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from meshwright.base.class_paths import instantiate
 from meshwright.base.errors import StrategyError
+from meshwright.files.class_paths import instantiate
 
 from .config import FSDP2Config
 

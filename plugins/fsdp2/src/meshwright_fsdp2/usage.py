@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.mesh.mesh import World
+from meshwright.mesh.world import World
 
 
 class Usage:

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from meshwright.base.errors import MeshError, ModelError, StrategyError
 from meshwright.manager.data_parallel import DataParallelManager
-from meshwright.mesh.given_mesh import as_mesh
-from meshwright.mesh.idle_options import tell_idle_options
+from meshwright.manager.given_mesh import as_mesh
+from meshwright.manager.idle_options import tell_idle_options
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.recompute import checkpoint_blocks
 from meshwright.model.weights import is_meta
@@ -58,7 +58,7 @@ class MegatronFSDPManager(DataParallelManager):
 
     Args:
         config: options.
-        device_mesh: a `meshwright.mesh.mesh.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.given_mesh.as_mesh`.
+        device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.manager.given_mesh.as_mesh`.
         moe_mesh: must be None: experts are not sharded along a mesh of their own yet.
 
     Raises:

@@ -21,7 +21,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 
 from meshwright.base.errors import StrategyError
-from meshwright.mesh.mesh import World
+from meshwright.mesh.world import World
 
 from ._compat import awaited, begin_backward, in_backward, take_gradient_hooks, tensors_in, wait_for_gathers
 from .shards import like

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
-from meshwright.base.class_paths import check_import
 from meshwright.base.errors import ConfigError
 from meshwright.base.validation import DTYPES, NO_FLOAT16, FrozenModel
+from meshwright.files.class_paths import check_import
 
 from .schedule.order import (
     SCHEDULES,

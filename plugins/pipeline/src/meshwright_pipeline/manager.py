@@ -28,7 +28,7 @@ from meshwright.manager.data_parallel import (
     check_trainable,
     copy_from_first_rank,
 )
-from meshwright.mesh.given_mesh import as_mesh
+from meshwright.manager.given_mesh import as_mesh
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import CLAIMABLE_AXES, Degrees
 from meshwright.model.layout import ModelLayout
@@ -65,7 +65,7 @@ class PipelineManager(StrategyManager):
     Args:
         config: options.
         device_mesh: of all ranks; a `meshwright.mesh.mesh.Mesh`, or a DeviceMesh of torch with an axis `pp`, see
-            `meshwright.mesh.given_mesh.as_mesh`.
+            `meshwright.manager.given_mesh.as_mesh`.
         inner: makes a manager of the inner strategy on the mesh of a stage; or a strategy's name, with its defaults.
 
     Raises:

@@ -1,1 +1,1 @@
-"""TODO: what is in this room, and what is not."""
+"""How a model becomes stages: where it is cut, what crosses, and trial runs that find that out."""

@@ -1,1 +1,1 @@
-"""TODO: what is in this room, and what is not."""
+"""One step of a pipeline: actions in the order of the schedule, what is sent, batches and the user's loss."""

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.base.class_paths import import_class_from_path
 from meshwright.base.errors import ConfigError
+from meshwright.files.class_paths import import_class_from_path
 from meshwright.strategy.contract import IGNORED_LABEL
 
 LossFn = Callable[[Tensor, Tensor], Tensor]

@@ -1,1 +1,1 @@
-"""TODO: what is in this room, and what is not."""
+"""State of a model in stages under the names of the whole one: parameters, optimizers, copies, pieces."""

@@ -12,8 +12,9 @@ from types import MappingProxyType
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.errors import MeshError
-from .mesh import Mesh, open_world
-from .sizes import CLAIMABLE_AXES, ROOT_AXES, Degrees
+from ..mesh.mesh import Mesh
+from ..mesh.sizes import CLAIMABLE_AXES, ROOT_AXES, Degrees
+from ..mesh.world import open_world
 
 _AXIS_OF: Mapping[str, str] = MappingProxyType(
     {

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
-from .errors import ConfigError, nearest
+from ..base.errors import ConfigError, nearest
 
 ENVIRONMENT_VARIABLE = "MESHWRIGHT_ALLOWED_IMPORTS"
 
@@ -49,7 +49,7 @@ _REFUSED = frozenset(
         "transformers.dynamic_module_utils",
         "meshwright.launch.local",
         "meshwright.launch.rank",
-        "meshwright.base.class_paths",
+        "meshwright.files.class_paths",
         "meshwright.testing",
     }
 )
@@ -94,7 +94,7 @@ def check_import(name: str) -> None:
     if not _within(name, allowed_imports()):
         raise ConfigError(
             f"{name!r} is not imported: its module is not on the allow-list ({', '.join(allowed_imports())}). "
-            f"If you trust it, call meshwright.base.class_paths.allow_imports({name.split('.')[0]!r}) before, or start "
+            f"If you trust it, call meshwright.allow_imports({name.split('.')[0]!r}) before, or start "
             f"with {ENVIRONMENT_VARIABLE}={name.split('.')[0]}."
         )
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from .mesh import Mesh
+from ..mesh.mesh import Mesh
 
 _OPTIONS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"tp": ("sequence_parallel", "tp_plan", "enable_async_tensor_parallel"), "cp": ("cp_attention",)}

@@ -1,0 +1,107 @@
+"""What `meshwright check` shows and writes: a progress bar, a table, the reasons, a summary line and JSON."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from ..testing.cells import Cell, Result
+
+# What a traceback says of the machine, in front of the packages' own paths.
+_OUTSIDE = re.compile(r'File ".*?/(?:site-packages/|(?=(?:core|plugins|tests)/))')
+
+_SIGNS = {"passed": "ok", "failed": "[bold red]FAILED[/]", "does not apply": "-"}
+
+
+def run_cells(cells: Sequence[Cell], *, json_file: Path | None, resume: bool, console: Console) -> list[Result]:
+    """Run all cells, with a progress bar; write each result to `json_file` as soon as it is there.
+
+    Args:
+        cells: from `meshwright.testing.conformance`.
+        json_file: where results go; None: nowhere.
+        resume: leave out the cells that `json_file` holds already.
+        console: where the bar is drawn.
+    """
+    records = _read(json_file) if resume and json_file is not None else {}
+    results = []
+    for cell in track(cells, description=f"checking {cells[0].strategy}", console=console, transient=True):
+        if str(cell) in records:
+            record = records[str(cell)]
+            results.append(Result(cell, record["status"], record["detail"], record["worst"]))
+            continue
+        result = cell.run()
+        results.append(result)
+        if json_file is not None:
+            records[str(cell)] = as_record(result)
+            _write(json_file, records)
+    return results
+
+
+def as_record(result: Result) -> dict[str, Any]:
+    """A result as plain values."""
+    cell = result.cell
+    return {
+        "strategy": cell.strategy,
+        "layout": cell.layout,
+        "ranks": cell.ranks,
+        "case": cell.name,
+        "config": dict(cell.config),
+        "device": cell.device,
+        "status": result.status,
+        "worst": result.worst,
+        "detail": _OUTSIDE.sub('File "', result.detail),
+    }
+
+
+def as_table(results: Iterable[Result]) -> Table:
+    """Cases by layouts; what a sign means is told below the table where it is not "ok"."""
+    found = {(result.cell.name, result.cell.layout): result for result in results}
+    names = list(dict.fromkeys(name for name, _ in found))
+    layouts = list(dict.fromkeys(layout for _, layout in found))
+    table = Table("", *layouts, box=None, pad_edge=False)
+    for name in names:
+        row = [found.get((name, layout)) for layout in layouts]
+        table.add_row(name, *(_SIGNS[result.status] if result else "" for result in row))
+    return table
+
+
+def reasons(results: Iterable[Result]) -> list[str]:
+    """A line for each cell that failed or does not apply, or passed with a remedy: cells of one reason together."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        if result.detail:
+            found.setdefault((result.status, result.detail), []).append(str(result.cell))
+    return [f"{status}: {', '.join(cells)}\n  {detail}" for (status, detail), cells in found.items()]
+
+
+def summary(results: Sequence[Result]) -> str:
+    """The last line: how many passed and failed."""
+    counts = {status: sum(result.status == status for result in results) for status in _SIGNS}
+    return f"{counts['passed']} passed, {counts['failed']} failed"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))["cells"] if path.is_file() else {}
+
+
+def _write(path: Path, records: Mapping[str, Any]) -> None:
+    report = {
+        "date": date.today().isoformat(),
+        "versions": {name: version(name) for name in ("meshwright", "torch", "transformers")},
+        "python": platform.python_version(),
+        "cells": records,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,27 @@
+"""How the command line tells errors of the user's making."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback as tracebacks
+
+from ..base.errors import MeshwrightError
+
+
+class told:
+    """Show an error of the user's making as one message, once for all ranks of a node, and exit with its code."""
+
+    def __init__(self, traceback: bool) -> None:
+        self._traceback = traceback
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, MeshwrightError):
+            # Each node has its own files, so each tells what is wrong with them.
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                frames = "".join(tracebacks.format_exception(error)[:-1]) if self._traceback else ""
+                sys.stderr.write(f"{frames}error: {error}\n")
+            raise SystemExit(error.exit_code) from None

@@ -1,0 +1,29 @@
+"""`meshwright export`: a Hugging Face directory from a checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .errors import told
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="The checkpoint.")],
+    output: Annotated[Path, typer.Argument(help="The Hugging Face directory to write: new, or empty.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 ... for the weights; as they were saved otherwise.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of a file, such as 5GB; memory is bounded by it.")] = "5GB",
+) -> None:
+    """Write the model of a checkpoint as a Hugging Face directory, with one process and no network."""
+    with told(traceback=False):
+        from ..checkpoint.export import export_checkpoint
+        from ..files.class_paths import dtype as dtype_of
+
+        chosen = None if dtype is None else dtype_of(dtype)
+        export_checkpoint(checkpoint, output, dtype=chosen, max_shard_size=max_shard_size)
+    sys.stdout.write(f"written {output}\n")

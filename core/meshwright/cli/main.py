@@ -1,0 +1,69 @@
+"""The command `meshwright`: core's subcommands, each in a file of its own, and those of plugins.
+
+Importing it imports no torch, so that listing and errors in a run file take no time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.main import get_group
+
+from ..strategy.registry import Failure, Registry, get_registry
+from .check import check
+from .checkpoint import show
+from .errors import told
+from .export import export
+from .schema import schema
+from .strategies import strategies
+from .train import train
+
+app = typer.Typer(
+    name="meshwright",
+    help="Train any Hugging Face causal LM under any parallelism strategy, chosen by name, with one loop.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+checkpoints = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
+checkpoints.command()(show)
+app.command()(train)
+app.command()(strategies)
+app.command()(check)
+app.add_typer(checkpoints, name="checkpoint")
+app.command()(export)
+app.command()(schema)
+
+
+def main() -> None:
+    """Entry point of the command `meshwright`."""
+    add_commands(app, get_registry())
+    # For the commands of plugins.
+    with told(traceback=False):
+        app()
+
+
+def add_commands(app: typer.Typer, registry: Registry) -> None:
+    """Let each plugin add its subcommands, by the hook `register_commands`.
+
+    A plugin that fails, or whose command would hide another, adds none and is told in the registry's `failures`.
+    """
+    for name, register in registry.implementations("register_commands"):
+        own = typer.Typer()
+        reason = _defect(own, register, app)
+        if reason is None:
+            app.add_typer(own)
+        else:
+            registry.set_aside(Failure(name, reason))
+
+
+def _defect(own: typer.Typer, register: Any, app: typer.Typer) -> str | None:
+    """Let a plugin register its commands in `own`; why they cannot be added, if they cannot."""
+    try:
+        register(app=own)
+        taken = set(get_group(own).commands) & set(get_group(app).commands)
+    except (Exception, SystemExit) as error:
+        # Whatever a plugin raises; see [Note: isolation] in the registry.
+        return f"register_commands raised {type(error).__name__}: {error}"
+    return f"its commands exist already: {', '.join(sorted(taken))}" if taken else None

@@ -1,0 +1,13 @@
+"""`meshwright schema`: what an editor checks run files with."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from ..train.run_file import run_schema
+
+
+def schema() -> None:
+    """Print the JSON schema of the run file, with the options of the installed strategies, for editors."""
+    sys.stdout.write(json.dumps(run_schema(), indent=2) + "\n")

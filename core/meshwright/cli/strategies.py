@@ -1,0 +1,40 @@
+"""`meshwright strategies`: what can be chosen by name, what is broken, and what can be installed."""
+
+from __future__ import annotations
+
+import sys
+from textwrap import indent, wrap
+
+from ..mesh.sizes import CLAIMABLE_AXES
+from ..strategy.registry import Registry, get_registry
+from ..strategy.spec import StrategySpec
+
+
+def strategies() -> None:
+    """List the strategies: installed, broken (with the reason), and installable."""
+    sys.stdout.write(described(get_registry()))
+
+
+def described(registry: Registry) -> str:
+    """What `meshwright strategies` prints: a block for each strategy, wrapped at 80 columns."""
+    blocks = [_block(spec, registry.owner(name)) for name, spec in registry.strategies.items()]
+    for title, lines in (
+        ("broken", [str(failure) for failure in registry.failures]),
+        ("installable, from a clone of meshwright", [f"{n}: {line}" for n, line in registry.installable.items()]),
+    ):
+        if lines:
+            # Not wrapped: reasons and commands are to be copied whole.
+            blocks.append("\n".join([f"{title}:", *(indent(line, "  ") for line in lines)]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _block(spec: StrategySpec, owner: str) -> str:
+    rows = {
+        "aliases": ", ".join(spec.aliases),
+        "shards": ", ".join(axis for axis in CLAIMABLE_AXES if axis in spec.axes) or "nothing",
+        "wraps": "another strategy" if spec.wraps else "",
+        "plugin": owner,
+    }
+    told = [f"{label}: {text}" for label, text in rows.items() if text]
+    lines = [line for text in (spec.summary, *told) for line in wrap(text, 76, break_long_words=False)]
+    return "\n".join([spec.name, *(f"    {line}" for line in lines)])

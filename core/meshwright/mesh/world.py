@@ -1,0 +1,219 @@
+"""The process group, this rank's device, and what ranks agree on.
+
+[Note: one timeout] All groups of a run wait as long for peers as the group of all ranks, whoever makes them: see
+`same_timeout` and `new_group`.
+
+[Note: control plane] Small agreements between ranks (are the counts equal? has any rank found an error?) travel as
+CPU tensors where the process group has a backend for them, so that they never wait for queued GPU work.
+Source: torch.distributed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .._compat.torch import group_timeout, groups_with_timeout
+from ..base.errors import MeshError, MeshwrightError
+from ..launch.slurm import devices_of_step, join_step
+
+T = TypeVar("T")
+
+
+class World:
+    """All ranks of the process group. A context manager: it ends the group on leaving, if it started it.
+
+    Attributes:
+        device: of this rank.
+        group: None for all ranks; else the world is the ranks of this group, as a pipeline's stage sees it.
+        rank, size: within the group.
+    """
+
+    def __init__(self, device: torch.device, *, owns_group: bool, group: dist.ProcessGroup | None = None) -> None:
+        self.device = device
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._owns_group = owns_group
+        config = dist.distributed_c10d.get_backend_config()
+        self._control_device = torch.device("cpu") if "cpu" in config or "gloo" in config else device
+
+    @property
+    def owns_group(self) -> bool:
+        """Whether leaving the context ends the process group."""
+        return self._owns_group
+
+    def reduce_ints(self, values: Sequence[int], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[int]:
+        """All-reduce a few integers over all ranks; see [Note: control plane]."""
+        tensor = torch.tensor(values, dtype=torch.int64, device=self._control_device)
+        dist.all_reduce(tensor, op=op, group=self.group)
+        return [int(value) for value in tensor.tolist()]
+
+    def raise_together(self, error: MeshwrightError | None) -> None:
+        """Raise on every rank if any rank brings an error; see [Note: equal on every rank] in `contract`.
+
+        Args:
+            error: what this rank found wrong, or None.
+
+        Raises:
+            MeshwrightError: the error of the lowest rank that has one, in that error's class; where other ranks
+                found other things, the text says so.
+        """
+        if self.reduce_ints([int(error is not None)])[0]:
+            self.raise_any(error)
+
+    def raise_any(self, error: MeshwrightError | None) -> NoReturn:
+        """`raise_together` where all ranks know that some rank has an error."""
+        found: list[MeshwrightError | None] = [None] * self.size
+        dist.all_gather_object(found, error, group=self.group)
+        culprits = {rank: each for rank, each in enumerate(found) if each is not None}
+        first, cause = next(iter(culprits.items()))
+        if len({str(each) for each in culprits.values()}) == 1 and len(culprits) == self.size:
+            raise cause
+        ranks = ", ".join(map(str, culprits))
+        raise type(cause)(f"{cause}\n(found on rank {first}; ranks with an error: {ranks} of {self.size})")
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run `work`, which must not issue collectives, and raise on every rank if it fails on any.
+
+        Raises:
+            MeshwrightError: as `raise_together`.
+        """
+        error: MeshwrightError | None = None
+        result: T | None = None
+        try:
+            result = work()
+        except MeshwrightError as caught:
+            error = caught
+        self.raise_together(error)
+        return result  # type: ignore[return-value]
+
+    def from_first(self, work: Callable[[], T]) -> T:
+        """Run `work`, which must not issue collectives, on the first rank alone; its result or error is that of all.
+
+        Raises:
+            MeshwrightError: as `work` does.
+        """
+        box: list[tuple[MeshwrightError | None, T | None]] = [(None, None)]
+        if self.rank == 0:
+            try:
+                box[0] = (None, work())
+            except MeshwrightError as caught:
+                box[0] = (caught, None)
+        dist.broadcast_object_list(box, group=self.group, group_src=0)
+        error, result = box[0]
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        # After an error the peers may never reach this point: ending the group could wait for them.
+        if error_type is None:
+            self.close()
+
+    def close(self) -> None:
+        """End the process group, if this started it; nothing otherwise."""
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def same_timeout() -> AbstractContextManager[None]:
+    """Around what makes process groups, such as a `DeviceMesh` or a package; see [Note: one timeout]."""
+    return groups_with_timeout(group_timeout())
+
+
+def new_group(backend: str) -> dist.ProcessGroup:
+    """Another group of all ranks, over a backend of its own; see [Note: one timeout]. Collective."""
+    return dist.new_group(backend=backend, timeout=group_timeout())
+
+
+def open_world(
+    device: str | torch.device | None = None, *, store: dist.Store | None = None, timeout_s: float = 600.0
+) -> World:
+    """Join the process group that exists, or start one.
+
+    Without a process group, the environment of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) is used, or that
+    of a Slurm step of several tasks; without those, this process is a world of one.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:1"; None takes the accelerator if there is one. Each rank of a node gets the
+            device of its LOCAL_RANK unless an index is given.
+        store: a store to start the group with, instead of the one that the environment names.
+        timeout_s: how long a collective may wait for peers, in seconds.
+
+    Raises:
+        MeshError: the device does not exist, the existing group cannot serve it, or this is one of several processes
+            that cannot find each other.
+    """
+    join_step()
+    chosen = find_device(device)
+    if chosen.type != "cpu":
+        torch.accelerator.set_device_index(chosen.index)
+    if dist.is_initialized():
+        _check_backend(chosen)
+        return World(chosen, owns_group=False)
+    # Gloo beside NCCL serves CPU tensors: the control plane, and checkpoints.
+    on_device = "gloo" if chosen.type == "cpu" else _device_backend(chosen)
+    backend = "gloo" if chosen.type == "cpu" else f"cpu:gloo,{chosen.type}:{on_device}"
+    # Bound to its device, NCCL makes the groups of an axis by one split, instead of one group after the other.
+    bound = chosen if on_device == "nccl" else None
+    timeout = timedelta(seconds=timeout_s)
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if store is not None and launched:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
+    elif launched:
+        dist.init_process_group(backend, timeout=timeout, device_id=bound)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return World(chosen, owns_group=True)
+
+
+def find_device(device: str | torch.device | None) -> torch.device:
+    """The device of this rank; see `open_world`.
+
+    Raises:
+        MeshError: there is no such device.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    try:
+        chosen = torch.device(device) if device is not None else (accelerator or torch.device("cpu"))
+    except RuntimeError:
+        raise MeshError(f"device {device!r} is no device name. Use 'cpu', 'cuda' or 'cuda:0'.") from None
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    if accelerator is None or accelerator.type != chosen.type:
+        have = accelerator.type if accelerator else "cpu"
+        raise MeshError(f"device {str(device)!r} is not available here. Available: {have}. Set device={have}.")
+    count = torch.accelerator.device_count()
+    # More ranks than devices share them; LOCAL_RANK is absent in a world of one.
+    index = chosen.index if chosen.index is not None else int(os.environ.get("LOCAL_RANK", "0")) % count
+    if index >= count:
+        raise MeshError(f"device index {index} does not exist: this node has {count} {chosen.type} devices.")
+    return torch.device(chosen.type, index)
+
+
+def _device_backend(device: torch.device) -> str:
+    # Two ranks on one GPU: NCCL refuses duplicates, gloo takes CUDA tensors.
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if ranks_here > max(torch.accelerator.device_count(), devices_of_step()):
+        return "gloo"
+    return dist.get_default_backend_for_device(device)
+
+
+def _check_backend(device: torch.device) -> None:
+    config = dist.distributed_c10d.get_backend_config()
+    if device.type not in config and "gloo" not in config and device.type == "cpu":
+        raise MeshError(
+            f"the existing process group ({config}) cannot communicate CPU tensors, but the device is cpu. "
+            f"Start it with backend 'gloo' or 'cpu:gloo,cuda:nccl', or use an accelerator."
+        )
