@@ -44,11 +44,10 @@ class DividedTwice(FSDP2Manager):
             unit.set_gradient_divide_factor(float(self.mesh.degrees.dp))
         return module
 
-    def share_of_loss(self, batch: Batch, num_tokens: Tensor, *, microbatches: int = 1) -> Tensor:
-        return super().share_of_loss(batch, num_tokens, microbatches=microbatches) * self.mesh.degrees.dp
-
-    def _sum_over_ranks(self, losses: Sequence[Tensor]) -> Tensor:
-        return super()._sum_over_ranks([loss / self.mesh.degrees.dp for loss in losses])
+    def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
+        # A count that is too low makes a loss that is too high.
+        size = self.mesh.degrees.dp
+        return super().forward_backward(microbatches, num_tokens=num_tokens / size) / size
 
 
 class HalfWatched(FSDP2Manager):

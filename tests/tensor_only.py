@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -60,7 +59,7 @@ class TensorOnlyManager(DataParallelManager):
     config: TensorOnlyConfig
 
     def shard(self, model: nn.Module) -> nn.Module:
-        self.tensor_parallel = TensorParallel(
+        parallel = TensorParallel(
             model,
             self.layout,
             self.mesh["tp"],
@@ -68,21 +67,12 @@ class TensorOnlyManager(DataParallelManager):
             sequence_parallel=self.config.sequence_parallel,
             plain=self.config.plain,
         )
-        self.tensor_parallel.apply()
+        parallel.apply()
+        self.axes.append(parallel)
         if self.config.plain:
-            divisions = self.tensor_parallel.divisions
+            divisions = parallel.divisions
             self.parts = PlainParts({p: divisions[name] for name, p in model.named_parameters()})
         return model
-
-    def check_gradients(self) -> None:
-        assert self.tensor_parallel is not None
-        self.tensor_parallel.sum_partial_gradients()
-
-    @contextmanager
-    def unshard(self) -> Iterator[Sequence[nn.Module]]:
-        assert self.tensor_parallel is not None
-        with self.tensor_parallel.whole():
-            yield [self.model]
 
 
 @hookimpl

@@ -22,7 +22,7 @@ from meshwright import (
 )
 from meshwright.parallel.context import ContextParallel
 from meshwright.parallel.context.positions import divided, local_part, positions, put_together
-from meshwright.step.token_loss import target_loss_sum, token_loss_sum
+from meshwright.step.token_loss import split_targets, target_loss_sum, token_loss_sum
 from meshwright.strategy.ask import model_layout
 from meshwright.strategy.contract import IGNORED_LABEL
 from meshwright.testing import Case, assert_parity, pool
@@ -255,8 +255,8 @@ def _kept(size: int, way: Any) -> int:
         else:
             mesh = Mesh(MeshSizes(cp_size=size).resolve(world.size), world)
             parallel = ContextParallel(model, model_layout(model), mesh["cp"], attention=way)
-            inputs, targets_BS = parallel.without_targets(parallel.divide({"input_ids": ids, "labels": ids}))
-            with parallel.switched(), parallel.running(inputs) as given:
+            inputs, targets_BS = split_targets(parallel.divide({"input_ids": ids, "labels": ids}))
+            with parallel.around_step(), parallel.around_forward(inputs) as given:
                 target_loss_sum(model(**given, use_cache=False).logits, targets_BS)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 

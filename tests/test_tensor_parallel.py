@@ -172,9 +172,7 @@ def _messages(model_type: str, sequence_parallel: bool) -> tuple[list[dict[str, 
         losses.append(parallel.token_loss_sum(logits, batch["labels"]))
 
     parallel.choose_loss(lambda: model(input_ids=batch["input_ids"][:1, :8], use_cache=False).logits)
-    parts = [
-        measure_collectives(work) for work in (forward, lambda: losses[-1].backward(), parallel.sum_partial_gradients)
-    ]
+    parts = [measure_collectives(work) for work in (forward, lambda: losses[-1].backward(), parallel.add_gradients)]
     kinds = ("all_reduce", "all_gather", "reduce_scatter")
     assert all(each.kind in kinds for part in parts for each in part)
     counts = [{kind: len(part.of(kind)) for kind in kinds} for part in parts]

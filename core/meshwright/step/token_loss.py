@@ -9,12 +9,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..strategy.contract import IGNORED_LABEL
+from ..strategy.contract import IGNORED_LABEL, Batch
+
+TARGETS = "shift_labels"
+"""Key of a divided batch, in the place of `labels`: the label that each position predicts."""
 
 
 def targets(labels_BS: Tensor) -> Tensor:
     """The label that each position predicts: the next one, and none for the last. int64, (B, S)."""
     return F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED_LABEL)
+
+
+def split_targets(batch: Batch) -> tuple[Batch, Tensor]:
+    """What the model is called with, of a microbatch or its part, and the label that each position predicts, (B, S)."""
+    inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", TARGETS)}
+    return inputs, batch[TARGETS] if TARGETS in batch else targets(batch["labels"])
 
 
 def token_loss_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ first step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,15 +28,14 @@ from ..._compat.transformers import (
 )
 from ...base.errors import BatchError, ModelError
 from ...model.layout import ModelLayout
-from ...step.token_loss import targets
+from ...step.axis import Axis, Trial
+from ...step.token_loss import TARGETS, targets
 from ...strategy.contract import Batch
 from .attention import attend
 from .mask import MaskFunction, PositionMask
 from .positions import Share, Way
 from .probe import Finding, Observer, find_defect, numbered
 
-TARGETS = "shift_labels"
-"""Key of a divided batch: the label that each position predicts."""
 _PREFIX = "meshwright_"
 _WHOLE_POSITIONS = "whole_position_ids"
 _DIVIDED = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
@@ -44,7 +43,7 @@ _SERVED = ("eager", "sdpa")
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-class ContextParallel:
+class ContextParallel(Axis):
     """The context parallelism of one model; see the module.
 
     Args:
@@ -60,6 +59,8 @@ class ContextParallel:
         ModelError: the model's attention, or its positions, cannot be divided.
     """
 
+    divides_sequences = True
+
     def __init__(
         self, model: nn.Module, layout: ModelLayout, mesh: DeviceMesh, *, attention: Way = "allgather"
     ) -> None:
@@ -72,7 +73,7 @@ class ContextParallel:
         self._configs = nested_configs(model)
         _check_configs(model, self._configs)
 
-    # -- data
+    # -- batches
 
     @property
     def sequence_multiple(self) -> int:
@@ -103,10 +104,6 @@ class ContextParallel:
             # transformers looks for documents only then.
             divided[_WHOLE_POSITIONS] = whole.expand(count, length)
         return divided
-
-    def without_targets(self, batch: Batch) -> tuple[Batch, Tensor]:
-        """A divided batch without `TARGETS`, and those, (B, S / n)."""
-        return {name: tensor for name, tensor in batch.items() if name != TARGETS}, batch[TARGETS]
 
     def check_batch(self, batch: Batch) -> None:
         """Refuse what `divide` cannot divide; no collective.
@@ -142,10 +139,10 @@ class ContextParallel:
         """This rank's positions of a tensor (B, S)."""
         return self.share.own(whole)
 
-    # -- steps
+    # -- forwards and backwards
 
     @contextmanager
-    def switched(self) -> Iterator[None]:
+    def around_step(self) -> Iterator[None]:
         """Around forwards and backwards: the model attends as `attention.attend` does, and holds no keys and values.
 
         The settings are put back.
@@ -166,7 +163,7 @@ class ContextParallel:
                     config.use_cache = use_cache
 
     @contextmanager
-    def running(self, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def around_forward(self, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Around a forward with a divided batch; gives what the model is called with."""
         global _running
         rest = {name: value for name, value in inputs.items() if name != _WHOLE_POSITIONS}
@@ -181,7 +178,7 @@ class ContextParallel:
     # -- before the first step
 
     @contextmanager
-    def observed(self) -> Iterator[Observer]:
+    def alone(self) -> Iterator[Observer]:
         """Around forwards in which each position attends to itself, without communication, and is noted."""
         self.observer = observer = Observer()
         try:
@@ -189,25 +186,15 @@ class ContextParallel:
         finally:
             self.observer = None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether `check` has still to be called."""
+    def is_open(self, *, training: bool) -> bool:
         return self._finding is None or self._finding.defect is not None
 
-    def check(self, ids_BS: Tensor, call: Callable[[dict[str, Tensor]], Any], multiple: int) -> ModelError | None:
-        """Whether the model mixes positions in its attention alone, on a few tokens; nothing of it remains.
-
-        Args:
-            ids_BS: of a batch.
-            call: runs the model within `running` and gives what it returns; collective as the model's forward is.
-            multiple: what the number of positions must be a multiple of.
-
-        Returns:
-            What is wrong.
-        """
-        with self.observed() as observer:
+    def try_out(self, trial: Trial) -> ModelError | None:
+        """Whether the model mixes positions in its attention alone, on a few tokens; nothing of it remains."""
+        ids_BS = trial.microbatch["input_ids"]
+        with self.alone() as observer:
             self._finding = find_defect(
-                self._name, self._model, self._layout, observer, ids_BS, call, multiple, self.share.size
+                self._name, self._model, self._layout, observer, ids_BS, trial.outputs, trial.multiple, self.share.size
             )
         defect = self._finding.defect
         return None if defect is None else ModelError(f"{defect} Set cp_size=1.")

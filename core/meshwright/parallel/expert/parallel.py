@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard
 
 from ...base.errors import ModelError
 from ...mesh.mesh import Mesh
+from ...step.axis import Axis
 from ..tensor.collectives import Gather, Split
 from ..tensor.division import Division
 from ..tensor.local_parameters import LocalParameters
@@ -29,7 +30,7 @@ from .dispatch import dispatched
 from .find import Experts, argument_names, find_experts
 
 
-class ExpertParallel:
+class ExpertParallel(Axis):
     """The expert parallelism of one model, or of a stage of it that may have no experts.
 
     Args:

@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ..._compat.torch import all_reduce, is_elementwise, is_sharded
 from ...base.errors import ModelError, StrategyError
 from ...model.layout import ModelLayout
+from ...step.axis import Axis, Trial
 from ...step.token_loss import target_loss_sum, targets
 from ...strategy.ask import model_layout
 from ...strategy.hooks import StyleName
@@ -40,7 +41,7 @@ from .styles import PACKED_PARTS, STYLES, Forward
 from .torch_styles import use_own_styles
 
 
-class TensorParallel:
+class TensorParallel(Axis):
     """The tensor parallelism of one model; see the module.
 
     Args:
@@ -209,10 +210,12 @@ class TensorParallel:
             finally:
                 self.active = True
 
-    @property
-    def loss_is_open(self) -> bool:
-        """Whether `choose_loss` has still to be called."""
-        return self._loss_parallel is None
+    def is_open(self, *, training: bool) -> bool:
+        return training and self._loss_parallel is None
+
+    def try_out(self, trial: Trial) -> None:
+        """See `choose_loss`."""
+        self.choose_loss(lambda: trial.outputs(trial.few()).logits)
 
     def choose_loss(self, compute_logits: Callable[[], Tensor]) -> None:
         """Find out whether the loss can take sharded logits.
@@ -234,10 +237,10 @@ class TensorParallel:
         self._logits = None
 
     def token_loss_sum(self, compute_logits: Callable[[], Tensor], labels_BS: Tensor) -> Tensor:
-        """`target_loss_sum` with labels as the model's input has them."""
-        return self.target_loss_sum(compute_logits, targets(labels_BS))
+        """`loss_sum` with labels as the model's input has them."""
+        return self.loss_sum(compute_logits, targets(labels_BS))
 
-    def target_loss_sum(self, compute_logits: Callable[[], Tensor], targets_BS: Tensor) -> Tensor:
+    def loss_sum(self, compute_logits: Callable[[], Tensor], targets_BS: Tensor) -> Tensor:
         """`token_loss.target_loss_sum` of what the model answers, with sharded logits where `choose_loss` said so.
 
         Raises:
@@ -256,15 +259,24 @@ class TensorParallel:
         self._check_length(logits_BSV, targets_BS)
         return target_loss_sum(logits_BSV, targets_BS)
 
-    def sum_partial_gradients(self) -> None:
-        """Sum the gradients of which each rank has a part, for strategies that do not reduce DTensors themselves.
-
-        After the last microbatch of a step. Collective.
-        """
-        for parameter in self._model.parameters():
+    def add_gradients(self, parameters: Iterable[nn.Parameter] = ()) -> None:
+        """Sum the gradients of which each rank has a part, where a strategy has not reduced DTensors itself."""
+        for parameter in () if self._plain else self._model.parameters():
             grad = parameter.grad
-            if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
+            if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
                 parameter.grad = grad.redistribute(placements=parameter.placements)
+
+    def gradient_defect(self, parts: Parts) -> StrategyError | None:
+        """Whether the plan names every parameter that it should."""
+        names = self.differing_gradients(parts)
+        if not names:
+            return None
+        told = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return StrategyError(
+            f"the tensor-parallel plan replicates {told}, whose gradients differ between the ranks of tp, so it "
+            f"meets sharded activations. Give it the style replicated_with_grad_allreduce in tp_plan; nothing was "
+            f"trained."
+        )
 
     def differing_gradients(self, parts: Parts = DTENSORS) -> list[str]:
         """Replicated parameters whose gradient is not the same on all ranks of the axis; equal on them.
@@ -311,7 +323,7 @@ class TensorParallel:
 
     def note_logits(self, module: nn.Module, logits: Tensor) -> None:
         """Tell what a layer has answered, in case it is the head."""
-        if module is self._head and self.loss_is_open:
+        if module is self._head and self._loss_parallel is None:
             self._logits = logits
 
     def _check_length(self, logits: Tensor, targets_BS: Tensor) -> None:

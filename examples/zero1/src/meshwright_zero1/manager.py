@@ -36,7 +36,7 @@ class Zero1Manager(DataParallelManager):
             self.sums.take(self.trainable())
         if is_last:
             # Ranks may use different parameters; one that no rank uses keeps no gradient and is not stepped.
-            self.fill_missing_gradients()
+            self.gradients.fill_missing()
             for parameter in self.trainable():
                 if parameter.grad is not None:
                     parameter.grad = self.summed(parameter)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.base.errors import MeshError, MeshwrightError, ModelError, StrategyError
-from meshwright.manager.data_parallel import check_reduce_dtype
+from meshwright.manager.start import check_reduce_dtype
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import ROOT_AXES
 from meshwright.model.weight_gradients import WeightGradients

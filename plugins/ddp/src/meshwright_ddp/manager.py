@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.manager.given_mesh import as_mesh
+from meshwright.manager.gradients import Gradients
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.recompute import checkpoint_blocks
 from meshwright.strategy.contract import Batch, OptimizerFactory
@@ -20,6 +21,7 @@ from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
 from .bucketed import BucketedDataParallel
 from .config import AXES, DDPConfig, DistributedDataParallelConfig
 from .optimizer import Shards
+from .shard_gradients import ShardGradients
 from .torch_engine import StageEngine, TorchEngine
 
 
@@ -94,22 +96,9 @@ class DDPManager(DataParallelManager):
             return super().trainable()
         return (shard.tensor for shard in self._shards)
 
-    def trained_as(self, parameter: nn.Parameter) -> nn.Parameter:
-        return parameter if self._shards is None else self._shards.of_parameter(parameter)
-
-    def copy_of_gradient(self, trained: nn.Parameter) -> Tensor:
-        return super().copy_of_gradient(trained) if self._shards is None else self._shards.padded_gradient(trained)
-
-    def take_sum_of_copies(self, trained: nn.Parameter, total: Tensor) -> None:
-        if self._shards is None:
-            super().take_sum_of_copies(trained, total)
-        else:
-            self._shards.take_padded_gradient(trained, total)
-
-    def grad_norm(self, norm_type: float, *, without: Collection[nn.Parameter] = ()) -> Tensor:
-        if self._shards is None:
-            return super().grad_norm(norm_type, without=without)
-        return self._shards.total_norm(norm_type, wide=self.config.reduce_dtype is not None, without=without)
+    def make_gradients(self) -> Gradients:
+        shards, wide = self._shards, self.config.reduce_dtype is not None
+        return super().make_gradients() if shards is None else ShardGradients(shards, self.mesh, wide=wide)
 
     # -- the distributed optimizer
 

@@ -9,8 +9,7 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO stage 1); Megatron-Core'
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.base.errors import StrategyError
-from meshwright.tensors.norms import total_grad_norm
 from meshwright.tensors.pieces import Piece, Sharded, stretch_pieces
 from meshwright.tensors.state import Parts
 
@@ -60,10 +58,14 @@ class Shard:
 
 
 class Shards(Parts):
-    """This rank's shards of all trainable parameters, in registration order."""
+    """This rank's shards of all trainable parameters, in registration order.
+
+    Attributes:
+        group: of the ranks that own a parameter together.
+    """
 
     def __init__(self, buffers: Sequence[Buffer], groups: Groups) -> None:
-        self._groups = groups
+        self.group = groups.shard
         placed = {
             order: _shard(buffer, index, groups.rank) for buffer in buffers for index, order in enumerate(buffer.first)
         }
@@ -87,38 +89,8 @@ class Shards(Parts):
             if shard.is_master:
                 shard.values.copy_(shard.tensor.detach())
 
-    def total_norm(self, norm_type: float, *, wide: bool, without: Collection[nn.Parameter] = ()) -> Tensor:
-        """p-norm of the whole gradient but that of some shards, float64 scalar, equal on all ranks. Collective."""
-        left_out = set(without)
-        trained = [shard.tensor for shard in self._shards if shard.tensor not in left_out]
-        gradients = [tensor.grad for tensor in trained if tensor.grad is not None]
-        norm = total_grad_norm(gradients, norm_type, wide=wide, device=self._shards[0].tensor.device)
-        if math.isinf(norm_type):
-            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self._groups.shard)
-            return norm
-        power = norm**norm_type
-        dist.all_reduce(power, group=self._groups.shard)
-        return power ** (1.0 / norm_type)
-
-    # -- copies of a parameter on several stages of a pipeline, which own different stretches of it
-
-    def of_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The shard of a parameter."""
-        return next(shard.tensor for shard in self._shards if shard.parameter is parameter)
-
-    def padded_gradient(self, trained: nn.Parameter) -> Tensor:
-        """The gradient of a shard at its place in the flattened parameter, and zeros elsewhere."""
-        shard = self._of[trained]
-        flat = torch.zeros(shard.parameter.numel(), dtype=trained.dtype, device=trained.device)
-        if trained.grad is not None:
-            flat[shard.start : shard.end] = trained.grad
-        return flat
-
-    def take_padded_gradient(self, trained: nn.Parameter, flat: Tensor) -> None:
-        """Make the sum over all ranks' `flat` the gradient. Collective."""
-        shard = self._of[trained]
-        dist.all_reduce(flat, group=self._groups.shard)
-        trained.grad = flat[shard.start : shard.end].clone()
+    def __getitem__(self, trained: nn.Parameter) -> Shard:
+        return self._of[trained]
 
     # -- state, see `Parts`
 
@@ -129,7 +101,7 @@ class Shards(Parts):
         flat = torch.zeros(shard.parameter.numel(), dtype=value.dtype, device=shard.parameter.device)
         flat[shard.start : shard.end] = value
         # Each element has one owner: the others add zeros.
-        dist.all_reduce(flat, group=self._groups.shard)
+        dist.all_reduce(flat, group=self.group)
         return flat.view(shard.parameter.shape)
 
     def part(self, whole: Tensor, parameter: Tensor) -> Tensor:

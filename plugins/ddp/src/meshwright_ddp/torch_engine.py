@@ -57,7 +57,7 @@ class StageEngine:
         if self._sums is not None:
             self._sums.take(self._manager.trainable())
         if is_last:
-            self._manager.fill_missing_gradients()
+            self._manager.gradients.fill_missing()
             used = [parameter for parameter in self._manager.trainable() if parameter.grad is not None]
             for bucket in self._buckets(used):
                 self._sum(bucket)

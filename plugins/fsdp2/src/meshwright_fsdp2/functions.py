@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 from meshwright.base.errors import MeshError
-from meshwright.manager.data_parallel import check_trainable
+from meshwright.manager.start import check_trainable
 from meshwright.model.drawn_weights import DeferredModel
 from meshwright.model.layout import layout_by_structure
 from meshwright.model.recompute import Mode, checkpoint_blocks

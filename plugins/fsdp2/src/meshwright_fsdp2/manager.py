@@ -12,7 +12,7 @@ Source: Zhao et al. 2023, arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
@@ -61,6 +61,8 @@ class FSDP2Manager(DataParallelManager):
     shards_on_meta: ClassVar[bool] = True
     runs_in_pipeline: ClassVar[bool] = True
     _is_in_step: bool = False
+    tensor_parallel: TensorParallel | None = None
+    """What divides the model along `tp`, where it has more than one rank."""
     expert_parallel: ExpertParallel | None = None
     """What divides experts along `ep`, where it has more than one rank."""
 
@@ -112,9 +114,8 @@ class FSDP2Manager(DataParallelManager):
 
     def _prepare(self, model: nn.Module) -> None:
         if self.mesh.degrees.cp > 1:
-            self.context_parallel = ContextParallel(
-                model, self.layout, self.mesh["cp"], attention=self.config.cp_attention
-            )
+            context = ContextParallel(model, self.layout, self.mesh["cp"], attention=self.config.cp_attention)
+            self.axes.append(context)
         if self.config.activation_checkpointing == "selective":
             units = find_units(model, self.layout)
             check_selective([*(inner for inner, _ in units_by_dtype(model, units)), *units])
@@ -133,6 +134,7 @@ class FSDP2Manager(DataParallelManager):
             self.expert_parallel.apply()
         if self.tensor_parallel is not None:
             self.tensor_parallel.apply(separate_names(model, self.layout))
+        self.axes += [axis for axis in (self.tensor_parallel, self.expert_parallel) if axis is not None]
         keep_choices = self.expert_parallel is not None
         checkpoint_blocks(model, self.layout, self.config.activation_checkpointing, keep_choices=keep_choices)
         self._compile(model)
@@ -228,12 +230,8 @@ class FSDP2Manager(DataParallelManager):
     @contextmanager
     def unshard(self) -> Iterator[Sequence[nn.Module]]:
         self._require_model()
-        with ExitStack() as stack:
-            stack.enter_context(self._sharding.unsharded())
-            for parallel in (self.tensor_parallel, self.expert_parallel):
-                if parallel is not None:
-                    stack.enter_context(parallel.whole())
-            yield [self.model]
+        with self._sharding.unsharded(), super().unshard() as parts:
+            yield parts
 
 
 def check_selective(units: Sequence[Unit]) -> None:

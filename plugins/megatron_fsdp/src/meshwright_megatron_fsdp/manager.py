@@ -11,7 +11,7 @@ Source: megatron-fsdp 0.6.1, github.com/NVIDIA/Megatron-LM; Rajbhandari et al. 2
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from torch import nn
@@ -68,6 +68,8 @@ class MegatronFSDPManager(DataParallelManager):
 
     config: MegatronFSDPConfig
     shards_on_meta: ClassVar[bool] = True
+    tensor_parallel: TensorParallel | None = None
+    """What divides the model along `tp`, where it has more than one rank."""
 
     def __init__(
         self, config: MegatronFSDPConfig, device_mesh: Mesh | DeviceMesh, moe_mesh: DeviceMesh | None = None
@@ -90,13 +92,15 @@ class MegatronFSDPManager(DataParallelManager):
             )
         dtypes = find_dtypes(config, model)
         units = find_units(model, self.layout, config.megatron_fsdp_unit_modules)
+        if mesh.degrees.cp > 1:
+            context = mesh.world.together(
+                lambda: ContextParallel(model, self.layout, mesh["cp"], attention=config.cp_attention)
+            )
+            self.axes.append(context)
         if mesh.degrees.tp > 1:
             # What one rank finds wrong here (a file with a plan, say) is told on all.
             self.tensor_parallel = mesh.world.together(lambda: self._divide(model, units))
-        if mesh.degrees.cp > 1:
-            self.context_parallel = mesh.world.together(
-                lambda: ContextParallel(model, self.layout, mesh["cp"], attention=config.cp_attention)
-            )
+            self.axes.append(self.tensor_parallel)
         checkpoint_blocks(model, self.layout, config.activation_checkpointing)
         if is_meta(model):
             # Where parameters are not sharded, they keep this memory.
@@ -188,9 +192,8 @@ class MegatronFSDPManager(DataParallelManager):
     @contextmanager
     def unshard(self) -> Iterator[Sequence[nn.Module]]:
         self._require_model()
-        whole = self.tensor_parallel.whole() if self.tensor_parallel is not None else nullcontext()
-        with gathered(self._fsdp), whole:
-            yield [self.model]
+        with gathered(self._fsdp), super().unshard() as parts:
+            yield parts
 
     def load_state_dict(self, state: Any, *, full: bool = False) -> None:
         super().load_state_dict(state, full=full)

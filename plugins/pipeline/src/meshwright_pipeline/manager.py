@@ -22,17 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.base.errors import BatchError, ConfigError, ModelError, StrategyError
-from meshwright.manager.data_parallel import (
-    DataParallelManager,
-    asks_for_router_loss,
-    check_trainable,
-    copy_from_first_rank,
-)
+from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.manager.given_mesh import as_mesh
+from meshwright.manager.start import asks_for_router_loss, check_trainable, equal_weights
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import CLAIMABLE_AXES, Degrees
 from meshwright.model.layout import ModelLayout
-from meshwright.model.weights import Weights, deferred_weights, is_meta
+from meshwright.model.weights import Weights, is_meta
 from meshwright.step.batch import check_step
 from meshwright.step.forward_options import forward_options
 from meshwright.step.router_loss import RouterLoss, Routers, find_routers
@@ -100,6 +96,7 @@ class PipelineManager(StrategyManager):
         self._stages: dict[int, PipelineStage] = {}
         self._routers: tuple[RouterLoss, Routers] | None = None
         self._optimizer: Optimizer | None = None
+        self._tried_out: set[bool] = set()
         self._plans: dict[tuple[int, bool], tuple[Action, ...]] = {}
 
     # -- the model
@@ -126,10 +123,7 @@ class PipelineManager(StrategyManager):
 
     def _take_apart(self, model: nn.Module, weights: Weights | None) -> None:
         """Make this rank's stages from a whole model."""
-        if weights is None and is_meta(model):
-            weights = deferred_weights(model, self.mesh)
-        if weights is None:
-            copy_from_first_rank(model, self.mesh)
+        weights = equal_weights(model, weights, self.mesh)
         layout = model_layout(model)
         with lent_values(model, weights, self.mesh.device):
             cut, self.split = self.mesh.world.together(lambda: self._divided(model, layout))
@@ -251,21 +245,15 @@ class PipelineManager(StrategyManager):
 
     def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
         pieces = self._pieces(microbatches, num_tokens)
-        if any(p.grad is not None for stage in self._stages.values() for p in stage.manager.trainable()):
-            raise StrategyError(
-                "forward_backward was called while gradients of the last call are pending. Give all microbatches of a "
-                "step in one call, and call optimizer_step (or set the gradients to None) before the next."
-            )
         for stage in self._stages.values():
+            stage.manager.gradients.check_none_pending()
             if not stage.manager.module.training:
                 stage.manager.module.train()
         with self._around(microbatches):
-            self._check_context(pieces[0])
-            self._choose_loss(pieces[0])
+            self._try_out(pieces[0], training=True)
             losses = self._run(pieces, train=True)
         for stage in self._stages.values():
-            self.mesh.world.together(stage.manager.check_gradients)
-            self.mesh.world.together(stage.manager.check_plan)
+            self.mesh.world.together(stage.manager.finish_gradients)
         self._sum_copies()
         return self._sum_over_ranks(losses)
 
@@ -277,7 +265,7 @@ class PipelineManager(StrategyManager):
             module.eval()
         try:
             with self._around(microbatches), torch.no_grad():
-                self._check_context(pieces[0])
+                self._try_out(pieces[0], training=False)
                 losses = self._run(pieces, train=False)
         finally:
             for stage, training in zip(self._stages.values(), before, strict=True):
@@ -289,14 +277,14 @@ class PipelineManager(StrategyManager):
     def _around(self, microbatches: Sequence[Batch]) -> Iterator[None]:
         with ExitStack() as contexts:
             for stage in self._stages.values():
-                contexts.enter_context(stage.manager.attention_switched())
+                contexts.enter_context(stage.manager.forward.around_step())
                 contexts.enter_context(stage.manager.around_step(microbatches))
             yield
 
     def _pieces(self, microbatches: Sequence[Batch], num_tokens: Tensor) -> list[Batch]:
         """The step's microbatches as the schedule takes them, equally many on all ranks."""
         self._require_model()
-        multiple = max(stage.manager.sequence_multiple for stage in self._stages.values())
+        multiple = max(stage.manager.forward.sequence_multiple for stage in self._stages.values())
         microbatches = check_step(
             microbatches, num_tokens, self.mesh, vocab_size=self._vocab_size, sequence_multiple=multiple
         )
@@ -315,13 +303,18 @@ class PipelineManager(StrategyManager):
 
     def _check_division(self, microbatches: Sequence[Batch]) -> None:
         for stage in self._stages.values():
-            stage.manager.check_division(microbatches)
+            stage.manager.forward.check_division(microbatches)
 
-    def _check_context(self, piece: Batch) -> None:
-        """See `DataParallelManager.check_context`; each stage finds what is wrong with its own part."""
-        if self.mesh.degrees.cp > 1:
-            for stage in self._stages.values():
-                self.mesh.world.together(lambda stage=stage: stage.check_context(piece))  # type: ignore[misc]
+    def _try_out(self, piece: Batch, *, training: bool) -> None:
+        """See `Forward.try_out`; each stage finds what is wrong with its own part, and the last what it may do of the
+        loss."""
+        if training in self._tried_out:
+            return
+        for stage in self._stages.values():
+            self.mesh.world.together(
+                lambda stage=stage: stage.try_out(piece, training=training and stage.is_last)  # type: ignore[misc]
+            )
+        self._tried_out.add(training)
 
     def _check_sizes(self, microbatches: Sequence[Batch]) -> None:
         size = self.config.pp_microbatch_size
@@ -346,9 +339,9 @@ class PipelineManager(StrategyManager):
     def _run(self, pieces: Sequence[Batch], *, train: bool) -> list[Tensor]:
         """The losses of the pieces, on the last stage's rank."""
         device = self.mesh.device
-        manager = next(iter(self._stages.values())).manager
+        forward = next(iter(self._stages.values())).manager.forward
         kinds = [Idle if isinstance(piece, Idle) else dict for piece in pieces]
-        batches = [kind(manager.on_device(manager.divide(piece))) for kind, piece in zip(kinds, pieces, strict=True)]
+        batches = [kind(forward.on_device(forward.divide(piece))) for kind, piece in zip(kinds, pieces, strict=True)]
         length = self._run_length(len(batches))
         losses: list[Tensor] = []
         for start in range(0, len(batches), length):
@@ -380,11 +373,6 @@ class PipelineManager(StrategyManager):
 
     def _schedule(self, stages: int, microbatches: int) -> Schedule:
         return schedule_of(self.config, ranks=self.mesh.degrees.pp, stages=stages, microbatches=microbatches)
-
-    def _choose_loss(self, piece: Batch) -> None:
-        for stage in self._stages.values():
-            if stage.is_last:
-                stage.choose_loss(piece)
 
     def _sum_over_ranks(self, losses: Sequence[Tensor]) -> Tensor:
         # In float64, so that the sum does not depend on how microbatches are spread over ranks.
@@ -418,7 +406,7 @@ class PipelineManager(StrategyManager):
         group, rank = self.mesh.group("pp"), self.mesh.axis_rank("pp")
         ranks = sorted({self._placement[index] for index in holders})
         # Each rank's own copies first, then all ranks' in the same order, so that all get the same bits.
-        parts = [self._stages[index].manager.copy_of_gradient(parameter) for index, parameter in here.items()]
+        parts = [self._stages[index].manager.gradients.copy_of(parameter) for index, parameter in here.items()]
         own = torch.stack(parts).sum(0)
         received = {other: torch.empty_like(own) for other in ranks if other != rank}
         operations = [dist.P2POp(dist.isend, own, group=group, group_peer=other) for other in received]
@@ -429,7 +417,7 @@ class PipelineManager(StrategyManager):
             work.wait()
         total = torch.stack([own if other == rank else received[other] for other in ranks]).sum(0)
         for index, parameter in here.items():
-            self._stages[index].manager.take_sum_of_copies(parameter, total.clone() if len(here) > 1 else total)
+            self._stages[index].manager.gradients.take_sum(parameter, total.clone() if len(here) > 1 else total)
 
     def _parameter(self, index: int, canonical: str) -> nn.Parameter | None:
         """What is trained of the copy of a parameter on a stage of this rank."""
@@ -438,7 +426,7 @@ class PipelineManager(StrategyManager):
             return None
         names = stage.manager.model.named_parameters()
         copy = next(parameter for name, parameter in names if self._names.canonical[name] == canonical)
-        return stage.manager.trained_as(copy)
+        return stage.manager.gradients.trained_as(copy)
 
     # -- norms
 
@@ -450,7 +438,7 @@ class PipelineManager(StrategyManager):
             later = [
                 self._parameter(index, name) for name, holders in self._names.shared.items() if index in holders[1:]
             ]
-            norms.append(stage.manager.grad_norm(norm_type, without=[p for p in later if p is not None]))
+            norms.append(stage.manager.gradients.total_norm(norm_type, without=[p for p in later if p is not None]))
         stacked = torch.stack([norm.to(self.mesh.device, torch.float64) for norm in norms])
         infinite = math.isinf(norm_type)
         total = stacked.max() if infinite else (stacked**norm_type).sum()
@@ -458,7 +446,7 @@ class PipelineManager(StrategyManager):
         norm = total if infinite else total ** (1.0 / norm_type)
         if max_norm is not None:
             for stage in self._stages.values():
-                stage.manager.scale_gradients(norm, max_norm)
+                stage.manager.gradients.scale(norm, max_norm)
         return norm
 
     # -- whole parameters, and state

@@ -1,0 +1,97 @@
+"""The gradients of a step between its backwards and the optimizer: pending or not, their norm, their scale.
+
+How they are reduced is the strategy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..base.errors import StrategyError
+from ..mesh.mesh import Mesh
+from ..tensors.norms import scale_to_norm, total_grad_norm
+from ..tensors.state import Parts
+
+
+class Gradients:
+    """The gradients of what one manager trains.
+
+    Args:
+        trainable: the parameters that train, each once, as they are after sharding.
+        parts: how they are divided over ranks.
+        mesh: of the ranks that hold them.
+        wide: take norms in float64, so that they do not depend on the layout.
+    """
+
+    def __init__(
+        self, trainable: Callable[[], Iterable[nn.Parameter]], parts: Parts, mesh: Mesh, *, wide: bool
+    ) -> None:
+        self._trainable, self._parts, self._mesh, self._wide = trainable, parts, mesh, wide
+
+    def check_none_pending(self) -> None:
+        """Refuse a step while gradients of the last one are there: a second reduction would reduce them again.
+
+        Raises:
+            StrategyError: on all ranks alike.
+        """
+        if any(parameter.grad is not None for parameter in self._trainable()):
+            raise StrategyError(
+                "forward_backward was called while gradients of the last call are pending. Give all microbatches of a "
+                "step in one call, and call optimizer_step (or set the gradients to None) before the next."
+            )
+
+    def total_norm(self, norm_type: float, *, without: Collection[nn.Parameter] = ()) -> Tensor:
+        """The total norm of all gradients but those of some parameters. Collective.
+
+        Returns:
+            float64 scalar on the mesh's device, equal on all ranks.
+        """
+        left_out = set(without)
+        pairs = [(p.grad, p) for p in self._trainable() if p.grad is not None and p not in left_out]
+        groups = [self._parts.groups(parameter) for _, parameter in pairs]
+        gradients = [grad for grad, _ in pairs]
+        return total_grad_norm(gradients, norm_type, wide=self._wide, groups=groups, device=self._mesh.device)
+
+    def scale(self, norm: Tensor, max_norm: float) -> None:
+        """Multiply all gradients by min(1, max_norm / norm), in place."""
+        scale_to_norm([p.grad for p in self._trainable() if p.grad is not None], norm, max_norm)
+
+    def fill_missing(self) -> None:
+        """Give zeros to parameters that other ranks have a gradient of and this one has not.
+
+        For strategies that reduce parameter by parameter: afterwards all ranks have gradients of the same parameters,
+        and those that no rank uses keep none, as under `single`. Collective.
+        """
+        parameters = list(self._trainable())
+        used = self._mesh.world.reduce_ints([int(p.grad is not None) for p in parameters], dist.ReduceOp.MAX)
+        for parameter, is_used in zip(parameters, used, strict=True):
+            if is_used and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    # -- in a pipeline
+
+    def trained_as(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the optimizer trains of a parameter of the model, which has its gradient after a step's backwards."""
+        return parameter
+
+    def copy_of(self, trained: nn.Parameter) -> Tensor:
+        """Of what `trained_as` gives: its gradient as it is added to those of copies on other stages, of the same shape
+        on each."""
+        gradient = trained.grad if trained.grad is not None else torch.zeros_like(trained)
+        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+    def take_sum(self, trained: nn.Parameter, total: Tensor) -> None:
+        """Make the sum of what `copy_of` has given on all stages the gradient. Collective on the stage.
+
+        Args:
+            total: it may be changed.
+        """
+        if trained.grad is None:
+            trained.grad = torch.zeros_like(trained)
+        local = trained.grad.to_local() if isinstance(trained.grad, DTensor) else trained.grad
+        local.copy_(total)

@@ -1,0 +1,127 @@
+"""What a step asks of each axis along which ranks share a microbatch or the model.
+
+A manager holds a list of axes and knows no axis by name. Tensor, context and expert parallelism are axes; so is what a
+strategy brings of its own. What an axis does to parameters it does when it is made; here is what it does to batches,
+forwards, losses and checks. The reduction of gradients over data ranks is the strategy's.
+
+Shapes: B sequences of a microbatch, S tokens each, V entries of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..base.errors import MeshwrightError
+from ..strategy.contract import Batch
+from ..tensors.state import Parts
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What an axis may try before the first step.
+
+    Attributes:
+        microbatch: of the step, whole, on any device.
+        few: one sequence of it with a few tokens, divided as `Axis.divide` of all axes does, on this rank's device.
+        outputs: calls the model with a divided batch that has no labels and gives what it returns. Collective as the
+            model's forward is.
+        multiple: what the number of positions must be a multiple of, by all other axes.
+    """
+
+    microbatch: Batch
+    few: Callable[[], Mapping[str, Tensor]]
+    outputs: Callable[..., Any]
+    multiple: int
+
+
+class Axis:
+    """One axis of the mesh as a step sees it. Each method does nothing unless an axis replaces it.
+
+    Attributes:
+        divides_sequences: whether `divide` leaves each rank a part of every sequence, so that what the model's own code
+            computes over a sequence is not known to any rank.
+    """
+
+    divides_sequences: bool = False
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of a sequence must be a multiple of."""
+        return 1
+
+    # -- batches
+
+    def check_batch(self, batch: Batch) -> None:
+        """Refuse what `divide` cannot divide; no collective.
+
+        Raises:
+            BatchError: names the entry.
+        """
+
+    def divide(self, batch: Batch) -> Batch:
+        """This rank's part of a microbatch; its `labels` may give way to `token_loss.TARGETS`, which were shifted."""
+        return batch
+
+    def own(self, whole_BS: Tensor) -> Tensor:
+        """This rank's positions of a tensor (B, S) that has been left whole, such as an attention mask."""
+        return whole_BS
+
+    # -- forwards and backwards
+
+    def around_step(self) -> AbstractContextManager[None]:
+        """Around all forwards and backwards of a step or evaluation."""
+        return nullcontext()
+
+    def around_forward(self, inputs: Batch) -> AbstractContextManager[Mapping[str, Any]]:
+        """Around one forward with a divided batch without labels; gives what the model is called with."""
+        return nullcontext(inputs)
+
+    def alone(self) -> AbstractContextManager[Any]:
+        """Around forwards on trial, in which this rank computes without the others of the axis where it can."""
+        return nullcontext()
+
+    def loss_sum(self, compute_logits: Callable[[], Tensor], targets_BS: Tensor) -> Tensor | None:
+        """The sum of token losses [nats], scalar, where the axis computes it in its own way; None: not.
+
+        Args:
+            compute_logits: runs the model and gives its logits, (B, S, V), or this rank's part of them.
+            targets_BS: int64, the label that each position predicts.
+        """
+        return None
+
+    def add_losses(self, total: Tensor) -> None:
+        """Add up the losses of ranks that see different parts of a microbatch, in place; float64, scalar. Collective.
+
+        Those of the ranks of `dp` and `cp` are added up already.
+        """
+
+    def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add up what the ranks of the axis have of each gradient, where the strategy's reduction does not; after the
+        last backward of a step. Collective."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Whole parameters in the modules, which compute without the others of the axis. Collective."""
+        return nullcontext()
+
+    # -- before and after the first step
+
+    def is_open(self, *, training: bool) -> bool:
+        """Whether `try_out` has still to be called, before a step of training or an evaluation."""
+        return False
+
+    def try_out(self, trial: Trial) -> MeshwrightError | None:
+        """Find out with the model, on a few tokens, what cannot be known of it otherwise; what is wrong with it."""
+        return None
+
+    def gradient_defect(self, parts: Parts) -> MeshwrightError | None:
+        """What the gradients of the first step show to be wrong with how the model is divided. Collective.
+
+        Args:
+            parts: how the strategy has divided parameters further.
+        """
+        return None
