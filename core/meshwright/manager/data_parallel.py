@@ -7,69 +7,44 @@ the reduction waits for the last microbatch. `single` shows the smallest one.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
 
 import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ..base.errors import StrategyError
 from ..mesh.mesh import Mesh
 from ..mesh.world import same_timeout
 from ..model.layout import ModelLayout
 from ..model.weights import Weights, fill, materialize
-from ..step.axis import Axis
 from ..step.forward_options import forward_options
 from ..step.router_loss import RouterLoss
 from ..strategy.ask import model_layout
-from ..strategy.contract import Batch, OptimizerFactory, StrategyManager
+from ..strategy.contract import Batch
 from ..tensors.norms import check_clip
-from ..tensors.state import (
-    DTENSORS,
-    OptimizerState,
-    Parts,
-    ShardedState,
-    TensorKind,
-    load_model_state,
-    load_optimizer_state,
-    loading_optimizer,
-    model_state,
-    optimizer_state,
-    sharded_model,
-    sharded_optimizer,
-)
 from .forward import Forward
 from .gradients import Gradients
-from .optimizer_trial import call_factory, check_optimizer
 from .start import asks_for_router_loss, check_reduce_dtype, check_trainable, equal_weights, share_random_state
+from .stateful import StatefulManager
 
 
-class DataParallelManager(StrategyManager):
-    """Forward, backward, clipping, stepping and state for strategies with one model part on every rank.
+class DataParallelManager(StatefulManager):
+    """Forward, backward and clipping for strategies with one model part on every rank; see also `StatefulManager`.
 
     Attributes:
-        model: the Hugging Face model, unwrapped; its parameters may have been sharded in place.
         module: what `parallelize` returned, which is called; a wrapper around `model`, or `model` itself.
         layout: the model's structure as it was before sharding.
-        parameter_names: fully qualified names of what the optimizer trains, as it is after sharding.
-        axes: along which ranks share microbatches or the model, beside those of data; `shard` adds them, in the order
-            in which they divide a microbatch.
         forward: calls the module, and knows the axes; there after `parallelize`.
         gradients: of what is trained; there after `parallelize`.
-        parts: how parameters and optimizer state are divided over ranks, for strategies that use no DTensors.
     """
 
-    model: nn.Module
     module: nn.Module
     layout: ModelLayout
-    parameter_names: Mapping[nn.Parameter, str]
-    axes: list[Axis]
     forward: Forward
     gradients: Gradients
-    parts: Parts = DTENSORS
     shards_on_meta: ClassVar[bool] = False
     """Whether `shard` takes a model on the meta device, which gets memory and values afterwards; else it gets them
     before, and `shard` sees a whole model."""
@@ -81,11 +56,7 @@ class DataParallelManager(StrategyManager):
     """Whether the strategy heeds `in_pipeline`."""
 
     def __init__(self, config: BaseModel, mesh: Mesh) -> None:
-        self.config = config
-        self.mesh = mesh
-        self.axes = []
-        self._optimizer: Optimizer | None = None
-        self._parallelized = False
+        super().__init__(config, mesh)
         self._gradients_are_checked = False
 
     # -- what a strategy says
@@ -140,11 +111,6 @@ class DataParallelManager(StrategyManager):
 
     # -- the contract
 
-    @property
-    def model_parts(self) -> Sequence[nn.Module]:
-        self._require_model()
-        return [self.model]
-
     def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
         if self._parallelized:
             raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
@@ -185,27 +151,6 @@ class DataParallelManager(StrategyManager):
             fill(model, weights, self.parts.pieces)
             self.after_loading()
         return module
-
-    def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
-        self._require_model()
-        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        self.parameter_names = {parameter: name for name, parameter in named}
-        self._optimizer = self.made(factory, named)
-        return self._optimizer
-
-    def made(self, factory: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-        """The factory's optimizer, if it steps these parameters as it would step whole ones. Collective.
-
-        Args:
-            named: what is trained, as `parts` knows it.
-
-        Raises:
-            StrategyError: on all ranks alike; names the optimizer.
-            ConfigError: of the factory of a run file, likewise.
-        """
-        optimizer = self.mesh.world.together(lambda: call_factory(factory, named))
-        check_optimizer(optimizer, self.parts, self.mesh.world)
-        return optimizer
 
     def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
         self._require_model()
@@ -263,80 +208,3 @@ class DataParallelManager(StrategyManager):
         if max_norm is not None:
             self.gradients.scale(norm, max_norm)
         return norm
-
-    def optimizer_step(self) -> None:
-        optimizer = self.optimizer
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    @contextmanager
-    def unshard(self) -> Iterator[Sequence[nn.Module]]:
-        self._require_model()
-        with ExitStack() as whole:
-            for axis in self.axes:
-                whole.enter_context(axis.whole())
-            yield [self.model]
-
-    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
-        self._require_model()
-        state: dict[str, Any] = {"model": model_state(self.model, self.mesh.world, full=full, parts=self.parts)}
-        if self._optimizer is not None:
-            state["optimizer"] = self.optimizer_state(full=full)
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any], *, full: bool = False) -> None:
-        self._require_model()
-        load_model_state(self.model, state["model"], self.mesh.world, full=full, parts=self.parts)
-        if self._optimizer is not None:
-            self.load_optimizer_state(state.get("optimizer", {}), full=full)
-
-    def optimizer_state(self, *, full: bool) -> dict[str, Any]:
-        """The optimizer's part of `state_dict`; for strategies to replace whose optimizer is divided in its own way."""
-        return optimizer_state(self.optimizer, self.parameter_names, self.mesh.world, full=full, parts=self.parts)
-
-    def load_optimizer_state(self, state: Mapping[str, Any], *, full: bool) -> None:
-        """The optimizer's part of `load_state_dict`."""
-        load_optimizer_state(self.optimizer, self.parameter_names, state, self.mesh.world, full=full, parts=self.parts)
-
-    def sharded_state(self) -> ShardedState:
-        self._require_model()
-        optimizer = self._optimizer and sharded_optimizer(self._optimizer, self.parameter_names, self.parts)
-        return ShardedState(sharded_model(self.model, self.parts), optimizer)
-
-    @contextmanager
-    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
-        self._require_model()
-        model = sharded_model(self.model, self.parts)
-        if optimizer is None:
-            yield ShardedState(model)
-        else:
-            with loading_optimizer(self.optimizer, self.parameter_names, optimizer, self.parts) as target:
-                yield ShardedState(model, target)
-        self.after_loading()
-
-    def after_loading(self) -> None:
-        """Called when parameters and optimizer state have been written in place."""
-
-    def trainable(self) -> Iterator[nn.Parameter]:
-        """The parameters that train, each once, as they are after sharding."""
-        return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
-
-    def _require_model(self) -> None:
-        if not self._parallelized:
-            raise StrategyError("the manager has no model yet: call manager.parallelize(model) first.")
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether `build_optimizer` has been called."""
-        return self._optimizer is not None
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer.
-
-        Raises:
-            StrategyError: `build_optimizer` has not been called.
-        """
-        if self._optimizer is None:
-            raise StrategyError("the manager has no optimizer yet: call manager.build_optimizer(factory) first.")
-        return self._optimizer

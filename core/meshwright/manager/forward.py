@@ -75,7 +75,7 @@ class Forward:
         checked = check_step(
             microbatches, num_tokens, self._mesh, vocab_size=self._vocab_size, sequence_multiple=multiple
         )
-        if any(axis.divides_sequences for axis in self._axes):
+        if any(axis.divides_batches for axis in self._axes):
             self._mesh.world.together(lambda: self.check_division(checked))
         return checked
 

@@ -43,10 +43,12 @@ class Axis:
     """One axis of the mesh as a step sees it. Each method does nothing unless an axis replaces it.
 
     Attributes:
+        divides_batches: whether `divide` does anything, so that each microbatch is checked before.
         divides_sequences: whether `divide` leaves each rank a part of every sequence, so that what the model's own code
             computes over a sequence is not known to any rank.
     """
 
+    divides_batches: bool = False
     divides_sequences: bool = False
 
     @property

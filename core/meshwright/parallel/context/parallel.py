@@ -59,7 +59,7 @@ class ContextParallel(Axis):
         ModelError: the model's attention, or its positions, cannot be divided.
     """
 
-    divides_sequences = True
+    divides_batches = divides_sequences = True
 
     def __init__(
         self, model: nn.Module, layout: ModelLayout, mesh: DeviceMesh, *, attention: Way = "allgather"

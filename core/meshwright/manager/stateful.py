@@ -1,0 +1,165 @@
+"""What a manager holds between steps: a model part, an optimizer, and their state by name.
+
+How state moves between layouts is in `meshwright.tensors.state`; here is whose it is. No forward, no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from pydantic import BaseModel
+from torch import nn
+from torch.optim import Optimizer
+
+from ..base.errors import StrategyError
+from ..mesh.mesh import Mesh
+from ..step.axis import Axis
+from ..strategy.contract import OptimizerFactory, StrategyManager
+from ..tensors.state import (
+    DTENSORS,
+    OptimizerState,
+    Parts,
+    ShardedState,
+    TensorKind,
+    load_model_state,
+    load_optimizer_state,
+    loading_optimizer,
+    model_state,
+    optimizer_state,
+    sharded_model,
+    sharded_optimizer,
+)
+from .optimizer_trial import call_factory, check_optimizer
+
+
+class StatefulManager(StrategyManager):
+    """The optimizer and the state of one model part.
+
+    Attributes:
+        model: the Hugging Face model, unwrapped; its parameters may have been sharded in place.
+        parameter_names: fully qualified names of what the optimizer trains, as it is after sharding.
+        axes: along which ranks share microbatches or the model, beside those of data; a strategy adds them when it
+            shards, in the order in which they divide a microbatch.
+        parts: how parameters and optimizer state are divided over ranks, for strategies that use no DTensors.
+    """
+
+    model: nn.Module
+    parameter_names: Mapping[nn.Parameter, str]
+    axes: list[Axis]
+    parts: Parts = DTENSORS
+
+    def __init__(self, config: BaseModel, mesh: Mesh) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.axes = []
+        self._optimizer: Optimizer | None = None
+        self._parallelized = False
+
+    @property
+    def model_parts(self) -> Sequence[nn.Module]:
+        self._require_model()
+        return [self.model]
+
+    @contextmanager
+    def unshard(self) -> Iterator[Sequence[nn.Module]]:
+        self._require_model()
+        with ExitStack() as whole:
+            for axis in self.axes:
+                whole.enter_context(axis.whole())
+            yield [self.model]
+
+    # -- the optimizer
+
+    def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
+        self._require_model()
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        self.parameter_names = {parameter: name for name, parameter in named}
+        self._optimizer = self.made(factory, named)
+        return self._optimizer
+
+    def made(self, factory: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+        """The factory's optimizer, if it steps these parameters as it would step whole ones. Collective.
+
+        Args:
+            named: what is trained, as `parts` knows it.
+
+        Raises:
+            StrategyError: on all ranks alike; names the optimizer.
+            ConfigError: of the factory of a run file, likewise.
+        """
+        optimizer = self.mesh.world.together(lambda: call_factory(factory, named))
+        check_optimizer(optimizer, self.parts, self.mesh.world)
+        return optimizer
+
+    def optimizer_step(self) -> None:
+        optimizer = self.optimizer
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether `build_optimizer` has been called."""
+        return self._optimizer is not None
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer.
+
+        Raises:
+            StrategyError: `build_optimizer` has not been called.
+        """
+        if self._optimizer is None:
+            raise StrategyError("the manager has no optimizer yet: call manager.build_optimizer(factory) first.")
+        return self._optimizer
+
+    # -- state
+
+    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
+        self._require_model()
+        state: dict[str, Any] = {"model": model_state(self.model, self.mesh.world, full=full, parts=self.parts)}
+        if self._optimizer is not None:
+            state["optimizer"] = self.optimizer_state(full=full)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], *, full: bool = False) -> None:
+        self._require_model()
+        load_model_state(self.model, state["model"], self.mesh.world, full=full, parts=self.parts)
+        if self._optimizer is not None:
+            self.load_optimizer_state(state.get("optimizer", {}), full=full)
+
+    def optimizer_state(self, *, full: bool) -> dict[str, Any]:
+        """The optimizer's part of `state_dict`; for strategies to replace whose optimizer is divided in its own way."""
+        return optimizer_state(self.optimizer, self.parameter_names, self.mesh.world, full=full, parts=self.parts)
+
+    def load_optimizer_state(self, state: Mapping[str, Any], *, full: bool) -> None:
+        """The optimizer's part of `load_state_dict`."""
+        load_optimizer_state(self.optimizer, self.parameter_names, state, self.mesh.world, full=full, parts=self.parts)
+
+    def sharded_state(self) -> ShardedState:
+        self._require_model()
+        optimizer = self._optimizer and sharded_optimizer(self._optimizer, self.parameter_names, self.parts)
+        return ShardedState(sharded_model(self.model, self.parts), optimizer)
+
+    @contextmanager
+    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
+        self._require_model()
+        model = sharded_model(self.model, self.parts)
+        if optimizer is None:
+            yield ShardedState(model)
+        else:
+            with loading_optimizer(self.optimizer, self.parameter_names, optimizer, self.parts) as target:
+                yield ShardedState(model, target)
+        self.after_loading()
+
+    def after_loading(self) -> None:
+        """Called when parameters and optimizer state have been written in place."""
+
+    def trainable(self) -> Iterator[nn.Parameter]:
+        """The parameters that train, each once, as they are after sharding."""
+        return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def _require_model(self) -> None:
+        if not self._parallelized:
+            raise StrategyError("the manager has no model yet: call manager.parallelize(model) first.")
