@@ -16,28 +16,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-from torch.distributed.tensor.placement_types import Placement
 
-from ..._compat.torch import all_reduce, is_elementwise, is_sharded
+from ..._compat.torch import all_reduce, is_sharded
 from ...base.errors import ModelError, StrategyError
 from ...model.layout import ModelLayout
 from ...step.axis import Axis, Trial
-from ...step.token_loss import target_loss_sum, targets
+from ...step.token_loss import targets
 from ...strategy.ask import model_layout
 from ...strategy.hooks import StyleName
 from ...tensors.norms import each_norm
 from ...tensors.state import DTENSORS, Parts
-from .collectives import Copies, chunk_sizes
+from .collectives import Copies
 from .division import Division
-from .heads import SharedHeads, check_heads
-from .local_parameters import Cut, LocalParameters, Slot
-from .plan import Plan, find_plan, keep_small_layers_whole, text_config
-from .sequence_parts import SequenceParts, find_parts
+from .head_loss import HeadLoss
+from .heads import check_heads
+from .local_parameters import LocalParameters, Slot
+from .placements import cuts_of, placements_of
+from .plan import find_plan, keep_small_layers_whole, text_config
+from .sequence_parts import find_parts
 from .sequence_stream import Stream
-from .sharded_loss import sharded_target_loss_sum
-from .styles import PACKED_PARTS, STYLES, Forward
+from .styles import Forward
 from .torch_styles import use_own_styles
 
 
@@ -92,21 +92,18 @@ class TensorParallel(Axis):
             sequence_parallel = use_own_styles(self._plan, model, layout) or sequence_parallel
         keep_small_layers_whole(self._plan, model, self.size)
         self._heads = check_heads(model, self._plan, self.size, self.rank)
-        placements = _placements(model, layout, self._plan, self._heads, self.size)
+        placements = placements_of(model, layout, self._plan, self._heads, self.size)
         shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
         self.divisions = {name: Division(mesh, placements[name], shape) for name, shape in shapes.items()}
         parts = find_parts(model, layout, self._plan) if sequence_parallel else None
-        self._cuts = _cuts(self._plan, self._heads, parts)
+        self._cuts = cuts_of(self._plan, self._heads, parts)
         self._copies = Copies(self.group)
         self._parameters = LocalParameters(model, mesh, plain=plain)
         self._blocks: dict[nn.Module, list[Slot]] = {}
         self._stream = Stream(model, parts, self._copies, self.group) if parts is not None else None
         head = self._plan.modules.get(layout.head) if layout.head else None
         gathers = head in ("colwise_gather_output", "colwise_rep")
-        self._head = model.get_submodule(layout.head) if layout.head and gathers else None
-        self._keeps_logits = False
-        self._logits: Tensor | None = None
-        self._loss_parallel: bool | None = None if self._head is not None else False
+        self._loss = HeadLoss(model.get_submodule(layout.head) if layout.head and gathers else None, mesh)
 
     # -- set up
 
@@ -211,30 +208,15 @@ class TensorParallel(Axis):
                 self.active = True
 
     def is_open(self, *, training: bool) -> bool:
-        return training and self._loss_parallel is None
+        return training and self._loss.is_open
 
     def try_out(self, trial: Trial) -> None:
         """See `choose_loss`."""
         self.choose_loss(lambda: trial.outputs(trial.few()).logits)
 
     def choose_loss(self, compute_logits: Callable[[], Tensor]) -> None:
-        """Find out whether the loss can take sharded logits.
-
-        It can where the head is sharded along the vocabulary and what the model makes of its answer treats every entry
-        alike, which the autograd graph of a small forward tells.
-
-        Args:
-            compute_logits: the model's answer to a few tokens, with gradients. Nothing remains of it.
-        """
-        devices = [] if self.mesh.device_type == "cpu" else [torch.accelerator.current_device_index()]
-        with (
-            torch.random.fork_rng(devices=devices),
-            torch.compiler.set_stance("force_eager"),
-            torch.enable_grad(),
-        ):
-            logits = compute_logits()
-        self._loss_parallel = self._logits is not None and is_elementwise(logits, self._logits)
-        self._logits = None
+        """See `HeadLoss.choose`."""
+        self._loss.choose(compute_logits)
 
     def token_loss_sum(self, compute_logits: Callable[[], Tensor], labels_BS: Tensor) -> Tensor:
         """`loss_sum` with labels as the model's input has them."""
@@ -246,18 +228,7 @@ class TensorParallel(Axis):
         Raises:
             ModelError: the model answers with a part of the positions.
         """
-        if self._loss_parallel and self._head is not None:
-            self._keeps_logits = True
-            try:
-                logits_BSL = compute_logits()
-            finally:
-                self._keeps_logits = False
-            self._check_length(logits_BSL, targets_BS)
-            sizes = chunk_sizes(int(self._head.out_features), self.size)
-            return sharded_target_loss_sum(logits_BSL, targets_BS, sum(sizes[: self.rank]), self.group)
-        logits_BSV = compute_logits()
-        self._check_length(logits_BSV, targets_BS)
-        return target_loss_sum(logits_BSV, targets_BS)
+        return self._loss.sum(compute_logits, targets_BS, self._check_length)
 
     def add_gradients(self, parameters: Iterable[nn.Parameter] = ()) -> None:
         """Sum the gradients of which each rank has a part, where a strategy has not reduced DTensors itself."""
@@ -319,12 +290,11 @@ class TensorParallel(Axis):
 
     def keeps_sharded(self, module: nn.Module) -> bool:
         """Whether a layer that gathers its output should not, since it is the head and the loss takes shards."""
-        return self._keeps_logits and module is self._head
+        return self._loss.keeps_sharded(module)
 
     def note_logits(self, module: nn.Module, logits: Tensor) -> None:
         """Tell what a layer has answered, in case it is the head."""
-        if module is self._head and self._loss_parallel is None:
-            self._logits = logits
+        self._loss.note(module, logits)
 
     def _check_length(self, logits: Tensor, targets_BS: Tensor) -> None:
         if self._stream is not None and logits.shape[1] * self.size == targets_BS.shape[1]:
@@ -364,61 +334,3 @@ def _run_with_groups(
         return forward(*args, **kwargs)
     finally:
         attention.num_key_value_groups = whole
-
-
-def _placements(
-    model: nn.Module, layout: ModelLayout, plan: Plan, heads: list[SharedHeads], size: int
-) -> dict[str, Placement]:
-    """The placement of each parameter by each of its names; tied ones agree.
-
-    Raises:
-        ModelError: they do not, or packed parts are not divided by the ranks.
-    """
-    replicated = {name for shared in heads for name in shared.rows}
-    placements: dict[str, Placement] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner, _, own = name.rpartition(".")
-        style = plan.parameters.get(name)
-        placements[name] = Replicate()
-        if style is not None and name not in replicated:
-            placements[name] = STYLES[style].place(model.get_submodule(owner), own, parameter)
-        _check_packed(name, parameter, placements[name], size)
-        _check_not_empty(name, parameter, placements[name], size)
-    for names in layout.tied:
-        different = {str(placements[name]): name for name in names if name in placements}
-        if len(different) > 1:
-            told = ", ".join(f"{name} {placement}" for placement, name in different.items())
-            raise ModelError(
-                f"{' and '.join(names)} are one parameter, but the plan ({plan.source}) shards them in different ways: "
-                f"{told}. Give them styles that agree, such as embedding_rowwise for the embedding and "
-                f"colwise_gather_output for the head, or replicate for both."
-            )
-    return placements
-
-
-def _check_not_empty(name: str, parameter: Tensor, placement: Placement, size: int) -> None:
-    if placement.is_shard() and chunk_sizes(parameter.shape[placement.dim], size)[-1] == 0:
-        raise ModelError(
-            f"{name} of shape {tuple(parameter.shape)} is too small along dim {placement.dim} for tp_size={size}: a "
-            f"rank would have nothing of it. Choose a smaller tp_size, or replicate it in a tp_plan."
-        )
-
-
-def _check_packed(name: str, parameter: Tensor, placement: Placement, size: int) -> None:
-    if placement.is_shard() or not is_sharded(placement):
-        return
-    features = parameter.shape[placement.dim]
-    if features % (PACKED_PARTS * size):
-        raise ModelError(
-            f"{name} holds {PACKED_PARTS} packed parts of {features // PACKED_PARTS} features each, which "
-            f"tp_size={size} does not divide. Choose a tp_size that does, or replicate it in a tp_plan."
-        )
-
-
-def _cuts(plan: Plan, heads: list[SharedHeads], parts: SequenceParts | None) -> dict[str, Cut]:
-    """What modules see of their parameters, where it is not simply this rank's part."""
-    partial = {name for name, style in plan.parameters.items() if STYLES[style].partial}
-    if parts is not None:
-        partial |= parts.on_shard
-    rows = {name: index for shared in heads for name, index in shared.rows.items()}
-    return {name: Cut(name in partial or name in rows, rows.get(name)) for name in partial | rows.keys()}
