@@ -21,8 +21,9 @@ from meshwright.strategy.registry import get_registry
 from meshwright.strategy.spec import StrategyConfig
 from meshwright.tensors.norms import Groups
 from meshwright.tensors.state import Parts
+from meshwright.testing.case import Case, Outcome
 from meshwright.testing.models import TINY
-from meshwright.testing.parity import Case, Outcome, difference, train_case
+from meshwright.testing.parity import difference, train_case
 from meshwright.testing.pool import pool
 
 

@@ -7,8 +7,9 @@ import torch
 
 from meshwright import BatchError
 from meshwright.testing import Case, Outcome, pool
+from meshwright.testing.case import share
 from meshwright.testing.cells import register
-from meshwright.testing.parity import build_manager, difference, share, train_case
+from meshwright.testing.parity import build_manager, difference, train_case
 
 
 def _trained(case: Case, ranks: int) -> Outcome:

@@ -9,7 +9,8 @@ import torch
 
 from meshwright import BatchError, MeshwrightError, StrategyError, count_tokens
 from meshwright.testing import Case, pool
-from meshwright.testing.parity import build_manager, share
+from meshwright.testing.case import share
+from meshwright.testing.parity import build_manager
 
 
 def _step_with(strategy: str, change: Any, rank: int, tokens: Any = None) -> tuple[str, float]:
@@ -122,7 +123,7 @@ def _count(shares: tuple[int, ...] | None, sizes: dict[str, int]) -> int:
 
 
 def test_tokens_are_those_after_the_shift_and_count_once_for_ranks_that_share_a_batch() -> None:
-    from meshwright.testing.parity import global_batch
+    from meshwright.testing.case import global_batch
 
     labels = global_batch(Case(), 0)["labels"]
     expected = int((labels[:, 1:] != -100).sum())

@@ -16,8 +16,9 @@ import meshwright_megatron_fsdp
 from meshwright import Degrees, Mesh, MeshError, ModelError, open_world, optimizer_factory
 from meshwright.base.errors import MeshwrightError
 from meshwright.testing import Case, pool
+from meshwright.testing.case import TOLERANCE, Outcome
 from meshwright.testing.models import case_model, tiny_model
-from meshwright.testing.parity import TOLERANCE, Outcome, difference, full_weights, reference, train_steps
+from meshwright.testing.parity import difference, full_weights, reference, train_steps
 from meshwright_ddp import DDPConfig, DDPManager, DistributedDataParallelConfig
 from meshwright_ddp.bucketed import BucketedDataParallel
 from meshwright_fsdp2 import FSDP2Config, FSDP2Manager

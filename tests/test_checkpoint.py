@@ -11,15 +11,8 @@ import pytest
 
 from meshwright import load_checkpoint, save_checkpoint
 from meshwright.testing import Case, pool
-from meshwright.testing.parity import (
-    TOLERANCE,
-    Outcome,
-    build_manager,
-    difference,
-    full_weights,
-    reference,
-    train_steps,
-)
+from meshwright.testing.case import TOLERANCE, Outcome
+from meshwright.testing.parity import build_manager, difference, full_weights, reference, train_steps
 
 STEPS, SAVED_AT = 5, 2
 # Tied, accumulating, clipped, with weight decay: everything that a wrong step counter or group would change.

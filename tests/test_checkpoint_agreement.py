@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from meshwright import Checkpointer, load_checkpoint, save_checkpoint
 from meshwright.checkpoint.agreement import Agreement, held_by, shares_of
-from meshwright.checkpoint.directory import step_directory
 from meshwright.checkpoint.index import INDEX
+from meshwright.checkpoint.manifest import step_directory
 from meshwright.checkpoint.optimizer import settings_of
 from meshwright.checkpoint.saving import Saving
 from meshwright.strategy.contract import StrategyManager

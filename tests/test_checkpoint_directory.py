@@ -11,19 +11,8 @@ from typing import Any
 import pytest
 
 from meshwright.base.errors import CheckpointError, TornCheckpointError
-from meshwright.checkpoint.directory import (
-    MANIFEST,
-    Manifest,
-    begin,
-    commit,
-    digests,
-    read_manifest,
-    remove_leftovers,
-    retain,
-    set_aside,
-    step_directory,
-    steps_in,
-)
+from meshwright.checkpoint.directory import begin, commit, remove_leftovers, retain, set_aside
+from meshwright.checkpoint.manifest import MANIFEST, Manifest, digests, read_manifest, step_directory, steps_in
 
 
 def _write(final: Path, content: str, commit: Callable[[Path, Path, Manifest], None] = commit) -> None:

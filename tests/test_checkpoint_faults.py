@@ -29,8 +29,8 @@ from meshwright import (
     save_checkpoint,
 )
 from meshwright.checkpoint import newest_checkpoint, read_manifest
-from meshwright.checkpoint.directory import MANIFEST, step_directory, steps_in
 from meshwright.checkpoint.index import INDEX
+from meshwright.checkpoint.manifest import MANIFEST, step_directory, steps_in
 from meshwright.checkpoint.payload import write_tensors
 from meshwright.cli import main as cli
 from meshwright.strategy.contract import StrategyManager

@@ -28,8 +28,8 @@ from meshwright import (
     save_checkpoint,
 )
 from meshwright.checkpoint import export_checkpoint, read_manifest
-from meshwright.checkpoint.directory import MANIFEST
 from meshwright.checkpoint.index import INDEX
+from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.read_index import read_index
 from meshwright.checkpoint.values import flat
 from meshwright.cli import main as cli

@@ -16,8 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from meshwright import Mesh, MeshSizes, count_tokens, open_world
 from meshwright.testing import Case, pool
+from meshwright.testing.case import share
 from meshwright.testing.collectives import Collective, Traffic, measure_collectives
-from meshwright.testing.parity import build_manager, share, train_steps
+from meshwright.testing.parity import build_manager, train_steps
 
 
 def _plain(traffic: Traffic) -> list[tuple[str, int, torch.dtype, int]]:

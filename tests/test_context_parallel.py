@@ -26,9 +26,10 @@ from meshwright.step.token_loss import split_targets, target_loss_sum, token_los
 from meshwright.strategy.ask import model_layout
 from meshwright.strategy.contract import IGNORED_LABEL
 from meshwright.testing import Case, assert_parity, pool
+from meshwright.testing.case import TOLERANCE, share
 from meshwright.testing.collectives import Traffic, measure_collectives
 from meshwright.testing.models import case_vocab, tiny_model
-from meshwright.testing.parity import TOLERANCE, build_manager, full_weights, share, train_steps, training_step
+from meshwright.testing.parity import build_manager, full_weights, train_steps, training_step
 
 CP2, CP4, DP2_CP2, TP2_CP2 = {"cp_size": 2}, {"cp_size": 4}, {"dp_size": 2, "cp_size": 2}, {"tp_size": 2, "cp_size": 2}
 ULYSSES, SP = {"cp_attention": "ulysses"}, {"sequence_parallel": True}

@@ -15,8 +15,9 @@ from meshwright import Mesh, MeshSizes, open_world, optimizer_factory, resolve
 from meshwright.strategy.contract import Batch, StrategyManager
 from meshwright.tensors.norms import scale_to_norm, total_grad_norm
 from meshwright.testing import Case, pool
+from meshwright.testing.case import share
 from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import build_manager, share
+from meshwright.testing.parity import build_manager
 from meshwright.train.loop import Loop, fit
 from meshwright.train.optim import build_scheduler
 from meshwright.train.run_file import ScheduleConfig

@@ -27,17 +27,10 @@ from meshwright import (
 from meshwright.parallel.expert import check_expert_parallel, find_experts
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, assert_parity, pool
+from meshwright.testing.case import Outcome, share
 from meshwright.testing.models import case_model, tiny_model
 from meshwright.testing.observe import Observer
-from meshwright.testing.parity import (
-    Outcome,
-    build_manager,
-    difference,
-    full_weights,
-    share,
-    train_steps,
-    training_step,
-)
+from meshwright.testing.parity import build_manager, difference, full_weights, train_steps, training_step
 from meshwright.testing.zoo import zoo_config
 
 EP2, EP4 = {"ep_size": 2}, {"ep_size": 4}

@@ -15,8 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import meshwright as mw
 from meshwright.model.pretrained import open_pretrained
 from meshwright.testing import Case, pool
+from meshwright.testing.case import TOLERANCE, Outcome
 from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import TOLERANCE, Outcome, difference, full_weights, reference, train_steps
+from meshwright.testing.parity import difference, full_weights, reference, train_steps
 from meshwright.testing.zoo import zoo_config, zoo_model, zoo_reason, zoo_types
 from meshwright.testing.zoo.wide import compute_in_float64
 

@@ -22,8 +22,9 @@ from meshwright.mesh.sizes import MeshSizes
 from meshwright.mesh.world import open_world
 from meshwright.strategy.stack import resolve
 from meshwright.tensors.state import DTENSORS
+from meshwright.testing.case import TOLERANCE, Case, Outcome
 from meshwright.testing.models import case_model
-from meshwright.testing.parity import TOLERANCE, Case, Outcome, difference, full_weights, train_steps
+from meshwright.testing.parity import difference, full_weights, train_steps
 from meshwright.testing.pool import pool
 
 CASE = Case(sequences=4, steps=3)

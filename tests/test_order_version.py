@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from test_cli import command, write_run
 
-from meshwright.checkpoint.directory import MANIFEST, _digest, _text
+from meshwright.checkpoint.manifest import MANIFEST, _digest, _text
 
 
 def _losses(directory: Path) -> list[float]:

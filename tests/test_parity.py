@@ -11,14 +11,12 @@ import torch
 import torch.distributed as dist
 
 from meshwright.testing import Case, assert_parity, compare, pool
+from meshwright.testing.case import Outcome, global_batch, share
 from meshwright.testing.parity import (
-    Outcome,
     build_manager,
     difference,
     full_weights,
-    global_batch,
     reference,
-    share,
     train_case,
     train_part,
     train_steps,

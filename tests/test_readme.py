@@ -13,8 +13,9 @@ import pytest
 
 from meshwright import get_registry
 from meshwright.testing import Case, pool
+from meshwright.testing.case import Outcome
 from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import Outcome, difference, reference, train_case
+from meshwright.testing.parity import difference, reference, train_case
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -16,7 +16,8 @@ from meshwright.base.errors import StrategyError, UnknownStrategyError
 from meshwright.cli import main as cli
 from meshwright.cli.main import add_commands
 from meshwright.strategy.hooks import hookimpl
-from meshwright.strategy.registry import ENTRY_POINT_GROUP, INSTALLABLE, Registry, install_line
+from meshwright.strategy.plugins import ENTRY_POINT_GROUP
+from meshwright.strategy.registry import INSTALLABLE, Registry, install_line
 from meshwright.strategy.spec import StrategySpec
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "stdlib.yaml"

@@ -13,8 +13,9 @@ from torch import nn
 from meshwright import Mesh, MeshSizes, ModelError, count_tokens, open_world, optimizer_factory, resolve
 from meshwright.strategy.contract import IGNORED_LABEL, Batch
 from meshwright.testing import Case, pool
+from meshwright.testing.case import Outcome, share
 from meshwright.testing.models import case_model
-from meshwright.testing.parity import Outcome, difference, full_weights, share
+from meshwright.testing.parity import difference, full_weights
 
 CASE = Case(model_type="mixtral", tied=None, steps=2, sequences=16)
 COEFFICIENT = 0.3

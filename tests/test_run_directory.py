@@ -20,17 +20,17 @@ from test_cli import LAUNCHER_VARIABLES, write_run
 from transformers import AutoModelForCausalLM
 
 from meshwright.base.errors import ConfigError, MeshwrightError
-from meshwright.checkpoint.directory import MANIFEST, step_directory, steps_in
+from meshwright.checkpoint.manifest import MANIFEST, step_directory, steps_in
 from meshwright.data import DataOrder
 from meshwright.strategy.contract import StepResult
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import pool
+from meshwright.train.fate import check_restarts
 from meshwright.train.optim import build_scheduler, decay_groups, set_schedule
 from meshwright.train.output import locked
 from meshwright.train.plan import data_and_model_config
 from meshwright.train.report import as_record, read_metrics
-from meshwright.train.resume import check_restarts
 from meshwright.train.run import run_rank
 from meshwright.train.run_file import RunConfig, ScheduleConfig, load_run
 

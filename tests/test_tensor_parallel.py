@@ -20,9 +20,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from meshwright import StrategyError, count_tokens
 from meshwright.parallel.tensor import parallelize_tensors
 from meshwright.testing import Case, Cell, pool
+from meshwright.testing.case import global_batch, share
 from meshwright.testing.collectives import measure_collectives
 from meshwright.testing.models import case_model, tiny_model
-from meshwright.testing.parity import build_manager, full_weights, global_batch, share, train_steps
+from meshwright.testing.parity import build_manager, full_weights, train_steps
 from meshwright.train.run_file import OptimizerConfig
 
 TP2 = {"tp_size": 2}

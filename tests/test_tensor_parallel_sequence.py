@@ -21,8 +21,9 @@ from meshwright.step.batch import check_step
 from meshwright.strategy.ask import model_layout
 from meshwright.strategy.registry import Registry
 from meshwright.testing import Case, pool
+from meshwright.testing.case import share
 from meshwright.testing.models import case_model, tiny_model
-from meshwright.testing.parity import build_manager, full_weights, share, train_steps
+from meshwright.testing.parity import build_manager, full_weights, train_steps
 
 BLOCK = "model.layers.*"
 ATTENTION = {f"{BLOCK}.self_attn.{name}_proj": "colwise" for name in "qkv"} | {f"{BLOCK}.self_attn.o_proj": "rowwise"}

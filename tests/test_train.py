@@ -13,7 +13,8 @@ import torch
 from meshwright import Loop, Registry, StepResult, TrainingError, fit, hookimpl
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
-from meshwright.testing.parity import build_manager, full_weights, share
+from meshwright.testing.case import share
+from meshwright.testing.parity import build_manager, full_weights
 from meshwright.train.optim import build_scheduler
 from meshwright.train.run_file import ScheduleConfig
 

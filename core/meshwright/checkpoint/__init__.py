@@ -7,9 +7,9 @@ by the names of the unwrapped Hugging Face model, as rectangles of the whole, so
 from __future__ import annotations
 
 from .checkpointer import Checkpointer, OnError, save_checkpoint
-from .directory import Manifest, read_manifest, steps_in
 from .export import export_checkpoint
 from .loading import first_whole, load_checkpoint, newest_checkpoint
+from .manifest import Manifest, read_manifest, steps_in
 
 __all__ = [
     "Checkpointer",

@@ -20,11 +20,8 @@ from ..base.errors import CheckpointError, CheckpointWriteError
 from ..mesh.world import new_group
 from ..strategy.contract import StrategyManager
 from .agreement import Agreement
-from .directory import (
-    remove_leftovers,
-    retain,
-    step_directory,
-)
+from .directory import remove_leftovers, retain
+from .manifest import step_directory
 from .saving import Saving, own_group, told
 
 OnError = Literal["stop", "continue"]

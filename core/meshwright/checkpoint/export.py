@@ -25,8 +25,9 @@ from ..base.errors import CheckpointError, ConfigError, reason
 from ..mesh.world import World
 from ..model.build import check_brings_no_code
 from ..tensors.pieces import Sharded, tensor_pieces
-from .directory import HUGGING_FACE, Manifest, read_manifest, verify
+from .directory import HUGGING_FACE
 from .loading import checked
+from .manifest import Manifest, read_manifest, verify
 from .payload import read_tensors
 from .read_index import read_index
 from .values import MODEL

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError
-from .directory import Manifest, broken, read_verified
 from .index import Index, StoredPiece, StoredTensor, check_tensors, dtype_named
+from .manifest import Manifest, broken, read_verified
 
 METADATA = ".metadata"
 _RECORDS = {

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..tensors.state import TensorKind
-from .directory import broken
+from .manifest import broken
 from .ownership import Rectangle
 
 INDEX = "index.json"

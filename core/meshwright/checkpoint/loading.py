@@ -15,12 +15,7 @@ from ..mesh.world import World
 from ..strategy.contract import StrategyManager
 from ..tensors.pieces import Sharded
 from ..tensors.state import TensorKind
-from .directory import (
-    Manifest,
-    read_manifest,
-    steps_in,
-    verify,
-)
+from .manifest import Manifest, read_manifest, steps_in, verify
 from .optimizer import read_optimizer
 from .payload import read_tensors
 from .read_index import read_index

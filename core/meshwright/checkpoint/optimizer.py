@@ -14,7 +14,7 @@ from typing import Any
 from ..base.errors import CheckpointError
 from ..tensors.state import OptimizerState, TensorKind
 from .agreement import Share
-from .directory import MANIFEST, Manifest, broken, read_verified
+from .manifest import MANIFEST, Manifest, broken, read_verified
 from .values import OPTIMIZER, decoded, plain
 
 _PREFIX = "optimizer-"

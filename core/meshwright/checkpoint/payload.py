@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError
 from ..tensors.pieces import Piece, Sharded
-from .directory import StoredFile
 from .index import Index, StoredPiece
+from .manifest import StoredFile
 
 
 def write_tensors(path: Path, tensors: Iterable[Tensor]) -> StoredFile:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .directory import Manifest, StoredFile, broken, read_verified
 from .format1 import read_metadata
 from .index import INDEX, Index, StoredTensor, check_tensors, dtype_named
+from .manifest import Manifest, StoredFile, broken, read_verified
 
 
 def read_index(directory: Path, manifest: Manifest) -> Index:

@@ -22,16 +22,9 @@ from ..strategy.contract import StrategyManager
 from ..tensors.pieces import Sharded
 from ..tensors.state import ShardedState
 from .agreement import Agreement
-from .directory import (
-    HUGGING_FACE,
-    Manifest,
-    StoredFile,
-    begin,
-    commit,
-    digests,
-    discard,
-)
+from .directory import HUGGING_FACE, begin, commit, discard
 from .index import INDEX, payload_name
+from .manifest import Manifest, StoredFile, digests
 from .optimizer import settings_name, settings_of
 from .ownership import Rectangle
 from .payload import write_tensors

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.errors import CheckpointError
-from .directory import MANIFEST, Manifest, read_manifest, steps_in, verify
 from .format1 import METADATA
 from .index import INDEX, Index, StoredTensor, dtype_name
+from .manifest import MANIFEST, Manifest, read_manifest, steps_in, verify
 from .read_index import read_index
 from .values import MODEL, OPTIMIZER
 

@@ -12,22 +12,26 @@ Listing imports no torch: plugins import it when they build. Source: pluggy, imp
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-import pluggy
-from pydantic import BaseModel
-
 from ..base.errors import StrategyError, UnknownStrategyError, nearest
-from ..mesh.sizes import CLAIMABLE_AXES
-from . import hooks as hookspecs
+from .plugins import (
+    ENTRY_POINT_GROUP,
+    call_own,
+    defect_of,
+    implements,
+    listed,
+    new_plugin_manager,
+    normalized,
+    plugin_name,
+    spec_defects,
+)
 from .spec import StrategySpec
 
-ENTRY_POINT_GROUP = "meshwright"
 BUILTINS = {"core": EntryPoint("single", "meshwright.single.plugin", ENTRY_POINT_GROUP)}
 """The plugins that are part of core, by their names in errors."""
 
@@ -55,11 +59,6 @@ def install_line(name: str) -> str:
     return f"pip install -e '.[{extra}]' -e plugins/{name}"
 
 
-def normalized(name: str) -> str:
-    """Names are compared in lower case, with '-' as '_'."""
-    return name.strip().lower().replace("-", "_")
-
-
 class Registry:
     """Plugins and the strategies they bring.
 
@@ -74,7 +73,7 @@ class Registry:
         self._failures: list[Failure] = []
         self._specs: dict[str, StrategySpec] = {}
         self._owners: dict[str, str] = {}
-        self._manager = _new_plugin_manager()
+        self._manager = new_plugin_manager()
         self._builtins = builtins
         for name, builtin in builtins.items():
             self.register(builtin.load(), name=name)
@@ -92,7 +91,7 @@ class Registry:
             name: how it is called in errors.
             strategy: what it is expected to bring, so that looking that up tells why it cannot be used.
         """
-        reason = _defect(plugin, name) or self._clash(plugin, name)
+        reason = defect_of(plugin, name) or self._clash(plugin, name)
         if reason is not None:
             self._failures.append(Failure(name, reason, strategy))
             return
@@ -107,7 +106,7 @@ class Registry:
             StrategyError: an observer has a defect (it is ours or the caller's own, so it is not set aside).
         """
         for observer in observers:
-            reason = _defect(observer, type(observer).__name__)
+            reason = defect_of(observer, type(observer).__name__)
             if self._manager.is_registered(observer):
                 reason = "it is registered already"
             if reason is not None:
@@ -126,9 +125,9 @@ class Registry:
     def implementations(self, hook: str) -> list[tuple[str, Callable[..., list[Any]]]]:
         """The plugins that implement a hook: the name of each, and a function that calls it there alone."""
         return [
-            (name, functools.partial(_call_own, plugin, self._manager, hook))
+            (name, functools.partial(call_own, plugin, self._manager, hook))
             for name, plugin in self._manager.list_name_plugin()
-            if plugin is not None and _implements(plugin, hook, self._manager)
+            if plugin is not None and implements(plugin, hook, self._manager)
         ]
 
     def set_aside(self, failure: Failure) -> None:
@@ -136,7 +135,7 @@ class Registry:
         self._failures.append(failure)
 
     def _load(self, entry_point: EntryPoint) -> None:
-        name, strategy = _plugin_name(entry_point), normalized(entry_point.name)
+        name, strategy = plugin_name(entry_point), normalized(entry_point.name)
         try:
             plugin = entry_point.load()
         except (Exception, SystemExit) as error:
@@ -155,16 +154,16 @@ class Registry:
     # -- strategies
 
     def _add_strategies(self, plugin: Any, owner: str, expected: str | None) -> None:
-        if not _implements(plugin, "register_strategies", self._manager):
+        if not implements(plugin, "register_strategies", self._manager):
             return
         try:
-            specs = _listed(_call_own(plugin, self._manager, "register_strategies"))
+            specs = listed(call_own(plugin, self._manager, "register_strategies"))
         except (Exception, SystemExit) as error:
             reason = f"register_strategies failed: {type(error).__name__}: {error}"
             self._failures.append(Failure(owner, reason, expected))
             return
         for spec in specs:
-            defects = _spec_defects(spec)
+            defects = spec_defects(spec)
             if defects:
                 named = isinstance(spec, StrategySpec) and isinstance(spec.name, str)
                 label = normalized(spec.name) if named else expected
@@ -279,84 +278,3 @@ def get_strategy(name: str) -> StrategySpec:
 def list_strategies() -> dict[str, StrategySpec]:
     """`Registry.strategies` of the installed plugins."""
     return get_registry().strategies
-
-
-def _new_plugin_manager() -> pluggy.PluginManager:
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
-    manager.add_hookspecs(hookspecs)
-    return manager
-
-
-def _plugin_name(entry_point: EntryPoint) -> str:
-    distribution = entry_point.dist.name if entry_point.dist is not None else entry_point.value
-    return f"{entry_point.name} ({distribution})"
-
-
-def _defect(plugin: Any, name: str) -> str | None:
-    """Try a plugin in a plugin manager of its own; see [Note: isolation]."""
-    trial = _new_plugin_manager()
-    try:
-        trial.register(plugin, name=name)
-        trial.check_pending()
-    except (Exception, SystemExit) as error:
-        known = [hook for hook in vars(hookspecs) if hasattr(getattr(hookspecs, hook), "meshwright_spec")]
-        return f"{type(error).__name__}: {error}. Hooks: {', '.join(sorted(known))}"
-    if not trial.get_hookcallers(plugin):
-        return "it implements no hook of meshwright; mark its functions with meshwright.hookimpl"
-    return None
-
-
-def _implements(plugin: Any, hook: str, manager: pluggy.PluginManager) -> bool:
-    return any(caller.name == hook for caller in manager.get_hookcallers(plugin) or ())
-
-
-def _listed(results: list[Any]) -> list[Any]:
-    """The specs in what one plugin's `register_strategies` returned."""
-    if not results:
-        raise TypeError("it returned None, not a list of meshwright.StrategySpec")
-    (result,) = results
-    if isinstance(result, str) or not isinstance(result, Iterable):
-        raise TypeError(f"it returned {result!r}, not a list of meshwright.StrategySpec")
-    return list(result)
-
-
-def _call_own(plugin: Any, manager: pluggy.PluginManager, hook: str, **arguments: Any) -> list[Any]:
-    """Call one plugin's implementation of a hook, if it has one; its results that are not None."""
-    others = [other for other in manager.get_plugins() if other is not plugin]
-    return list(manager.subset_hook_caller(hook, remove_plugins=others)(**arguments))
-
-
-def _spec_defects(spec: Any) -> list[str]:
-    """What is missing or wrong in a spec, each as a sentence."""
-    if not isinstance(spec, StrategySpec):
-        return [f"{spec!r} is a {type(spec).__name__}, not a meshwright.StrategySpec"]
-    rules: list[tuple[Callable[[], bool], str]] = [
-        (
-            lambda: isinstance(spec.name, str) and spec.name.isidentifier() and spec.name == normalized(spec.name),
-            f"name {spec.name!r} is not a lower-case identifier",
-        ),
-        (lambda: isinstance(spec.summary, str) and bool(spec.summary.strip()), "summary is missing"),
-        (
-            lambda: isinstance(spec.axes, (set, frozenset)) and spec.axes <= set(CLAIMABLE_AXES),
-            f"axes {spec.axes!r} are not a set out of {', '.join(CLAIMABLE_AXES)}",
-        ),
-        (
-            lambda: inspect.isclass(spec.config_cls) and issubclass(spec.config_cls, BaseModel),
-            f"config_cls {spec.config_cls!r} is not a pydantic model class",
-        ),
-        (lambda: callable(spec.build), f"build {spec.build!r} is not callable"),
-        (
-            lambda: not isinstance(spec.aliases, str) and all(alias.strip() for alias in spec.aliases),
-            f"aliases {spec.aliases!r} are not a tuple of strings",
-        ),
-        (lambda: spec.estimate is None or callable(spec.estimate), f"estimate {spec.estimate!r} is not callable"),
-    ]
-    return [text for holds, text in rules if not _safely(holds)]
-
-
-def _safely(rule: Callable[[], bool]) -> bool:
-    try:
-        return rule()
-    except (TypeError, AttributeError):
-        # A part of a wholly wrong type (aliases=None) fails the rule; it must not fail the registry.
-        return False

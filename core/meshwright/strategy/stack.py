@@ -16,7 +16,8 @@ from ..base.errors import ConfigError, MeshError, nearest
 from ..base.validation import validated
 from ..mesh.sizes import Degrees, MeshSizes
 from .contract import StrategyManager
-from .registry import INSTALLABLE, Registry, get_registry, install_line, normalized
+from .plugins import normalized
+from .registry import INSTALLABLE, Registry, get_registry, install_line
 from .spec import Estimate, ModelSize, StrategySpec
 
 if TYPE_CHECKING:

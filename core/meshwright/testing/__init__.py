@@ -1,9 +1,10 @@
 """What strategy authors test with: worker ranks, tiny models and parity with `single`."""
 
+from .case import Case, Difference, Outcome
 from .cells import Cell, Result
 from .collectives import count_collectives
 from .conformance import conformance
-from .parity import Case, Difference, Outcome, assert_parity, compare
+from .parity import assert_parity, compare
 from .pool import WorkerPool, pool
 
 __all__ = [

@@ -19,17 +19,8 @@ from torch import Tensor
 from ..base.errors import MeshwrightError, RankError, TrainingError
 from ..step.batch import count_tokens
 from ..strategy.registry import get_registry, get_strategy
-from .parity import (
-    Case,
-    Outcome,
-    build_manager,
-    difference,
-    reference,
-    share,
-    train_case,
-    train_from_checkpoint,
-    train_part,
-)
+from .case import Case, Outcome, share
+from .parity import build_manager, difference, reference, train_case, train_from_checkpoint, train_part
 from .pool import pool
 from .resumed import train_resumed, uninterrupted, wrong_rates
 

@@ -25,9 +25,9 @@ from ..strategy.registry import get_strategy
 from ..strategy.spec import ROUNDS_ANEW, StrategySpec
 from ..strategy.stack import resolve
 from ..train.run_file import OptimizerConfig, ScheduleConfig
+from .case import Case
 from .cells import Cell, Kind, register
 from .models import case_reason
-from .parity import Case
 
 EXPERTS = "mixtral"
 """The model of layouts with `ep`: four experts, two for each token."""
@@ -78,23 +78,9 @@ def conformance(
     if models is not None:
         # Of the layouts that divide the data alone, where there are some, the one with the most axes.
         data = [each for each in layouts if set(each[2]) <= {"dp_size", "dp_replicate_size"} and each[1] > 1]
-        layout, count, sizes, _ = (data or layouts)[-1]
-        return [
-            Cell(
-                spec.name,
-                layout,
-                count,
-                sizes,
-                model,
-                Case(model_type=model, tied=None),
-                fixed,
-                "architecture",
-                device,
-                plugin,
-                case_reason(model),
-            )
-            for model in models
-        ]
+        place = (spec.name, *(data or layouts)[-1][:3])
+        made = [(model, Case(model_type=model, tied=None), case_reason(model)) for model in models]
+        return [Cell(*place, name, case, fixed, "architecture", device, plugin, reason) for name, case, reason in made]
     return [
         Cell(spec.name, layout, count, sizes, name, case, {**fixed, **extra}, kind, device, plugin, reason)
         for layout, count, sizes, main in layouts

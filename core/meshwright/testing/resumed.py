@@ -16,7 +16,8 @@ from ..train.loop import Loop, train_step
 from ..train.optim import build_scheduler
 from ..train.rates import groups_stepped
 from ..train.run_file import ScheduleConfig
-from .parity import Case, Outcome, build_with_optimizer, full_weights, share
+from .case import Case, Outcome, share
+from .parity import build_with_optimizer, full_weights
 from .pool import pool
 
 Settings = frozenset[tuple[str, Any]]

@@ -25,9 +25,10 @@ from ..model.build import dtype_of, model_config
 from ..strategy.ask import model_layout, model_size
 from ..strategy.registry import get_registry
 from ..strategy.stack import Stack, resolve
+from .fate import check_output, check_restarts
 from .model_trial import check_memory, memory_of_node, try_model
 from .optim import try_optimization
-from .resume import check_output, check_restarts, check_source
+from .resume import check_source
 from .run_file import RunConfig
 
 

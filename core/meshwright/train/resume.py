@@ -11,34 +11,22 @@ remembers the one that `resume` named when its course began, so that the same co
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import CheckpointError, ConfigError, TornCheckpointError
+from ..base.errors import CheckpointError, TornCheckpointError
 from ..checkpoint import Manifest, first_whole, newest_checkpoint, read_manifest, steps_in
 from ..checkpoint.directory import remove_leftovers
 from ..checkpoint.loading import checked
 from ..mesh.world import World
-from .files import CHECKPOINTS, METRICS, MODEL, RUN, SUMMARY
-from .run_file import RunConfig, load_run
+from .fate import AUTO, NEVER, Fate, began_from, given_directory, named_before
+from .files import CHECKPOINTS, METRICS
+from .run_file import RunConfig
 
-NEVER, AUTO = "never", "auto"
 _FIRST_ORDER = 1
 """The version of the order of the data, of runs whose checkpoints tell none."""
-
-
-class Fate(Enum):
-    """What becomes of an output directory."""
-
-    BEGIN = "nothing is there that matters"
-    REPLACE = "what is there is removed"
-    GO_ON = "the run goes on, if there is a checkpoint"
-    DONE = "the run has finished; nothing is touched"
 
 
 @dataclass(frozen=True)
@@ -77,163 +65,6 @@ class Source:
         return int(self.manifest.extra.get("position", self.step * batch_size))
 
 
-def check_restarts(config: RunConfig) -> None:
-    """Refuse, at the first attempt, restarts by torchrun that could not go on.
-
-    Raises:
-        ConfigError: the run saves no checkpoints, or would start anew each time.
-    """
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if not restarts.isdecimal() or restarts == "0":
-        return
-    if config.checkpoint.every is None:
-        wrong, remedy = "the run saves no checkpoints to go on from", "Set checkpoint.every"
-    elif config.resumption.source == NEVER:
-        wrong, remedy = "resume=never would start anew, and remove what has been done", "Set resume=auto"
-    else:
-        return
-    raise ConfigError(
-        f"torchrun is to restart failed ranks up to {restarts} times (--max-restarts), but {wrong}. {remedy}, or "
-        f"--max-restarts=0."
-    )
-
-
-def check_output(config: RunConfig) -> Fate:
-    """Decide what becomes of the output directory; nothing is changed.
-
-    Raises:
-        ConfigError: it cannot be written, or holds what may not be replaced.
-        CheckpointError: a directory of checkpoints cannot be read, or `resume` names none.
-    """
-    directory = Path(config.output_dir)
-    if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"output_dir={config.output_dir!r} is a file. Name a directory.")
-    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise ConfigError(f"output_dir={config.output_dir!r} lies below {existing}, which is a file. Name another.")
-    if not os.access(existing, os.W_OK):
-        raise ConfigError(f"output_dir={config.output_dir!r} cannot be written: {existing} is read-only for you.")
-    fate = _fate(config, directory)
-    if fate is Fate.REPLACE:
-        _check_not_needed(config, directory)
-    return fate
-
-
-def _fate(config: RunConfig, directory: Path) -> Fate:
-    source = config.resumption.source
-    if is_finished(config):
-        return Fate.DONE
-    if source not in (AUTO, NEVER):
-        given = _given(source)
-        if _began_from(directory, given):
-            # It may be gone: retention knows only what the run has saved.
-            return Fate.GO_ON
-        read_manifest(given)
-        if directory.resolve() in given.parents:
-            return Fate.GO_ON
-    finished = (directory / SUMMARY).exists()
-    if source == AUTO and not finished:
-        has_checkpoints = bool(steps_in(directory / CHECKPOINTS))
-        if has_checkpoints or (config.checkpoint.every is not None and (directory / RUN).exists()):
-            return Fate.GO_ON
-    if source == AUTO and finished and config.steps > (done := _steps_done(directory)):
-        if steps_in(directory / CHECKPOINTS):
-            return Fate.GO_ON
-        raise ConfigError(
-            f"steps={config.steps}, but the run in output_dir={config.output_dir!r} has finished with {done} and has "
-            f"left no checkpoint to go on from. To train anew, name another directory, or set resume=never and "
-            f"overwrite=true to replace it."
-        )
-    if not _holds_something(directory):
-        return Fate.BEGIN
-    if not config.overwrite:
-        raise ConfigError(
-            f"output_dir={config.output_dir!r} holds the results of an earlier run. Name another directory, or set "
-            f"overwrite=true to replace them."
-        )
-    return Fate.REPLACE
-
-
-def is_finished(config: RunConfig) -> bool:
-    """Whether this very run has finished: its directory has a summary, and the same run file."""
-    directory, source = Path(config.output_dir), config.resumption.source
-    if source == NEVER or not (directory / SUMMARY).exists():
-        return False
-    before = _run_before(directory)
-    if before is None or _trains(before) != _trains(config):
-        return False
-    return source == AUTO or before.resumption.source == source
-
-
-def _trains(config: RunConfig) -> RunConfig:
-    """A run without what does not say how it trains."""
-    return config.model_copy(update={"overwrite": False, "resume": AUTO})
-
-
-def _holds_something(directory: Path) -> bool:
-    return directory.is_dir() and any(not path.name.startswith(".lock") for path in directory.iterdir())
-
-
-def _given(source: str) -> Path:
-    return Path(source).expanduser().resolve()
-
-
-def _run_before(directory: Path) -> RunConfig | None:
-    """The run file that was left in an output directory; None where there is none that can be read."""
-    try:
-        return load_run(directory / RUN)
-    except ConfigError:
-        return None
-
-
-def _named_before(directory: Path) -> Path | None:
-    """The checkpoint that the run file in an output directory names."""
-    before = _run_before(directory)
-    return None if before is None or before.resumption.source in (AUTO, NEVER) else _given(before.resumption.source)
-
-
-def _began_from(directory: Path, given: Path) -> bool:
-    """Whether the unfinished run in a directory has begun with a checkpoint, there or elsewhere."""
-    if (directory / SUMMARY).exists():
-        return False
-    return _named_before(directory) == given or any(
-        _named(path) == str(given) for _, path in steps_in(directory / CHECKPOINTS)
-    )
-
-
-def _named(checkpoint: Path) -> str | None:
-    try:
-        return read_manifest(checkpoint).extra.get("named")
-    except CheckpointError:
-        return None
-
-
-def _steps_done(directory: Path) -> int:
-    """Steps of the finished run in a directory."""
-    try:
-        return int(json.loads((directory / SUMMARY).read_text(encoding="utf-8"))["steps"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(
-            f"{directory / SUMMARY} cannot be read: {error!r}. Remove it, if the run has not finished; it then goes on "
-            f"from its newest checkpoint."
-        ) from None
-
-
-def _check_not_needed(config: RunConfig, directory: Path) -> None:
-    """Refuse to replace what the run begins with."""
-    for name in (MODEL, CHECKPOINTS):
-        replaced = (directory / name).resolve()
-        for key, path in (
-            ("model.path", config.model.get("path")),
-            ("model.checkpoint", config.model.get("checkpoint")),
-            ("data.tokenizer", config.data.tokenizer),
-        ):
-            if path is not None and replaced in (source := Path(path).expanduser().resolve(), *source.parents):
-                raise ConfigError(
-                    f"{key}={path!r} lies in what this run replaces ({directory / name}). Name another output_dir."
-                )
-
-
 # -- the checkpoint to go on from
 
 
@@ -249,19 +80,21 @@ def find_source(config: RunConfig, fate: Fate, identity: Mapping[str, Any], worl
     if fate is Fate.GO_ON:
         world.from_first(lambda: remove_leftovers(root))
     directory = (
-        newest_checkpoint(root, world) if source == AUTO else _saved_since(root, _given(source), identity, world)
+        newest_checkpoint(root, world)
+        if source == AUTO
+        else _saved_since(root, given_directory(source), identity, world)
     )
     if directory is None and source == AUTO:
         world.from_first(lambda: _check_begins_at_zero(config))
         return None
     if directory is None:
-        directory = _given(source)
+        directory = given_directory(source)
         world.together(lambda: checked(directory, world))
     manifest = world.together(lambda: read_manifest(directory))
     return Source(
         directory,
         manifest,
-        named=manifest.extra.get("named") if source == AUTO else str(_given(source)),
+        named=manifest.extra.get("named") if source == AUTO else str(given_directory(source)),
         changed=world.together(lambda: _changes(directory, manifest, identity, config)),
         keeps=manifest.step if directory.resolve().parent == root.resolve() else -1,
         metrics=_metrics_until(directory, root),
@@ -270,7 +103,7 @@ def find_source(config: RunConfig, fate: Fate, identity: Mapping[str, Any], worl
 
 def _check_begins_at_zero(config: RunConfig) -> None:
     """Refuse to begin at step 0 where the run has begun with a checkpoint and has saved none since."""
-    named = _named_before(Path(config.output_dir))
+    named = named_before(Path(config.output_dir))
     if named is not None:
         raise CheckpointError(
             f"the run in output_dir={config.output_dir!r} began with {named}, and has saved no checkpoint since. Give "
@@ -311,9 +144,9 @@ def check_source(config: RunConfig, identity: Mapping[str, Any]) -> None:
     """
     source = config.resumption.source
     if source not in (AUTO, NEVER):
-        if not _given(source).exists() and _began_from(Path(config.output_dir), _given(source)):
+        if not given_directory(source).exists() and began_from(Path(config.output_dir), given_directory(source)):
             return
-        manifest = read_manifest(_given(source))
+        manifest = read_manifest(given_directory(source))
         _changes(Path(source), manifest, identity, config)
         if manifest.step == config.steps:
             raise _too_few_steps(Path(source), config.steps, manifest.step)

@@ -22,6 +22,7 @@ from ..model.build import build_model
 from ..model.pretrained import PretrainedWeights
 from ..strategy.contract import StepResult, StrategyManager
 from ..strategy.registry import get_registry
+from .fate import Fate, check_output, is_finished
 from .files import CHECKPOINTS, METRICS, SUMMARY
 from .from_pretrained import check_same_weights, tell
 from .loop import Loop, fit
@@ -29,7 +30,7 @@ from .optim import build_scheduler, optimizer_factory, set_schedule
 from .output import export, finish, locked, prepare_output
 from .plan import Plan, headline, plan_run, processes
 from .report import Reporter, read_metrics
-from .resume import Fate, Source, check_output, find_source, is_finished
+from .resume import Source, find_source
 from .run_file import RunConfig, as_plain
 
 if TYPE_CHECKING:

@@ -16,17 +16,10 @@ from transformers import get_scheduler
 from meshwright import MeshSizes, StrategyError, get_registry, resolve
 from meshwright.strategy.ask import model_layout, model_size
 from meshwright.testing import Case, conformance, pool
+from meshwright.testing.case import Outcome
 from meshwright.testing.cells import register
 from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import (
-    Outcome,
-    build_manager,
-    difference,
-    full_weights,
-    reference,
-    train_case,
-    train_steps,
-)
+from meshwright.testing.parity import build_manager, difference, full_weights, reference, train_case, train_steps
 from meshwright.train.run_file import OptimizerConfig
 
 SOURCE = Path(__file__).parents[1] / "src"

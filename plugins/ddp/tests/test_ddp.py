@@ -11,8 +11,9 @@ from transformers.modeling_outputs import CausalLMOutput
 from meshwright import ConfigError, MeshError, MeshSizes, count_tokens, resolve
 from meshwright.strategy.ask import model_layout, model_size
 from meshwright.testing import Case, count_collectives, pool
+from meshwright.testing.case import share
 from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import build_manager, share, train_steps
+from meshwright.testing.parity import build_manager, train_steps
 
 # Beside the gradients, a step all-reduces its check of the microbatches and the loss.
 OWN_REDUCTIONS = 2

@@ -12,9 +12,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright import Mesh, MeshError, MeshSizes, ModelError, StrategyError, count_tokens, open_world
 from meshwright.testing import Case, Cell, assert_parity, conformance, pool
+from meshwright.testing.case import share
 from meshwright.testing.collectives import measure_collectives
 from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import build_manager, share, train_steps
+from meshwright.testing.parity import build_manager, train_steps
 from meshwright_ddp import DDPConfig
 from meshwright_ddp.bucketed import BucketedDataParallel, make_groups
 from meshwright_ddp.reduction import Groups, Reduction, Scaling

@@ -11,7 +11,8 @@ import torch
 
 from meshwright import TrainingError, count_tokens
 from meshwright.testing import Case, pool
-from meshwright.testing.parity import build_manager, share
+from meshwright.testing.case import share
+from meshwright.testing.parity import build_manager
 from meshwright_ddp.gradient_checks import LEARNED, GradientChecks
 
 NAN = {"engine": "bucketed", "check_for_nan_in_grad": True}

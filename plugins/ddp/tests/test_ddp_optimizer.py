@@ -25,6 +25,7 @@ from meshwright import (
 )
 from meshwright.strategy.ask import model_layout, model_size
 from meshwright.testing import Case, assert_parity, pool
+from meshwright.testing.case import share
 from meshwright.testing.memory import measure_memory
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import (
@@ -32,7 +33,6 @@ from meshwright.testing.parity import (
     difference,
     full_weights,
     reference,
-    share,
     train_case,
     train_part,
     train_steps,

@@ -10,8 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright import ConfigError, StrategyError, count_tokens
 from meshwright.testing import Case, assert_parity, pool
+from meshwright.testing.case import share
 from meshwright.testing.collectives import measure_collectives
-from meshwright.testing.parity import build_manager, compare, share, train_steps
+from meshwright.testing.parity import build_manager, compare, train_steps
 
 NO_START = {"start_powerSGD_iter": 2, "matrix_approximation_rank": 2}
 FULL_RANK = {"start_powerSGD_iter": 2, "min_compression_rate": 1e6}

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from meshwright import ConfigError, MeshSizes, OptimizerConfig, count_tokens, get_strategy, resolve
 from meshwright.strategy.ask import model_layout, model_size
 from meshwright.testing import Case, assert_parity, count_collectives, pool
+from meshwright.testing.case import share
 from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import build_manager, full_weights, share, train_steps
+from meshwright.testing.parity import build_manager, full_weights, train_steps
 from meshwright_fsdp2 import FSDP2Config
 
 BLOCKS = 3

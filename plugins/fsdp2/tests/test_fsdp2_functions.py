@@ -18,9 +18,10 @@ from meshwright import MeshError, MeshwrightError
 from meshwright.model import drawn_weights as deferred
 from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import Case, pool
+from meshwright.testing.case import global_batch, share
 from meshwright.testing.models import tiny_model
 from meshwright.testing.observe import Counting
-from meshwright.testing.parity import global_batch, reference, share
+from meshwright.testing.parity import reference
 from meshwright_fsdp2 import (
     apply_fsdp_sharding_recursively,
     fsdp2_strategy_parallelize,

@@ -14,9 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright import Mesh, MeshSizes, OptimizerConfig, count_tokens, open_world, resolve
 from meshwright.testing import Case, pool
+from meshwright.testing.case import share
 from meshwright.testing.memory import Held, Memory, measure_memory
 from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import build_manager, share, train_steps
+from meshwright.testing.parity import build_manager, train_steps
 from meshwright.train.optim import optimizer_factory
 
 BLOCKS = 6

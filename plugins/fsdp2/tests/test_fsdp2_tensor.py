@@ -16,15 +16,14 @@ from meshwright import ModelError, OptimizerConfig, count_tokens
 from meshwright.model import drawn_weights as deferred
 from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import Case, assert_parity, pool
+from meshwright.testing.case import global_batch, share
 from meshwright.testing.collectives import Traffic, measure_collectives
 from meshwright.testing.memory import Held, measure_memory
 from meshwright.testing.models import case_model, tiny_model
 from meshwright.testing.parity import (
     build_manager,
     full_weights,
-    global_batch,
     reference,
-    share,
     train_steps,
     training_step,
     unshard_between_steps,

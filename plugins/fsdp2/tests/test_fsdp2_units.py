@@ -8,7 +8,8 @@ from torch import nn
 
 from meshwright.model.layout import layout_by_structure
 from meshwright.testing import Case, conformance, pool
-from meshwright.testing.parity import Outcome, train_case
+from meshwright.testing.case import Outcome
+from meshwright.testing.parity import train_case
 from meshwright_fsdp2.units import find_units
 
 

@@ -14,7 +14,8 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from meshwright import StrategyError
 from meshwright.testing import Case, pool
-from meshwright.testing.parity import build_manager, share, train_steps
+from meshwright.testing.case import share
+from meshwright.testing.parity import build_manager, train_steps
 from meshwright_megatron_fsdp import _compat
 from meshwright_megatron_fsdp._compat import check_version, hold_cpu_torch, package, tensors_in
 

@@ -17,8 +17,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from meshwright import Mesh, MeshSizes, RankError, StrategyError, count_tokens, open_world
 from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import Case, assert_parity, pool
+from meshwright.testing.case import share
 from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import build_manager, full_weights, share
+from meshwright.testing.parity import build_manager, full_weights
 from meshwright_megatron_fsdp import MegatronFSDPConfig, MegatronFSDPManager, megatron_fsdp_strategy_parallelize
 from meshwright_megatron_fsdp._compat import hold_cpu_torch, package, slots
 from meshwright_megatron_fsdp.shards import Shards

@@ -10,9 +10,10 @@ import torch
 
 from meshwright import MeshwrightError, StrategyError, count_tokens
 from meshwright.testing import Case, assert_parity, count_collectives, pool
+from meshwright.testing.case import share
 from meshwright.testing.collectives import measure_collectives
 from meshwright.testing.observe import Counting
-from meshwright.testing.parity import build_manager, full_weights, share, train_steps
+from meshwright.testing.parity import build_manager, full_weights, train_steps
 
 HSDP = {"dp_replicate_size": 2}
 BLOCKS = 3

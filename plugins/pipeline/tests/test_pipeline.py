@@ -32,6 +32,7 @@ from meshwright import (
 from meshwright.step.forward_options import forward_options
 from meshwright.strategy.ask import model_layout
 from meshwright.testing import Case, assert_parity, pool
+from meshwright.testing.case import share
 from meshwright.testing.collectives import Traffic, measure_collectives
 from meshwright.testing.memory import measure_memory
 from meshwright.testing.models import ROUTED_VOCAB, TINY, RoutedModel, case_model, tiny_model
@@ -40,7 +41,6 @@ from meshwright.testing.parity import (
     difference,
     full_weights,
     reference,
-    share,
     train_part,
     train_steps,
     training_step,

@@ -86,48 +86,53 @@ def find_defect(
         multiple: the number of positions must be a multiple of it.
         ranks: of cp; attention masks are so many times as long as what a rank has.
     """
-    probe = _Probe(model, layout, observer, call)
     length = multiple * -(-TOKENS // multiple)
     ids = ids_BS[:1].repeat(1, -(-length // ids_BS.shape[1]))[:, :length].contiguous()
-    whole = torch.ones((1, length * ranks), dtype=torch.int64, device=ids.device)
-    chosen = length // 2
-    others = [each for each in range(length) if each != chosen]
+    # As far from the start as positions may be.
+    far = min(length * ranks, max(length, ids_BS.shape[1])) - 1
     try:
-        alone = probe.run({"input_ids": ids})
-        changed = ids.clone()
-        changed[0, chosen] += 1 if int(ids[0, chosen]) == 0 else -1
-        replaced = probe.run({"input_ids": changed}, not_a_number=chosen)
-        if any(bool(each[:, others].isnan().any()) for each in replaced):
-            return Finding(f"{name} mixes positions outside of attention, which context parallelism cannot divide.")
-        if not _alike(_steady(alone), _steady(replaced), others):
-            return Finding(f"{name} lets one token act on other positions outside of attention.")
-        padded = whole.clone()
-        padded[:, -1] = 0
-        for padding in (None, _padding(model)):
-            told = probe.run({"input_ids": ids, "position_ids": numbered(ids, padding), "attention_mask": padded})
-            if _alike(alone, told, range(length)):
-                break
-        else:
-            return Finding(
-                f"{name} computes something else with position_ids and attention_mask than without, where both say the "
-                f"same, so context parallelism cannot give it a part of the positions."
-            )
-        # As far from the start as they may be.
-        far = min(length * ranks, max(length, ids_BS.shape[1])) - 1
-        equal = {"input_ids": ids[:, :1].expand_as(ids).contiguous(), "position_ids": torch.full_like(ids, far)}
-        alike = probe.run({**equal, "attention_mask": whole}, equal=True)
-        if not all(_alike([each], [each[:, :1].expand_as(each)], range(length)) for each in _steady(alike)):
-            return Finding(f"{name} counts positions by itself and not by position_ids.")
-        padded = torch.ones_like(ids)
-        padded[:, 0] = 0
-        masked = probe.run({"input_ids": ids, "attention_mask": padded})
-        return Finding(None, follows_mask=not _alike(alone, masked, range(1, length)), padding=padding)
+        return _found(name, _Probe(model, layout, observer, call), ids, far, ranks, _padding(model))
     except (MeshwrightError, torch.OutOfMemoryError, dist.DistError):
         raise
     except Exception as error:
         # Whatever a model's own code does with a mask or positions that are not of the usual kind.
         reason = (str(error).strip().splitlines() or [""])[0]
         return Finding(f"{name} cannot run on a part of the positions ({type(error).__name__}: {reason}).")
+
+
+def _found(name: str, probe: _Probe, ids: Tensor, far: int, ranks: int, own_padding: int | None) -> Finding:
+    """The runs, one question each; see the module."""
+    length = ids.shape[1]
+    chosen = length // 2
+    others = [each for each in range(length) if each != chosen]
+    alone = probe.run({"input_ids": ids})
+    changed = ids.clone()
+    changed[0, chosen] += 1 if int(ids[0, chosen]) == 0 else -1
+    replaced = probe.run({"input_ids": changed}, not_a_number=chosen)
+    if any(bool(each[:, others].isnan().any()) for each in replaced):
+        return Finding(f"{name} mixes positions outside of attention, which context parallelism cannot divide.")
+    if not _alike(_steady(alone), _steady(replaced), others):
+        return Finding(f"{name} lets one token act on other positions outside of attention.")
+    whole = torch.ones((1, length * ranks), dtype=torch.int64, device=ids.device)
+    padded = whole.clone()
+    padded[:, -1] = 0
+    for padding in (None, own_padding):
+        given = probe.run({"input_ids": ids, "position_ids": numbered(ids, padding), "attention_mask": padded})
+        if _alike(alone, given, range(length)):
+            break
+    else:
+        return Finding(
+            f"{name} computes something else with position_ids and attention_mask than without, where both say the "
+            f"same, so context parallelism cannot give it a part of the positions."
+        )
+    equal = {"input_ids": ids[:, :1].expand_as(ids).contiguous(), "position_ids": torch.full_like(ids, far)}
+    alike = probe.run({**equal, "attention_mask": whole}, equal=True)
+    if not all(_alike([each], [each[:, :1].expand_as(each)], range(length)) for each in _steady(alike)):
+        return Finding(f"{name} counts positions by itself and not by position_ids.")
+    padded = torch.ones_like(ids)
+    padded[:, 0] = 0
+    masked = probe.run({"input_ids": ids, "attention_mask": padded})
+    return Finding(None, follows_mask=not _alike(alone, masked, range(1, length)), padding=padding)
 
 
 def _padding(model: nn.Module) -> int | None:
