@@ -17,20 +17,23 @@ FOREIGN = ("torch", "transformers")
 TORCH_FREE = {
     "__init__",
     "__main__",
-    "cli",
-    "contract",
+    "base.errors",
+    "base.validation",
+    "cli.main",
     "data.config",
-    "errors",
-    "hookspecs",
-    "imports",
-    "launch",
-    "rank",
-    "registry",
-    "runfile",
-    "single",
-    "sizes",
-    "stack",
-    "validation",
+    "files.class_paths",
+    "files.parsing",
+    "launch.local",
+    "launch.rank",
+    "mesh.sizes",
+    "single.config",
+    "single.plugin",
+    "strategy.contract",
+    "strategy.hooks",
+    "strategy.registry",
+    "strategy.spec",
+    "strategy.stack",
+    "train.run_file",
 }
 PLUGIN_TORCH_FREE = {"__init__", "config", "plugin"}
 KNOWN_PRIVATE = {
@@ -41,6 +44,12 @@ KNOWN_PRIVATE = {
     "_lazy_init",
     "_foreach_mul_",
     "_tp_plan",
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
 }
 """Private names of torch and transformers that are never ours, even if a class here happens to use one."""
 MODEL_CLASS = re.compile(r"\b(?!AutoModelFor)[A-Z]\w*(?:ForCausalLM|LMHeadModel|DecoderLayer)\b")
@@ -147,7 +156,7 @@ def torch_at_import(source: Source) -> Iterator[str]:
 
 
 def private_foreign_names(source: Source) -> Iterator[str]:
-    if source.module.split(".")[-1] == "_compat":
+    if "_compat" in source.module.split("."):
         return
     for module, names in imported_modules(source.tree):
         if module.split(".")[0] in FOREIGN and any(map(is_private, [*module.split("."), *names])):
@@ -189,7 +198,7 @@ def is_setting(source: Source, target: ast.expr) -> bool:
     """Whether an assignment changes a setting in one of torch's config modules, which `_compat` may."""
     settings = ("torch._dynamo.config", "torch._inductor.config")
     is_one = isinstance(target, ast.Attribute) and ast.unparse(target.value) in settings
-    return is_one and source.module == "_compat"
+    return is_one and source.module.split(".")[0] == "_compat"
 
 
 def assert_statements(source: Source) -> Iterator[str]:
@@ -247,14 +256,14 @@ RULES: dict[Callable[[Source], Iterator[str]], list[tuple[str, str, str]]] = {
         ("meshwright_ddp", "plugin", "from meshwright_fsdp2 import FSDP2Config"),
     ],
     imports_of_private_core: [
-        ("meshwright_ddp", "manager", "from meshwright._compat import flatten_mesh"),
+        ("meshwright_ddp", "manager", "from meshwright._compat.torch import flatten_mesh"),
         ("meshwright_ddp", "manager", "from meshwright import _compat"),
         ("meshwright_ddp", "manager", "from meshwright.step.batch import _defect"),
     ],
     torch_at_import: [
-        ("meshwright", "registry", "import torch"),
+        ("meshwright", "strategy.registry", "import torch"),
         ("meshwright", "data.config", "import torch.distributed as dist"),
-        ("meshwright", "cli", "try:\n    from transformers import AutoConfig\nexcept ImportError:\n    pass"),
+        ("meshwright", "cli.main", "try:\n    from transformers import AutoConfig\nexcept ImportError:\n    pass"),
         ("meshwright_ddp", "plugin", "class A:\n    from torch import nn"),
         ("meshwright_ddp", "config", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch"),
     ],
@@ -269,6 +278,7 @@ RULES: dict[Callable[[Source], Iterator[str]], list[tuple[str, str, str]]] = {
         ("meshwright", "mesh", "def f(model):\n    return model._no_split_modules"),
         ("meshwright", "mesh", "def f(model):\n    return getattr(model, '_no_split_modules')"),
         ("meshwright", "mesh", "class A(Module):\n    def f(self):\n        return self._parameters"),
+        ("meshwright", "mesh", "def f(module):\n    return module._buffers"),
     ],
     patches_of_foreign_code: [
         ("meshwright", "mesh", "import torch\ntorch.manual_seed = print"),
@@ -296,7 +306,12 @@ ALLOWED: list[tuple[Callable[[Source], Iterator[str]], str, str, str]] = [
         "manager",
         "from meshwright.mesh.mesh import Mesh\nfrom ._compat import x",
     ),
-    (torch_at_import, "meshwright", "registry", "if TYPE_CHECKING:\n    import torch\ndef f():\n    import torch"),
+    (
+        torch_at_import,
+        "meshwright",
+        "strategy.registry",
+        "if TYPE_CHECKING:\n    import torch\ndef f():\n    import torch",
+    ),
     (torch_at_import, "meshwright", "mesh", "import torch"),
     (private_foreign_names, "meshwright", "_compat", "def f(mesh):\n    return mesh._flatten('dp')"),
     (private_foreign_names, "meshwright", "rank", "import os\nos._exit(1)"),

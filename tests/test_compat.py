@@ -28,6 +28,7 @@ from meshwright._compat.torch import (
     groups_with_timeout,
     is_sharded,
     live_groups,
+    own_parameters,
     packed_shard,
     reduce_scatter,
     storage_of,
@@ -327,3 +328,14 @@ def test_what_a_model_says_it_makes_anew_is_not_saved(tmp_path: Path) -> None:
         saved = set(file.keys())
     left_out = {name for name in model.state_dict() if is_left_out_of_files(model, name)}
     assert left_out == model.state_dict().keys() - saved == {"model.norm.weight"}
+
+
+def test_what_is_put_among_a_modules_own_parameters_is_what_its_forward_sees():
+    layer = nn.Linear(2, 3)
+    before = layer.weight
+    own_parameters(layer)["weight"] = torch.zeros(3, 2)
+    own_parameters(layer)["bias"] = None
+    assert layer(torch.ones(1, 2)).tolist() == [[0.0, 0.0, 0.0]]
+    own_parameters(layer)["weight"] = before
+    assert layer.weight is before
+    assert dict(layer.named_parameters()) == {"weight": before}

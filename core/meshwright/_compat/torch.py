@@ -163,6 +163,15 @@ def compiled(function: Callable[..., Any], *, backend: str, versions: int) -> Ca
     return torch.compile(function, backend=backend, recompile_limit=versions)
 
 
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """Where a module keeps its own parameters; what is put there, a plain tensor too, its forward sees.
+
+    Private because `setattr` and `register_parameter` take parameters alone, and `swap_tensors` exchanges values for
+    all who hold the tensor.
+    """
+    return module._parameters
+
+
 @contextmanager
 def without_hooks(module: nn.Module) -> Iterator[None]:
     """A module without its forward hooks, such as those that torch's tensor-parallel styles leave on it.

@@ -73,11 +73,11 @@ def measure_memory(
 class _Meter(Observer):
     def __init__(self, modules: Sequence[nn.Module], optimizer: Optimizer | None) -> None:
         super().__init__()
-        self._parameters = list(dict.fromkeys(p for module in modules for p in module.parameters()))
+        self._held = list(dict.fromkeys(p for module in modules for p in module.parameters()))
         self._optimizer = optimizer
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         buffers = [b for module in modules for b in module.buffers()]
-        self._see([*self._parameters, *self._gradients(), *self._state(), *buffers])
+        self._see([*self._held, *self._gradients(), *self._state(), *buffers])
         self.peak = self.now()
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -100,7 +100,7 @@ class _Meter(Observer):
             seen.update(found)
             return sum(storage.nbytes() for storage in found.values())
 
-        parameters, gradients, state = held(self._parameters), held(self._gradients()), held(self._state())
+        parameters, gradients, state = held(self._held), held(self._gradients()), held(self._state())
         return Held(parameters, gradients, state, self._total() - parameters - gradients - state)
 
     def _total(self) -> int:
@@ -117,7 +117,7 @@ class _Meter(Observer):
                     self._live[key] = weakref.ref(storage, lambda _, key=key: self._live.pop(key))  # type: ignore[misc]
 
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._parameters if p.grad is not None]
+        return [p.grad for p in self._held if p.grad is not None]
 
     def _state(self) -> list[Tensor]:
         return [] if self._optimizer is None else list(tensors_in([*self._optimizer.state.values()]))

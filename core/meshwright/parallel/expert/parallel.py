@@ -50,7 +50,7 @@ class ExpertParallel(Axis):
         self._group = self.mesh.get_group()
         # Its ranks have the same tokens.
         self._tp_group = mesh.group("tp") if mesh.degrees.tp > 1 else None
-        self._parameters: list[LocalParameters] = []
+        self._local: list[LocalParameters] = []
         self._active = True
 
     def apply(self) -> None:
@@ -60,7 +60,7 @@ class ExpertParallel(Axis):
             parameters = LocalParameters(module, self.mesh)
             named = module.named_parameters(recurse=False)
             parameters.distribute({name: Division(self.mesh, Shard(0), p.shape) for name, p in named}, {})
-            self._parameters.append(parameters)
+            self._local.append(parameters)
             self._wrap(module, each, parameters)
 
     @contextmanager
@@ -70,7 +70,7 @@ class ExpertParallel(Axis):
         For parameters that a strategy has gathered over its own axes. Collective.
         """
         with ExitStack() as stack:
-            for parameters in self._parameters:
+            for parameters in self._local:
                 stack.enter_context(parameters.whole())
             self._active = False
             try:

@@ -7,7 +7,7 @@ loops, `parallelize_tensors` does so.
 from __future__ import annotations
 
 from ...strategy.hooks import StyleName
-from .division import Division
+from .division import Division, packed_dim
 from .parallel import TensorParallel, parallelize_tensors
 from .plan import get_hf_tp_shard_plan, translate_to_torch_parallel_style
 from .styles import STYLES
@@ -18,6 +18,7 @@ __all__ = [
     "StyleName",
     "TensorParallel",
     "get_hf_tp_shard_plan",
+    "packed_dim",
     "parallelize_tensors",
     "translate_to_torch_parallel_style",
 ]

@@ -52,3 +52,15 @@ class Division:
         """A DTensor around this rank's part."""
         stride = torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(part, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=stride)
+
+
+def packed_dim(parameter: Tensor) -> int | None:
+    """The dim along which a parameter holds packed parts that are sharded each; None for all others.
+
+    A strategy must not shard that dim further: torch puts the parts together in a wrong order.
+    """
+    placement = parameter.placements[-1] if isinstance(parameter, DTensor) else None
+    if placement is None or placement.is_shard() or not is_sharded(placement):
+        return None
+    dim: int = placement.dim
+    return dim

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from ..._compat.torch import without_hooks
+from ..._compat.torch import own_parameters, without_hooks
 from .collectives import Copy
 from .division import Division
 
@@ -81,7 +81,7 @@ class LocalParameters:
                 self._cuts[module, own] = cuts[name]
             if id(parameter) not in made:
                 made[id(parameter)] = _divided(parameter, divisions[name], self._plain)
-            module._parameters[own] = made[id(parameter)]
+            own_parameters(module)[own] = made[id(parameter)]
 
     @property
     def cut_modules(self) -> set[nn.Module]:
@@ -107,7 +107,7 @@ class LocalParameters:
         local: dict[tuple[int, Cut], Tensor] = {}
         try:
             for module, name in slots:
-                parameter = module._parameters[name]
+                parameter = own_parameters(module)[name]
                 cut = self._cuts.get((module, name), _WHOLE)
                 if not self._is_gathered(parameter) or (self._plain and cut is _WHOLE):
                     continue
@@ -115,11 +115,11 @@ class LocalParameters:
                 if key not in local:
                     local[key] = self._localized(parameter, cut)
                 replaced.append((module, name, parameter))
-                module._parameters[name] = local[key]
+                own_parameters(module)[name] = local[key]
             yield
         finally:
             for module, name, parameter in replaced:
-                module._parameters[name] = parameter
+                own_parameters(module)[name] = parameter
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -127,7 +127,7 @@ class LocalParameters:
         replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         made: dict[int, nn.Parameter] = {}
         for module in self._model.modules():
-            for name, parameter in module._parameters.items():
+            for name, parameter in own_parameters(module).items():
                 if not self._is_gathered(parameter):
                     continue
                 if id(parameter) not in made:
@@ -137,14 +137,14 @@ class LocalParameters:
                 replaced.append((module, name, parameter))
         try:
             for module, name, parameter in replaced:
-                module._parameters[name] = made[id(parameter)]
+                own_parameters(module)[name] = made[id(parameter)]
             with ExitStack() as stack:
                 for module in self._foreign:
                     stack.enter_context(without_hooks(module))
                 yield
         finally:
             for module, name, parameter in replaced:
-                module._parameters[name] = parameter
+                own_parameters(module)[name] = parameter
 
     def _is_gathered(self, parameter: Tensor | None) -> bool:
         """Whether a parameter is whole but for the `tp` axis; plain ones are, where this is asked."""

@@ -98,7 +98,7 @@ class TensorParallel(Axis):
         parts = find_parts(model, layout, self._plan) if sequence_parallel else None
         self._cuts = cuts_of(self._plan, self._heads, parts)
         self._copies = Copies(self.group)
-        self._parameters = LocalParameters(model, mesh, plain=plain)
+        self._local = LocalParameters(model, mesh, plain=plain)
         self._blocks: dict[nn.Module, list[Slot]] = {}
         self._stream = Stream(model, parts, self._copies, self.group) if parts is not None else None
         head = self._plan.modules.get(layout.head) if layout.head else None
@@ -115,7 +115,7 @@ class TensorParallel(Axis):
                 are plain, all that it will gather as one.
         """
         self._apply_torch_styles()
-        self._parameters.distribute(self.divisions, self._cuts)
+        self._local.distribute(self.divisions, self._cuts)
         modules = dict(self._model.named_modules())
         for name in self._plan.modules:
             style = self._plan.style(name)
@@ -134,15 +134,15 @@ class TensorParallel(Axis):
         if self._plain:
             # Where a module is gathered just before it runs, its parameters must be found in it until then.
             gathered = {module for each in own for module in each.modules()}
-            own |= self._parameters.cut_modules - gathered
+            own |= self._local.cut_modules - gathered
         # What is in a module before the module.
         for module in reversed(list(self._model.modules())):
             if module in blocks:
-                self._blocks[module] = self._parameters.take(module)
+                self._blocks[module] = self._local.take(module)
             elif module in own:
-                self._localize(module, self._parameters.take(module))
+                self._localize(module, self._local.take(module))
         self.localize_blocks()
-        self._localize(self._model, self._parameters.take(self._model))
+        self._localize(self._model, self._local.take(self._model))
 
     def localize_blocks(self) -> None:
         """Let blocks compute on local tensors; see [Note: local parameters] in `local`.
@@ -156,23 +156,12 @@ class TensorParallel(Axis):
         def run(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             known = len(self._copies)
             try:
-                with self._parameters.inside(slots):
+                with self._local.inside(slots):
                     return forward(*args, **kwargs)
             finally:
                 self._copies.forget(known)
 
         self._wrap(module, run)
-
-    def packed_dim(self, parameter: Tensor) -> int | None:
-        """The dim along which a parameter holds packed parts that are sharded each; None for all others.
-
-        A strategy must not shard that dim further: torch puts the parts together in a wrong order.
-        """
-        placement = parameter.placements[-1] if isinstance(parameter, DTensor) else None
-        if placement is None or placement.is_shard() or not is_sharded(placement):
-            return None
-        dim: int = placement.dim
-        return dim
 
     def _apply_torch_styles(self) -> None:
         """Styles of torch bring their own parameters and hooks."""
@@ -180,7 +169,7 @@ class TensorParallel(Axis):
             if isinstance(style, ParallelStyle):
                 module = self._model.get_submodule(name)
                 parallelize_module(module, self.mesh, style, src_data_rank=None)
-                self._parameters.leave_alone(module)
+                self._local.leave_alone(module)
 
     def _wrap(self, module: nn.Module, run: Callable[..., Any]) -> None:
         """Replace `module.forward` by `run(forward, args, kwargs)` while tensor parallelism is active."""
@@ -200,7 +189,7 @@ class TensorParallel(Axis):
 
         For parameters that a strategy has gathered over its own axes. Collective.
         """
-        with self._parameters.whole():
+        with self._local.whole():
             self.active = False
             try:
                 yield

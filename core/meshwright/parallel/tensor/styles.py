@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from transformers.pytorch_utils import Conv1D
 
-from ..._compat.torch import packed_shard
+from ..._compat.torch import own_parameters, packed_shard
 from ...base.errors import ModelError
 from .collectives import Copy, Gather, Reduce, ReduceScatter, Split, chunk_sizes
 
@@ -113,15 +113,15 @@ def _column_linear_gathered(
 def _row_linear(
     parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    bias = module._parameters.get("bias")
+    bias = own_parameters(module).get("bias")
     if bias is None:
         return _summed(parallel, module, forward(*args, **kwargs))
     # The bias must be added once, not by every rank.
-    module._parameters["bias"] = None if isinstance(module, nn.Linear) else torch.zeros_like(bias)
+    own_parameters(module)["bias"] = None if isinstance(module, nn.Linear) else torch.zeros_like(bias)
     try:
         output = forward(*args, **kwargs)
     finally:
-        module._parameters["bias"] = bias
+        own_parameters(module)["bias"] = bias
     return _summed(parallel, module, output) + bias
 
 
@@ -156,7 +156,7 @@ def _embedding_rows(
             rows = forward(torch.where(here, ids - start, 0), *args, **kwargs)
             rows = torch.where(here[..., None], rows, 0.0)
         else:
-            weight = module._parameters["weight"]
+            weight = own_parameters(module)["weight"]
             rows = weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum()
     finally:
         module.padding_idx = padding

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from meshwright.base.errors import ModelError
 from meshwright.model.layout import ModelLayout
 from meshwright.parallel.expert import ExpertParallel
-from meshwright.parallel.tensor import TensorParallel
+from meshwright.parallel.tensor import TensorParallel, packed_dim
 
 from . import schedule
 from ._compat import held_after_forward
@@ -178,7 +178,7 @@ def _placement(mesh: DeviceMesh, tensor_parallel: TensorParallel | None) -> dict
     shards = mesh.size(-1)
 
     def place(parameter: nn.Parameter) -> Shard | None:
-        packed = tensor_parallel.packed_dim(parameter)
+        packed = packed_dim(parameter)
         if packed != 0:
             return None
         divided = [dim for dim in range(1, parameter.dim()) if parameter.shape[dim] % shards == 0]

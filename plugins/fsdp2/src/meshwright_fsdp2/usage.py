@@ -27,9 +27,9 @@ class Usage:
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        self._parameters = dict(model.named_parameters())
+        self._named = dict(model.named_parameters())
         # Gathered ones are plain tensors, or DTensors on the one axis that is not gathered: `tp`, or `ep`.
-        self._axes = {name: p.device_mesh.ndim for name, p in self._parameters.items() if isinstance(p, DTensor)}
+        self._axes = {name: p.device_mesh.ndim for name, p in self._named.items() if isinstance(p, DTensor)}
         self._used: set[str] = set()
         self._watched: set[str] = set()
         for name, unit in modules:
@@ -59,9 +59,9 @@ class Usage:
 
     def settle(self, world: World) -> None:
         """After backward: drop the gradients of parameters that no rank has used."""
-        marks = [int(name in self._used) for name in self._parameters]
+        marks = [int(name in self._used) for name in self._named]
         self._used.clear()
         somewhere = world.reduce_ints(marks, dist.ReduceOp.MAX)
-        for parameter, is_used in zip(self._parameters.values(), somewhere, strict=True):
+        for parameter, is_used in zip(self._named.values(), somewhere, strict=True):
             if not is_used:
                 parameter.grad = None
