@@ -16,8 +16,9 @@ from meshwright import StrategyError
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager, train_steps
-from meshwright_megatron_fsdp import _compat
-from meshwright_megatron_fsdp._compat import check_version, hold_cpu_torch, package, tensors_in
+from meshwright_megatron_fsdp._compat import wrapped, wrapping
+from meshwright_megatron_fsdp._compat.cpu_torch import hold_cpu_torch
+from meshwright_megatron_fsdp._compat.package import check_version, package
 
 
 @pytest.mark.parametrize("version", ["0.6.1", "0.6.1+local", "0.6.9"])
@@ -88,7 +89,7 @@ def test_streams_of_torch_cpu_still_record_no_event() -> None:
 
 def test_units_are_chosen_one_by_one() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    chosen = _compat._Chosen("Unit", (), {"modules": (model[1],)})
+    chosen = wrapping._Chosen("Unit", (), {"modules": (model[1],)})
     assert [isinstance(module, chosen) for module in model] == [False, True]
 
 
@@ -96,15 +97,15 @@ def test_tensors_are_found_in_the_outputs_of_transformers() -> None:
     from transformers.modeling_outputs import CausalLMOutput
 
     tensor = torch.zeros(1)
-    assert [each is tensor for each in tensors_in(CausalLMOutput(logits=tensor))] == [True]
+    assert [each is tensor for each in wrapped.tensors_in(CausalLMOutput(logits=tensor))] == [True]
 
 
 def test_what_the_shorter_calls_of_the_package_leave_out() -> None:
     arguments = inspect.signature(package().fully_shard_model).parameters
     assert not {"suggested_communication_unit_size", "bucket_size"} & set(arguments)
-    wrapped = importlib.import_module("megatron_fsdp.megatron_fsdp").MegatronFSDP
+    stock = importlib.import_module("megatron_fsdp.megatron_fsdp").MegatronFSDP
     # It gathers nothing over the outer axis; see `gathered`.
-    assert "outer" not in inspect.getsource(wrapped.start_param_sync)
+    assert "outer" not in inspect.getsource(stock.start_param_sync)
 
 
 def _inside() -> list[bool]:
@@ -113,20 +114,20 @@ def _inside() -> list[bool]:
     fsdp = manager._fsdp
     train_steps(manager, case, range(1))
     sharded = [type(p).__name__ for p in manager.model.parameters()]
-    _compat.use_raw(fsdp)
+    wrapped.use_raw(fsdp)
     raw = [type(p).__name__ for p in manager.model.parameters()]
-    _compat.use_sharded(fsdp)
+    wrapped.use_sharded(fsdp)
     batch = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)[0]
     loss = manager.module(input_ids=batch["input_ids"]).logits.sum()
-    idle = not _compat.in_backward(fsdp)
+    idle = not wrapped.in_backward(fsdp)
     seen = []
     handle = fsdp.raw_param["lm_head.weight"].register_post_accumulate_grad_hook(
-        lambda p: seen.append((_compat.in_backward(fsdp), p in _compat.awaited(fsdp)))
+        lambda p: seen.append((wrapped.in_backward(fsdp), p in wrapped.awaited(fsdp)))
     )
     loss.backward()
     handle.remove()
-    hookless = not _compat.take_gradient_hooks(fsdp).keys() - set(fsdp.raw_param.values())
-    return [set(sharded) != set(raw), idle, seen == [(True, True)], not _compat.in_backward(fsdp), hookless]
+    hookless = not wrapped.take_gradient_hooks(fsdp).keys() - set(fsdp.raw_param.values())
+    return [set(sharded) != set(raw), idle, seen == [(True, True)], not wrapped.in_backward(fsdp), hookless]
 
 
 def test_states_and_hooks_of_a_wrapped_model() -> None:

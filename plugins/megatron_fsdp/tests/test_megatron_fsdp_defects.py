@@ -21,7 +21,9 @@ from meshwright.testing.case import share
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, full_weights
 from meshwright_megatron_fsdp import MegatronFSDPConfig, MegatronFSDPManager, megatron_fsdp_strategy_parallelize
-from meshwright_megatron_fsdp._compat import hold_cpu_torch, package, slots
+from meshwright_megatron_fsdp._compat.cpu_torch import hold_cpu_torch
+from meshwright_megatron_fsdp._compat.package import package
+from meshwright_megatron_fsdp._compat.wrapped import slots
 from meshwright_megatron_fsdp.shards import Shards
 
 CASE = Case(dtype="float32", sequences=8, ragged=False, max_norm=None)

@@ -1,4 +1,7 @@
-"""Megatron-FSDP for loops of one's own, on a plain DeviceMesh; the names are those of the reference."""
+"""Megatron-FSDP for loops of one's own, on a plain DeviceMesh; the names are those of the reference.
+
+They build a `MegatronFSDPManager` and hand out what it makes; nothing else is sharded or reduced here.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.mesh.world import open_world
 
-from ._compat import hold_cpu_torch
+from ._compat.cpu_torch import hold_cpu_torch
 from .config import MegatronFSDPConfig
 from .manager import MegatronFSDPManager
 
@@ -103,7 +106,10 @@ def nvfsdp_strategy_parallelize(
     tp_mesh_name: str = "tensor_parallel",
     **options: Any,
 ) -> tuple[nn.Module, Optimizer | None]:
-    """`megatron_fsdp_strategy_parallelize` under the reference's name, with its arguments in its order."""
+    """`megatron_fsdp_strategy_parallelize` under the reference's name, with its arguments in its order.
+
+    What each does is said there, and of options in MegatronFSDPConfig; so are the errors raised.
+    """
     arguments = locals()
     return megatron_fsdp_strategy_parallelize(**arguments.pop("options"), **arguments)
 

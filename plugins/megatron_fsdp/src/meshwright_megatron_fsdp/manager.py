@@ -1,7 +1,8 @@
 """Train with NVIDIA's Megatron-FSDP: ZeRO 0 to 3, HSDP, on GPUs and on a CPU.
 
-The package shards parameters, gradients and optimizer state in buffers of its own, unit by unit. This module says what
-a unit is, when gradients are reduced, and what a step is; gradients are summed, never averaged.
+The package shards parameters, gradients and optimizer state in buffers of its own, unit by unit. This module puts it to
+work: `units` finds what a unit is, `reduction` says when gradients are reduced, `shards` what lies where, and `_compat`
+holds what the package does not offer. Gradients are summed, never averaged.
 
 Tensor parallelism is core's, with plain parameters: the ranks of each data-parallel group train this rank's parts as a
 model of their own, and the package knows nothing of `tp`.
@@ -29,24 +30,16 @@ from meshwright.parallel.context import ContextParallel
 from meshwright.parallel.tensor import Division, TensorParallel
 from meshwright.strategy.contract import OptimizerFactory
 
-from ._compat import (
-    gathered,
-    has_nccl_allocator,
-    hold_cpu_torch,
-    package,
-    slots,
-    use_sharded,
-    wait_for_gathers,
-    wrap,
-)
-from .config import AXES, STAGES, MegatronFSDPConfig
+from ._compat.cpu_torch import hold_cpu_torch
+from ._compat.package import has_nccl_allocator, package
+from ._compat.wrapped import gathered, slots, use_sharded, wait_for_gathers
+from ._compat.wrapping import wrap
+from .config import AXES, MegatronFSDPConfig
 from .precision import find_dtypes
 from .reduction import Reduction
 from .shards import Shards
 from .standins import stand_in
 from .units import find_units
-
-_UNIT_ELEMENTS = 1_000_000_000
 
 
 class MegatronFSDPManager(DataParallelManager):
@@ -98,7 +91,7 @@ class MegatronFSDPManager(DataParallelManager):
             )
             self.axes.append(context)
         if mesh.degrees.tp > 1:
-            # What one rank finds wrong here (a file with a plan, say) is told on all.
+            # What one rank finds wrong here (a file with a plan, say) is reported on all.
             self.tensor_parallel = mesh.world.together(lambda: self._divide(model, units))
             self.axes.append(self.tensor_parallel)
         checkpoint_blocks(model, self.layout, config.activation_checkpointing)
@@ -107,27 +100,9 @@ class MegatronFSDPManager(DataParallelManager):
             stand_in(model, mesh.device, without_memory=config.zero == 3)
         if mesh.device.type == "cpu":
             hold_cpu_torch(self)
-        self._fsdp = wrap(
-            model,
-            mesh.device_mesh,
-            mesh.group("dp_cp"),
-            units=units,
-            dtypes=dtypes,
-            device=mesh.device,
-            shards_outer=config.shards_outer,
-            bucketing=not config.disable_bucketing,
-            options=self._package_options(),
-        )
+        self._fsdp = wrap(model, mesh, config, units=units, dtypes=dtypes)
         self.parts = Shards(slots(self._fsdp), self._divisions())
-        self._reduction = Reduction(
-            self._fsdp,
-            units,
-            mesh.world,
-            overlap=config.overlap_grad_reduce,
-            factor=mesh.data_size * mesh.degrees.cp if config.average_in_collective else 1,
-            check_sums=config.check_for_nan_in_grad,
-            check_parts=config.report_nan_in_param_grad,
-        )
+        self._reduction = Reduction(self._fsdp, units, config, mesh)
         self._reduction.set_last(True)
         return self._fsdp
 
@@ -150,21 +125,6 @@ class MegatronFSDPManager(DataParallelManager):
             return {}
         named = self._fsdp.param_and_grad_buffer.optimizer_named_parameters
         return {parameter: parallel.divisions[name] for name, parameter in named}
-
-    def _package_options(self) -> dict[str, Any]:
-        config = self.config
-        return {
-            "data_parallel_sharding_strategy": STAGES[config.zero],
-            "outer_dp_sharding_strategy": "optim" if config.shards_outer else "no_shard",
-            "overlap_param_gather": config.overlap_param_gather,
-            "average_in_collective": config.average_in_collective,
-            "gradient_reduce_div_fusion": config.gradient_reduce_div_fusion,
-            # Given, or else the package divides by the number of units; its own floor is this.
-            "suggested_communication_unit_size": config.suggested_communication_unit_size or _UNIT_ELEMENTS,
-            "nccl_ub": config.nccl_ub,
-            "fsdp_double_buffer": config.fsdp_double_buffer or config.nccl_ub,
-            "disable_symmetric_registration": config.disable_symmetric_registration,
-        }
 
     # -- the contract
 
@@ -228,6 +188,10 @@ class MegatronFSDPManager(DataParallelManager):
 
 def check_options(config: MegatronFSDPConfig, mesh: Mesh) -> None:
     """Refuse options that cannot act on this mesh.
+
+    Args:
+        config: options, each of which is valid by itself.
+        mesh: with the device and the ranks along each axis.
 
     Raises:
         StrategyError: on all ranks alike.

@@ -1,4 +1,7 @@
-"""The entry point of the distribution meshwright-megatron-fsdp."""
+"""The entry point of the distribution meshwright-megatron-fsdp: what it registers, and how much memory it needs.
+
+It imports neither torch nor NVIDIA's package before a manager is built.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,25 @@ if TYPE_CHECKING:
 
 
 def build(config: MegatronFSDPConfig, mesh: Mesh) -> MegatronFSDPManager:
+    """The manager of `megatron_fsdp` on a mesh.
+
+    Raises:
+        MeshError, StrategyError: as `MegatronFSDPManager`.
+    """
     from .manager import MegatronFSDPManager
 
     return MegatronFSDPManager(config, mesh)
 
 
 def estimate(config: MegatronFSDPConfig, degrees: Degrees, size: ModelSize) -> Estimate:
-    """What each ZeRO stage divides, in 1/(dp_shard x cp) (optimizer state in 1/(dp x cp) with outer sharding);
-    everything in 1/tp."""
+    """Bytes on each rank: what the ZeRO stage divides, in 1/(dp_shard x cp) (optimizer state in 1/(dp x cp) with outer
+    sharding); everything in 1/tp.
+
+    Args:
+        config: the stage, and whether it shards over dp_replicate, too.
+        degrees: ranks along each axis.
+        size: elements, and bytes of each.
+    """
     stage = config.zero
     shards = (degrees.dp if config.shards_outer else degrees.dp_shard) * degrees.cp
     width = size.bytes_per_element
@@ -42,6 +56,7 @@ def estimate(config: MegatronFSDPConfig, degrees: Degrees, size: ModelSize) -> E
 
 @hookimpl
 def register_strategies() -> list[StrategySpec]:
+    """See `meshwright.strategy.hooks`."""
     return [
         StrategySpec(
             name="megatron_fsdp",

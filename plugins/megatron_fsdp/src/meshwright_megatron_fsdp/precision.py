@@ -1,4 +1,4 @@
-"""Which dtypes the options ask for."""
+"""Which dtypes the options ask for, given those of a model. Nothing is cast here."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from torch import nn
 
 from meshwright.base.errors import ModelError
 
-from ._compat import Dtypes
+from ._compat.wrapping import Dtypes
 from .config import MegatronFSDPConfig
 
 
 def find_dtypes(config: MegatronFSDPConfig, model: nn.Module) -> Dtypes:
     """What to accumulate, send and train in.
+
+    Args:
+        config: by name, or by the older switches for float32.
+        model: whose parameters' dtypes are looked at; at least one trains.
 
     Raises:
         ModelError: a dtype is coarser than the parameters, or the parameters' own do not go together.

@@ -3,7 +3,9 @@
 [Note: one order] All ranks must gather and reduce in one order, also where the data decides which parameters a rank
 uses. So a unit is reduced as a whole when its backward has ended, that is, when the gradients of its inputs are there;
 what it has not used counts as zero. The rest is reduced, by name, when backward ends: what is in no unit, and units
-whose end cannot be told (no input requires a gradient).
+whose end nothing shows (no input requires a gradient).
+
+The collectives, and the buffers that they act on, are the package's.
 """
 
 from __future__ import annotations
@@ -21,9 +23,17 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 
 from meshwright.base.errors import StrategyError
-from meshwright.mesh.world import World
+from meshwright.mesh.mesh import Mesh
 
-from ._compat import awaited, begin_backward, in_backward, take_gradient_hooks, tensors_in, wait_for_gathers
+from ._compat.wrapped import (
+    awaited,
+    begin_backward,
+    in_backward,
+    take_gradient_hooks,
+    tensors_in,
+    wait_for_gathers,
+)
+from .config import MegatronFSDPConfig
 from .shards import like
 
 
@@ -31,32 +41,21 @@ class Reduction:
     """The reduction of one model's gradients; see the module.
 
     Args:
-        fsdp: from `_compat.wrap`, in the sharded state.
+        fsdp: from `_compat.wrapping.wrap`, in the sharded state.
         units: what it was wrapped with.
-        world: all ranks.
-        overlap: reduce during backward; else `finish` does.
-        factor: what to multiply the reduced gradients with.
-        check_sums: refuse reduced gradients that are not finite.
-        check_parts: look at each rank's gradients before they are reduced, too.
+        config: whether gradients are reduced during backward or in `finish`, averaged, and looked at.
+        mesh: that it was wrapped with.
+
+    Attributes:
+        is_pending: whether gradients have come that `finish` has not dealt with.
     """
 
-    def __init__(
-        self,
-        fsdp: Any,
-        units: Iterable[nn.Module],
-        world: World,
-        *,
-        overlap: bool,
-        factor: int,
-        check_sums: bool,
-        check_parts: bool,
-    ) -> None:
+    def __init__(self, fsdp: Any, units: Iterable[nn.Module], config: MegatronFSDPConfig, mesh: Mesh) -> None:
         self._fsdp = fsdp
-        self._world = world
-        self._overlap = overlap
-        self._factor = factor
-        self._check_sums = check_sums
-        self._check_parts = check_parts
+        self._config = config
+        self._world = mesh.world
+        # Makes up for an average, so that gradients are sums.
+        self._factor = mesh.data_size * mesh.degrees.cp if config.average_in_collective else 1
         self._sharded: dict[str, nn.Parameter] = dict(fsdp.param_and_grad_buffer.optimizer_named_parameters)
         raw = {self._sharded[name]: parameter for name, parameter in fsdp.raw_param.items()}
         self._reduce = take_gradient_hooks(fsdp)
@@ -70,7 +69,6 @@ class Reduction:
         self._late: set[nn.Parameter] = set()
         self._wrong: set[nn.Parameter] = set()
         self.is_pending = False
-        """Whether gradients have come that `finish` has not dealt with."""
         fsdp.register_forward_pre_hook(self._before_forward)
         fsdp.register_forward_hook(self._after_forward)
         for unit in self._units:
@@ -81,8 +79,8 @@ class Reduction:
             parameter.register_post_accumulate_grad_hook(functools.partial(_call, arrived))
 
     def set_last(self, is_last: bool) -> None:
-        """Whether the next backward is the last one of its step."""
-        self._fsdp.is_last_microbatch = is_last and self._overlap
+        """Say whether the next backward is the last one of its step, during which gradients are reduced."""
+        self._fsdp.is_last_microbatch = is_last and self._config.overlap_grad_reduce
 
     # -- hooks
 
@@ -111,7 +109,7 @@ class Reduction:
         begin_backward(self._fsdp)
 
     def _arrived(self, parameter: Tensor) -> None:
-        if self._check_parts and not bool(parameter.grad.isfinite().all()):
+        if self._config.report_nan_in_param_grad and not bool(parameter.grad.isfinite().all()):
             self._wrong.add(parameter)
         if parameter not in awaited(self._fsdp):
             self._late.add(parameter)
@@ -132,13 +130,14 @@ class Reduction:
     def finish(self) -> None:
         """Wait for the reduction, and put the gradients on the sharded parameters. Collective.
 
-        All ranks then have gradients of the same parameters, empty ones included: those that any rank has used.
+        They are DTensors like the sharded parameters, in their dtype. All ranks then have gradients of the same
+        parameters, empty ones included: those that any rank has used.
 
         Raises:
             StrategyError: a gradient is not finite, or came too late to be reduced; on all ranks. All are dropped.
         """
         fsdp = self._fsdp
-        if not self._overlap:
+        if not self._config.overlap_grad_reduce:
             fsdp.grad_reduce_pipeline.reduce_gradients(
                 list(self._names), outer_fsdp_group_grad_reduce=fsdp.dist_index.use_hybrid_fsdp
             )
@@ -147,7 +146,7 @@ class Reduction:
         if self._factor != 1:
             fsdp.scale_gradients(self._factor)
         sums = [self._sharded[name].grad for name in self._names.values()]
-        infinite = _infinite(sums) if self._check_sums else [False] * len(sums)
+        infinite = _infinite(sums) if self._config.check_for_nan_in_grad else [False] * len(sums)
         marks = [[p in each for p in self._names] for each in (self._used, self._late, self._wrong)]
         flat = [int(mark) for row in (*marks, infinite) for mark in row]
         agreed = self._world.reduce_ints(flat, dist.ReduceOp.MAX)

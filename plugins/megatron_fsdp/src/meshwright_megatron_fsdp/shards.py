@@ -2,6 +2,7 @@
 
 A unit's parameters lie one behind the other in one buffer, which is cut into equal parts, so that a rank may hold all
 rows of a parameter, some, or none. Under tensor parallelism, what lies in the buffer is this rank's part of them.
+Training needs nothing of this: it is for states, checkpoints and norms.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from meshwright.tensors.norms import Groups
 from meshwright.tensors.pieces import Piece, stretch_pieces, tensor_pieces
 from meshwright.tensors.state import Parts, whole_tensor
 
-from ._compat import Slot
+from ._compat.wrapped import Slot
 
 
 class Shards(Parts):
-    """See `Parts`.
+    """See `Parts`, for a sharded parameter or what has its shape (a gradient, optimizer state).
 
     Args:
         slots: by the sharded parameter.
@@ -89,7 +90,12 @@ class Shards(Parts):
 
 
 def like(parameter: DTensor, local: Tensor) -> DTensor:
-    """A DTensor of the parameter's kind around another local tensor."""
+    """A DTensor of the parameter's kind around another local tensor.
+
+    Args:
+        parameter: whose mesh, placements, shape and strides it gets.
+        local: this rank's part, in the shape of the parameter's and of any dtype.
+    """
     return DTensor.from_local(
         local,
         parameter.device_mesh,

@@ -17,6 +17,8 @@ def stand_in(model: nn.Module, device: torch.device, *, without_memory: bool) ->
     """Replace what is on the meta device, in place; tied parameters stay tied.
 
     Args:
+        model: what of it is not on the meta device is left alone.
+        device: where parameters and buffers come to lie.
         without_memory: parameters are views of one element each, to be copied and never written to.
     """
     made: dict[int, nn.Parameter] = {}

@@ -1,4 +1,4 @@
-"""The units: modules that are gathered and reduced as one."""
+"""The units: modules that are gathered and reduced as one. What is in no unit, the package puts into buckets."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ def find_units(model: nn.Module, layout: ModelLayout, classes: Sequence[str] | N
     """The modules of the named classes, or the model's blocks, each once, in the order of the model.
 
     Args:
+        model: before it is wrapped.
+        layout: of the model.
         classes: names or full paths, matched against the classes of the model's modules; nothing is imported.
 
     Raises:

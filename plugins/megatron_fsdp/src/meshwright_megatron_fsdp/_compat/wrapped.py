@@ -1,0 +1,173 @@
+"""What a wrapped model does beyond its public calls: its states, what it has gathered, its shards, its backward.
+
+[Note: two states] A wrapped model holds either its raw parameters, which modules compute with (freed where they are
+sharded), or its sharded ones: DTensors that the optimizer trains. Forward brings the raw state, the end of a step the
+sharded one.
+
+A value named `fsdp` here is what `wrapping.wrap` returns. When its gradients are reduced is not decided here, but in
+`meshwright_megatron_fsdp.reduction`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from .package import submodule
+
+# -- states
+
+
+def use_raw(fsdp: Any) -> None:
+    """Bring the raw state; see [Note: two states]. No public call does just this."""
+    fsdp._replace_param_with_raw_if_needed()
+
+
+def use_sharded(fsdp: Any) -> None:
+    """Bring the sharded state; see [Note: two states]. No public call does just this."""
+    fsdp._replace_param_with_distributed_if_needed()
+
+
+def wait_for_gathers(fsdp: Any) -> None:
+    """Wait for what was gathered ahead and not used; the package does, too, but warns of it."""
+    pipeline = fsdp.all_gather_pipeline
+    for bucket, bwd in list(pipeline.param_gather_event_map):
+        pipeline.wait_bucket_ready(bucket, bwd)
+
+
+@contextmanager
+def gathered(fsdp: Any) -> Iterator[None]:
+    """All parameters whole, in the raw state; forwards inside the context gather and free nothing. Collective.
+
+    `start_param_sync`, which is public, leaves out the gathering over dp_replicate that outer sharding needs, and what
+    it has gathered goes with the first forward. Double buffers hold two units, so others take their place. Its hooks
+    look up every parameter that they meet; inside, other ones may stand in the modules.
+    """
+    use_raw(fsdp)
+    pipeline, buffer = fsdp.all_gather_pipeline, fsdp.param_and_grad_buffer
+    with _unlimited_buffers(fsdp):
+        fsdp.all_gather_and_wait_parameters_ready(list(fsdp.raw_param.values()), prefetch=False)
+        numbers = buffer.param_to_param_group
+        pipeline.release_bucket = lambda *args, **options: None
+        fsdp.all_gather_and_wait_parameters_ready = lambda *args, **options: None
+        buffer.param_to_param_group = defaultdict(int)
+        try:
+            yield
+        finally:
+            buffer.param_to_param_group = numbers
+            del pipeline.release_bucket, fsdp.all_gather_and_wait_parameters_ready
+            wait_for_gathers(fsdp)
+            pipeline.reset()
+            use_sharded(fsdp)
+
+
+@contextmanager
+def _unlimited_buffers(fsdp: Any) -> Iterator[None]:
+    config = fsdp.ddp_config
+    if not config.fsdp_double_buffer:
+        yield
+        return
+    module = submodule("param_and_grad_buffer")
+    groups = fsdp.param_and_grad_buffer.parameter_groups
+    buffers = [b for g in groups for b in (g.model_weight_buffer, g.hfsdp_helper_wbuf) if b is not None]
+    before = [buffer.temporary_bucket_allocator for buffer in buffers]
+    config.fsdp_double_buffer = False
+    unlimited = module.StorageResizeBasedBucketAllocator()
+    for buffer in buffers:
+        buffer.temporary_bucket_allocator = unlimited
+    try:
+        yield
+    finally:
+        config.fsdp_double_buffer = True
+        for buffer, allocator in zip(buffers, before, strict=True):
+            buffer.temporary_bucket_allocator = allocator
+
+
+# -- shards
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What a rank holds of a parameter.
+
+    Attributes:
+        start, end: of its elements, in the flattened parameter.
+        group: the ranks that share the parameter; None: each has all of it.
+    """
+
+    start: int
+    end: int
+    group: dist.ProcessGroup | None
+
+
+def slots(fsdp: Any) -> dict[nn.Parameter, Slot]:
+    """The slot of each sharded parameter.
+
+    DTensor's own `full_tensor` takes shards for even ones, and fails; the package's function for it gathers tensors of
+    unequal sizes, which gloo refuses.
+    """
+    buffer = fsdp.param_and_grad_buffer
+    sharded = dict(buffer.optimizer_named_parameters)
+    found = {}
+    for group in buffer.parameter_groups:
+        weights = group.main_weight_buffer if group.main_weight_buffer is not None else group.model_weight_buffer
+        for item, raw in enumerate(group.params):
+            if fsdp.data_parallel_sharding_strategy == "no_shard":
+                slot = Slot(0, raw.numel(), None)
+            else:
+                start, end = weights._get_item_slice_in_shard(item)
+                slot = Slot(start, end, weights.data_parallel_group)
+            found[sharded[buffer.param_to_name[raw]]] = slot
+    return found
+
+
+# -- backward
+
+
+def in_backward(fsdp: Any) -> bool:
+    """Whether a backward has begun and not ended; no public name says so."""
+    return bool(fsdp._root_pre_backward_hook_issued)
+
+
+def begin_backward(fsdp: Any) -> None:
+    """What must run before the first gradient of a backward, and lets the package end it; again: nothing.
+
+    The package finds this moment by the output of the model, if that is a tensor or tuple, which those of Hugging Face
+    models are not, or else of the last submodule, which may not run. `pre_backward`, which is public, has the function.
+    """
+    fsdp.pre_backward.func(None)
+
+
+def take_gradient_hooks(fsdp: Any) -> dict[nn.Parameter, Callable[[nn.Parameter], None]]:
+    """Remove the hooks by which the package accumulates and reduces each raw parameter's gradient; by parameter.
+
+    It reduces a unit as soon as its last gradient has come, so ranks that use different parameters would reduce, and
+    gather, in different orders. The package keeps handles, under names that tied weights share, and no functions.
+    """
+    hooks: dict[nn.Parameter, Callable[[nn.Parameter], None]] = {}
+    for parameter in fsdp.raw_param.values():
+        registered = parameter._post_accumulate_grad_hooks
+        if registered:
+            hooks[parameter] = next(iter(registered.values()))
+            registered.clear()
+    return hooks
+
+
+def awaited(fsdp: Any) -> set[nn.Parameter]:
+    """The raw parameters whose gradients this backward has not dealt with yet; no public name says so."""
+    waiting: set[nn.Parameter] = fsdp._params_require_handle_grad
+    return waiting
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in nested containers, in order; those of transformers included, which register with this private
+    module.
+    """
+    return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]

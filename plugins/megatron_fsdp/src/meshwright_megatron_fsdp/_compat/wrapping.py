@@ -1,0 +1,141 @@
+"""How a model is wrapped: units chosen one by one, sizes and dtypes that the package's shorter calls leave out.
+
+What a wrapped model does afterwards is in `wrapped`; when its gradients are reduced, in `reduction`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.mesh.mesh import Mesh
+
+from ..config import STAGES, MegatronFSDPConfig
+from .cpu_torch import float64_buffers
+from .package import package, submodule
+
+_BUCKET_ELEMENTS = 40_000_000
+"""Megatron-Core's default size of a bucket; the package leaves it open, which would make disable_bucketing idle."""
+_UNIT_ELEMENTS = 1_000_000_000
+"""The package's own least suggested_communication_unit_size."""
+
+
+class _Chosen(type):
+    """A class whose instances are the modules that were chosen: the package takes units as classes only."""
+
+    modules: Sequence[nn.Module]
+
+    def __instancecheck__(cls, module: Any) -> bool:
+        return any(module is each for each in cls.modules)
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """What megatron-fsdp's MixedPrecisionPolicy takes; None: that of the parameters (comm: of main_grads)."""
+
+    main_params: torch.dtype | None = None
+    main_grads: torch.dtype | None = None
+    grad_comm: torch.dtype | None = None
+
+
+def wrap(
+    model: nn.Module, mesh: Mesh, config: MegatronFSDPConfig, *, units: Sequence[nn.Module], dtypes: Dtypes
+) -> Any:
+    """Shard a model in place and return the MegatronFSDP around it, in the sharded state; see `wrapped`.
+
+    `fully_shard_model` is passed over, since it has no argument for suggested_communication_unit_size, nor for the size
+    of a bucket, and divides by the number of units, which may be 0.
+
+    Args:
+        model: on its device; parameters are plain tensors.
+        mesh: along axes but dp_replicate, dp_shard and cp, models are other ones.
+        config: options, of which those that the package has are handed to it.
+        units: what is gathered and reduced as one.
+        dtypes: of `precision.find_dtypes`.
+
+    Raises:
+        StrategyError: megatron-fsdp is missing or of another version.
+    """
+    theirs = _package_config(config)
+    policy = package().MixedPrecisionPolicy(dtypes.main_params, dtypes.main_grads, dtypes.grad_comm)
+    used = {parameter.dtype for parameter in model.parameters()} | {dtypes.main_params, dtypes.main_grads}
+    with float64_buffers() if torch.float64 in used else nullcontext():
+        fsdp = _wrapper()(
+            model,
+            _index(mesh, shards_outer=config.shards_outer),
+            theirs,
+            policy,
+            fsdp_unit_modules=[_Chosen("Unit", (), {"modules": tuple(units)})],
+            disable_bucketing=config.disable_bucketing,
+            device=mesh.device,
+            # No factor on gradients but for averages, where its value is not used.
+            calculate_per_token_loss=not theirs.average_in_collective,
+            sync_model_each_microbatch=False,
+            nccl_ub=theirs.nccl_ub,
+            fsdp_double_buffer=theirs.fsdp_double_buffer,
+            disable_symmetric_registration=theirs.disable_symmetric_registration,
+        )
+    for group in fsdp.param_and_grad_buffer.parameter_groups:
+        # Forgotten by the package: without it, the ranks of dp_shard sum where those of dp_replicate average.
+        if group.hfsdp_helper_gbuf is not None:
+            group.hfsdp_helper_gbuf.gradient_scaling_factor = group.main_grad_buffer.gradient_scaling_factor
+    return fsdp
+
+
+def _index(mesh: Mesh, *, shards_outer: bool) -> Any:
+    """The package's own view of the mesh."""
+    hybrid = mesh.degrees.dp_replicate > 1
+    group = mesh.group("dp_cp") if hybrid else None
+    return package().FSDPDistributedIndex(
+        mesh.device_mesh,
+        dp_shard_dim="dp_shard_cp" if mesh.degrees.cp > 1 else "dp_shard",
+        dp_outer_dim="dp_replicate" if hybrid else None,
+        # Must be given. Tensor parallelism is ours: the package sees each rank's part as a whole model, and an axis of
+        # one rank, which pp is for all strategies that do not claim it.
+        tp_dim="pp",
+        hybrid_fsdp_group=group,
+        # Parameters whose names contain ".experts." go by a mesh of their own; without one, by the whole world.
+        expt_device_mesh=mesh.device_mesh,
+        hybrid_fsdp_expt_group=group,
+        hsdp_outer_dp_shard=shards_outer,
+    )
+
+
+def _package_config(config: MegatronFSDPConfig) -> Any:
+    """The package's DistributedDataParallelConfig."""
+    # Whether Megatron-Core's class or the package's own: it depends on what is installed.
+    return submodule("megatron_fsdp").DistributedDataParallelConfig(
+        overlap_grad_reduce=True,
+        bucket_size=_BUCKET_ELEMENTS,
+        data_parallel_sharding_strategy=STAGES[config.zero],
+        outer_dp_sharding_strategy="optim" if config.shards_outer else "no_shard",
+        overlap_param_gather=config.overlap_param_gather,
+        average_in_collective=config.average_in_collective,
+        gradient_reduce_div_fusion=config.gradient_reduce_div_fusion,
+        # Given, or else the package divides by the number of units.
+        suggested_communication_unit_size=config.suggested_communication_unit_size or _UNIT_ELEMENTS,
+        nccl_ub=config.nccl_ub,
+        fsdp_double_buffer=config.fsdp_double_buffer or config.nccl_ub,
+        disable_symmetric_registration=config.disable_symmetric_registration,
+    )
+
+
+@functools.cache
+def _wrapper() -> Any:
+    """The package's MegatronFSDP, for models in which any number of modules share a parameter."""
+    inner: Any = submodule("megatron_fsdp")
+
+    class MegatronFSDP(inner.MegatronFSDP):
+        def _reestablish_shared_weights(self, old_params: dict[str, Any], new_params: dict[str, Any]) -> None:
+            # The package gives the new parameter to one more module each time, and stops after the first.
+            stale = {id(p) for p in old_params.values()} - {id(p) for p in new_params.values()}
+            while any(id(parameter) in stale for parameter in self.module.parameters()):
+                super()._reestablish_shared_weights(old_params, new_params)
+
+    return MegatronFSDP
