@@ -17,8 +17,8 @@ from meshwright.testing.collectives import measure_collectives
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, train_steps
 from meshwright_ddp import DDPConfig
-from meshwright_ddp.bucketed import BucketedDataParallel, make_groups
-from meshwright_ddp.reduction import Groups, Reduction, Scaling
+from meshwright_ddp.bucketed import BucketedDataParallel
+from meshwright_ddp.reduction import Groups, Reduction, Scaling, make_groups
 
 BUCKETED: dict[str, Any] = {"engine": "bucketed"}
 OVERLAP = {**BUCKETED, "overlap_grad_reduce": True, "bucket_size": 3000}

@@ -43,14 +43,32 @@ class BucketLayout:
         """Elements of the whole buffer."""
         return self.buckets[-1][1] if self.buckets else 0
 
+    @property
+    def members(self) -> list[list[int]]:
+        """Indices of the parameters of each bucket, in registration order."""
+        members: list[list[int]] = [[] for _ in self.buckets]
+        for index, (_, _, bucket) in enumerate(self.param_ranges):
+            members[bucket].append(index)
+        return members
+
     def part(self, bucket: int, rank: int) -> tuple[int, int]:
-        """(start, end) in the buffer of what a rank owns of a bucket."""
+        """(start, end) in the buffer, in elements, of what a rank owns of a bucket.
+
+        Args:
+            bucket: its number in the order of the buffer.
+            rank: 0 to W - 1.
+        """
         start, end = self.buckets[bucket]
         size = (end - start) // self.dp_size
         return start + rank * size, start + (rank + 1) * size
 
     def owned(self, index: int, rank: int) -> tuple[int, int]:
-        """(start, end) within parameter `index` of what a rank owns of it; (0, 0) where that is nothing."""
+        """(start, end) within the flattened parameter `index` of what a rank owns of it; (0, 0) where that is nothing.
+
+        Args:
+            index: in registration order.
+            rank: 0 to W - 1.
+        """
         start, end, bucket = self.param_ranges[index]
         low, high = self.part(bucket, rank)
         low, high = max(low, start), min(high, end)
@@ -69,8 +87,8 @@ def bucket_layout(
     """Lay parameters out in one buffer.
 
     Args:
-        numels: sizes of the parameters, in registration order.
-        bucket_size: a bucket ends with the parameter that brings it to this; None: one bucket for all.
+        numels: sizes of the parameters [elements], in registration order.
+        bucket_size: a bucket ends with the parameter that brings it to this [elements]; None: one bucket for all.
         dp_size: W, the ranks that share each bucket.
         distributed_optimizer: align parameters, and pad buckets so that W divides them.
         shared_embeddings: indices of parameters that get a bucket of their own; acts with the distributed optimizer.
@@ -108,7 +126,11 @@ def bucket_layout(
 
 
 def default_bucket_size(dp_size: int) -> int:
-    """The bucket size where none is given: more ranks need larger messages."""
+    """The bucket size [elements] where none is given: more ranks need larger messages.
+
+    Args:
+        dp_size: ranks over which gradients are summed.
+    """
     return max(MIN_BUCKET_SIZE, BUCKET_SIZE_PER_RANK * dp_size)
 
 

@@ -11,27 +11,24 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .bucket_ranges import BucketLayout, bucket_layout
+from meshwright.base.errors import ModelError
 
-
-@dataclass(frozen=True)
-class BucketSizes:
-    """How buffers are cut; see `layout.bucket_layout`, whose arguments these are."""
-
-    bucket_size: int | None
-    dp_size: int
-    distributed_optimizer: bool
-    pad_for_high_busbw: bool = False
+from .bucket_ranges import BucketLayout, bucket_layout, default_bucket_size
+from .config import DistributedDataParallelConfig
+from .reduction import Groups
 
 
 @dataclass(eq=False)
 class Buffer:
-    """One dtype's flat tensors, of `layout.numel` elements each.
+    """The flat tensors of the parameters of one dtype.
 
     Attributes:
         names, parameters: in registration order, as `layout` counts them.
-        gradients: in the dtype in which they are reduced; padding stays zero.
-        values: the parameters; None without the distributed optimizer.
+        layout: where each lies.
+        gradients: (layout.numel,), in the dtype in which they are reduced; padding stays zero.
+        values: (layout.numel,), in the parameters' dtype: what they are views of; None without the distributed
+            optimizer.
+        first: registration index in the whole model of each parameter.
     """
 
     names: list[str]
@@ -40,44 +37,75 @@ class Buffer:
     gradients: Tensor
     values: Tensor | None
     first: list[int] = field(default_factory=list)
-    """Registration index in the whole model of each parameter."""
 
     def gradient(self, index: int) -> Tensor:
-        """The gradient of one parameter: a view in its shape."""
+        """The gradient of parameter `index`: a view in its shape and in the dtype of `gradients`."""
         start, end, _ = self.layout.param_ranges[index]
         return self.gradients[start:end].view(self.parameters[index].shape)
 
 
 def make_buffers(
-    parameters: Mapping[str, nn.Parameter], sizes: BucketSizes, gradient_dtype: torch.dtype | None
+    parameters: Mapping[str, nn.Parameter],
+    config: DistributedDataParallelConfig,
+    groups: Groups,
+    gradient_dtype: torch.dtype | None = None,
 ) -> list[Buffer]:
     """Buffers for parameters in registration order, one for each of their dtypes.
 
     With the distributed optimizer the parameters move into their buffer, keeping identity and values.
 
     Args:
-        gradient_dtype: in which gradients are reduced; None: the parameters' own.
+        parameters: those that train, by name.
+        config: how buffers are cut, and in which dtype gradients are reduced.
+        groups: the ranks that share each bucket.
+        gradient_dtype: in which gradients are reduced instead; None: what the config says, or else the parameters' own.
+
+    Raises:
+        ModelError: more buckets than elements; on all ranks alike, before a parameter moves.
     """
-    groups: dict[torch.dtype, list[tuple[int, str, nn.Parameter]]] = {}
+    if gradient_dtype is None and config.gradient_dtype is not None:
+        gradient_dtype = getattr(torch, config.gradient_dtype)
+    size = bucket_size(config, sum(parameter.numel() for parameter in parameters.values()), groups.ranks)
+    by_dtype: dict[torch.dtype, list[tuple[int, str, nn.Parameter]]] = {}
     for index, (name, parameter) in enumerate(parameters.items()):
-        groups.setdefault(parameter.dtype, []).append((index, name, parameter))
+        by_dtype.setdefault(parameter.dtype, []).append((index, name, parameter))
     buffers = []
-    for dtype, members in groups.items():
+    for dtype, members in by_dtype.items():
         order, names, own = (list(column) for column in zip(*members, strict=True))
         layout = bucket_layout(
             [parameter.numel() for parameter in own],
-            bucket_size=sizes.bucket_size,
-            dp_size=sizes.dp_size,
-            distributed_optimizer=sizes.distributed_optimizer,
+            bucket_size=size,
+            dp_size=groups.size,
+            distributed_optimizer=config.use_distributed_optimizer,
             # Marked by who ties parameters over pipeline stages.
             shared_embeddings={i for i, parameter in enumerate(own) if getattr(parameter, "shared_embedding", False)},
-            pad_for_high_busbw=sizes.pad_for_high_busbw,
+            pad_for_high_busbw=config.pad_buckets_for_high_nccl_busbw,
         )
         device = own[0].device
         gradients = torch.zeros(layout.numel, dtype=gradient_dtype or dtype, device=device)
-        values = _moved(own, layout) if sizes.distributed_optimizer else None
+        values = _moved(own, layout) if config.use_distributed_optimizer else None
         buffers.append(Buffer(names, own, layout, gradients, values, order))
     return buffers
+
+
+def bucket_size(config: DistributedDataParallelConfig, numel: int, ranks: int) -> int | None:
+    """Elements after which a bucket ends; None: it never does.
+
+    Args:
+        config: which of its two options says so.
+        numel: elements of all parameters that train.
+        ranks: over which gradients are summed.
+
+    Raises:
+        ModelError: more buckets than elements; on all ranks alike.
+    """
+    if not config.overlap_grad_reduce:
+        return None
+    if config.num_buckets is None:
+        return config.bucket_size or default_bucket_size(ranks)
+    if config.num_buckets > numel:
+        raise ModelError(f"num_buckets={config.num_buckets}, but the model trains {numel} elements. Use fewer.")
+    return numel // config.num_buckets
 
 
 def _moved(parameters: list[nn.Parameter], layout: BucketLayout) -> Tensor:

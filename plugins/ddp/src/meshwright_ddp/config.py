@@ -269,6 +269,11 @@ class DDPConfig(DistributedDataParallelConfig):
         return values
 
     def check_combinations(self) -> None:
+        """Refuse options that do not go together, those of the other engine first.
+
+        Raises:
+            ValueError: names them; pydantic makes a finding of it.
+        """
         # Before anything else is judged: what an option needs is of no interest where its engine is not used.
         self._check_engine()
         super().check_combinations()

@@ -22,12 +22,11 @@ LARGE = 10.0
 
 
 class GradientChecks:
-    """Looks at buckets as they are dispatched.
+    """Looks at buckets as they are dispatched. It changes no gradient and communicates nothing.
 
     Args:
         nonfinite: a NaN or Inf is an error.
-        large: norms of at least `LARGE` times the largest of the first `LEARNED` (of all buckets together) are told
-            in a warning.
+        large: warn of 2-norms of at least `LARGE` times the largest of the first `LEARNED` (of all buckets together).
     """
 
     def __init__(self, *, nonfinite: bool, large: bool) -> None:
@@ -38,12 +37,21 @@ class GradientChecks:
         self._largest = 0.0
 
     def look(self, bucket: int, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
-        """Note the norms of a bucket's gradients, which are not scaled or reduced yet."""
+        """Note the 2-norms of a bucket's gradients, which are not scaled or reduced yet. Waits for no device.
+
+        Args:
+            bucket: its number, for reports.
+            names: of its parameters.
+            gradients: of the same parameters, of any shapes.
+        """
         if self._nonfinite or self._large:
             self._seen.append((bucket, names, torch.stack([torch.linalg.vector_norm(each) for each in gradients])))
 
     def verdict(self) -> TrainingError | None:
-        """What is wrong with the buckets seen since the last verdict; warns of large norms."""
+        """What is wrong with the buckets seen since the last verdict; None: nothing. Warns of large norms.
+
+        Waits for the device of the gradients.
+        """
         seen, self._seen = self._seen, []
         for bucket, names, norms in seen:
             norm = float(torch.linalg.vector_norm(norms))

@@ -42,6 +42,10 @@ def hand_over(config: DDPConfig, mesh: Mesh) -> StrategyManager:
 
     Instances of the distributed optimizer are its ranks along dp_replicate: each shards over the ranks of its own.
 
+    Args:
+        config: with `use_megatron_fsdp`.
+        mesh: whose data-parallel ranks are shared out anew.
+
     Raises:
         StrategyError: it is not installed, or does not know an option that was set (on all ranks alike).
         MeshError: the ranks cannot be divided so.

@@ -1,5 +1,7 @@
 """Communication hooks that sum gradients, where DDP's own reduction and torch's hooks average.
 
+They are for torch's engine alone: the bucketed one sums by itself (see `reduction`). A hook gets one bucket, 1-D, and
+gives a future of the sum over ranks, in the bucket's shape and dtype.
 Source: torch.distributed.GradBucket, DistributedDataParallel.register_comm_hook and torch's hooks; Vogels et al. 2019,
 arXiv:1905.13727, for PowerSGD.
 """
@@ -21,7 +23,7 @@ Hook: TypeAlias = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 
 
 def sum_hook(group: dist.ProcessGroup) -> Hook:
-    """All-reduce each bucket by SUM."""
+    """All-reduce each bucket by SUM, in its own dtype, over the ranks of `group`."""
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
@@ -31,7 +33,12 @@ def sum_hook(group: dist.ProcessGroup) -> Hook:
 
 
 def wide_sum_hook(group: dist.ProcessGroup, sums: WideSums) -> Hook:
-    """Add the waiting sums of earlier microbatches to each bucket, all-reduce it in their dtype and round once."""
+    """Add the waiting sums of earlier microbatches to each bucket, all-reduce it in their dtype and round once.
+
+    Args:
+        group: the ranks to sum over.
+        sums: of earlier microbatches, by parameter.
+    """
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
@@ -52,6 +59,7 @@ def compressing_hook(name: str, options: Mapping[str, Any], group: dist.ProcessG
     Args:
         name: one of `config.COMM_HOOKS`.
         options: arguments of torch's PowerSGDState, for power_sgd.
+        group: the ranks to sum over.
 
     Raises:
         ConfigError: PowerSGDState refuses its options (on all ranks alike).

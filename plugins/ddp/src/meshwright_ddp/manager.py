@@ -1,4 +1,8 @@
-"""Replicate the model and sum gradients, with the engine that the configuration names."""
+"""Replicate the model and sum gradients, with the engine that the configuration names.
+
+What is common to both engines, and the state that a checkpoint holds. When and how gradients are summed is the engine's
+affair: `bucketed`, `torch_engine`, or `stage_engine`.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,15 @@ from .bucketed import BucketedDataParallel
 from .config import AXES, DDPConfig, DistributedDataParallelConfig
 from .optimizer import Shards
 from .shard_gradients import ShardGradients
-from .torch_engine import StageEngine, TorchEngine
+from .stage_engine import StageEngine
+from .torch_engine import TorchEngine
 
 
 class DDPManager(DataParallelManager):
     """Replicated data parallelism; see `DataParallelManager`.
+
+    With the distributed optimizer, this rank trains stretches of parameters, 1-D (see `optimizer.Shards`); without it,
+    whole parameters.
 
     Args:
         config: options; those of the reference's class alone are of the bucketed engine.

@@ -1,5 +1,7 @@
 """The distributed optimizer: each rank steps what it owns of every parameter.
 
+It is no optimizer of its own, and gathers nothing (see `parameter_gather`).
+
 The optimizer is the user's own, over shards instead of parameters: a shard is the stretch of a parameter that this rank
 owns, 1-D and possibly empty, under the parameter's name. Parameters of a half type have float32 shards, from which they
 are rounded after each step; others have views of themselves. So optimizers that treat every element alike (Adam, AdamW,
@@ -32,9 +34,10 @@ class Shard:
 
     Attributes:
         name, parameter: of the model.
-        start, end: the owned stretch of the flattened parameter.
-        tensor: what the optimizer trains, 1-D.
-        gradient: the same stretch of the gradient buffer, 1-D.
+        start, end: the owned stretch of the flattened parameter [elements].
+        tensor: what the optimizer trains, (end - start,): float32 for parameters of half types, else a view of the
+            parameter in its dtype.
+        gradient: the same stretch of the gradient buffer, (end - start,), in the buffer's dtype.
     """
 
     name: str
@@ -46,19 +49,28 @@ class Shard:
 
     @property
     def values(self) -> Tensor:
-        """The owned stretch of the parameter, 1-D."""
+        """The owned stretch of the parameter: a view, (end - start,), in its dtype."""
         return self.parameter.detach().view(-1)[self.start : self.end]
 
     @property
     def is_master(self) -> bool:
+        """Whether `tensor` holds values in float32 beside those of the parameter."""
         return self.tensor.dtype != self.parameter.dtype
 
     def set_gradient(self, is_used: bool) -> None:
+        """Give `tensor` its gradient, in its own dtype; None where no rank has used the parameter."""
         self.tensor.grad = self.gradient.to(self.tensor.dtype) if is_used else None
 
 
 class Shards(Parts):
     """This rank's shards of all trainable parameters, in registration order.
+
+    As `Parts`, it describes state of optimizers, too: what has the shape of a shard is divided as the shard is, and
+    all else (counters of steps) is the same on all ranks.
+
+    Args:
+        buffers: of `make_buffers`, with values.
+        groups: the ranks among which parameters are divided.
 
     Attributes:
         group: of the ranks that own a parameter together.
@@ -90,6 +102,7 @@ class Shards(Parts):
                 shard.values.copy_(shard.tensor.detach())
 
     def __getitem__(self, trained: nn.Parameter) -> Shard:
+        """The shard whose tensor is trained."""
         return self._of[trained]
 
     # -- state, see `Parts`
@@ -148,6 +161,8 @@ class Shards(Parts):
         """The reverse of `masters`; parameters without a value take that of the model. Collective if `full`.
 
         Args:
+            values: float32, by name: whole ones on the first rank, in the parameters' shapes, if `full`; else 1-D
+                shards of this rank.
             group: all ranks that have this model, the first of which brings the values if `full`.
         """
         self.read()

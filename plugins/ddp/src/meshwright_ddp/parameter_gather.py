@@ -7,6 +7,8 @@ start in one order, forward's, and what a forward has not asked for is gathered 
 A module's forward pre-hook waits for the buckets of its own parameters. Some modules are never called, and others use
 their parameters directly; the first forward shows which, and the nearest enclosing module that is called waits for
 them.
+
+What owners have updated they have put into the buffers before (see `optimizer`); no gradient passes through here.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ class BucketGather:
     """Fills one bucket of parameter values from its owners, in place.
 
     Args:
-        values: the bucket, 1-D; each rank's own part holds what it has updated.
+        values: the bucket, 1-D, of a size that the group's ranks divide; each rank's part holds what it has updated.
         group: the sharding group.
+
+    Attributes:
+        is_stale: whether parts of other ranks are older than their owners'.
     """
 
     def __init__(self, values: Tensor, group: dist.ProcessGroup) -> None:
@@ -40,6 +45,7 @@ class BucketGather:
             self._work = dist.all_gather_single(self._values, self._own, group=self._group, async_op=True)
 
     def wait(self) -> None:
+        """Until the values can be used (on CUDA: by what is queued from now on); nothing if none is under way."""
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -1,4 +1,7 @@
-"""The entry point of the distribution meshwright-ddp."""
+"""The entry point of the distribution meshwright-ddp: what it registers, and how much memory it needs.
+
+It imports no torch before a manager is built.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,11 @@ if TYPE_CHECKING:
 
 
 def build(config: DDPConfig, mesh: Mesh) -> StrategyManager:
+    """The manager of `ddp` on a mesh, or that of `megatron_fsdp` where the config hands over.
+
+    Raises:
+        MeshError, StrategyError, ConfigError: as `DDPManager`, or `handover.hand_over`.
+    """
     if config.hands_over:
         from .handover import hand_over
 
@@ -26,7 +34,15 @@ def build(config: DDPConfig, mesh: Mesh) -> StrategyManager:
 
 
 def estimate(config: DDPConfig, degrees: Degrees, size: ModelSize) -> Estimate | None:
-    """Whole copies everywhere. torch's buckets hold gradients a second time unless gradients are views of them."""
+    """Bytes on each rank: whole copies everywhere; None where the config hands over.
+
+    torch's buckets hold gradients a second time unless gradients are views of them.
+
+    Args:
+        config: the engine, and what it widens or divides.
+        degrees: ranks along each axis.
+        size: elements, and bytes of each.
+    """
     if config.hands_over:
         return None
     parameters, trainable = size.parameters * size.bytes_per_element, size.trainable * size.bytes_per_element
@@ -44,6 +60,7 @@ def estimate(config: DDPConfig, degrees: Degrees, size: ModelSize) -> Estimate |
 
 @hookimpl
 def register_strategies() -> list[StrategySpec]:
+    """See `meshwright.strategy.hooks`."""
     return [
         StrategySpec(
             name="ddp",

@@ -1,5 +1,7 @@
 """The collective that sums one bucket of gradients over ranks.
 
+When it begins is `gradient_sync`'s affair.
+
 [Note: sharding group] The W ranks that share the optimizer's state are the sharding group: all data-parallel ranks, or
 those of one instance of the distributed optimizer where there are several. Then each instance holds all of the state,
 and what a rank owns is reduced within its instance first, then over the ranks that own the same in the others.
@@ -13,22 +15,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.base.errors import MeshError
+from meshwright.mesh.mesh import Mesh
+from meshwright.mesh.sizes import ROOT_AXES
 
 
 @dataclass(frozen=True)
 class Groups:
-    """See [Note: sharding group]; `across` is None where there is one instance."""
+    """The ranks over which gradients are summed; see [Note: sharding group].
+
+    Attributes:
+        shard: the sharding group.
+        across: the ranks that own the same in other instances; None where there is one instance.
+    """
 
     shard: dist.ProcessGroup
     across: dist.ProcessGroup | None = None
 
     @property
     def rank(self) -> int:
+        """This rank's place among those that share a bucket."""
         return dist.get_rank(self.shard)
 
     @property
     def size(self) -> int:
+        """W, the ranks that share a bucket."""
         return dist.get_world_size(self.shard)
+
+    @property
+    def ranks(self) -> int:
+        """All ranks over which gradients are summed."""
+        return self.size * (dist.get_world_size(self.across) if self.across is not None else 1)
 
 
 @dataclass(frozen=True)
@@ -40,7 +59,36 @@ class Scaling:
 
     @property
     def op(self) -> dist.ReduceOp.RedOpType:
+        """What the collective does: AVG or SUM."""
         return dist.ReduceOp.AVG if self.average else dist.ReduceOp.SUM
+
+
+def make_groups(mesh: Mesh, instances: int) -> Groups:
+    """The groups of [Note: sharding group]; neighbouring ranks form an instance. Collective.
+
+    Args:
+        mesh: whose axis `dp_replicate` has the ranks.
+        instances: of the distributed optimizer; 1: all ranks are one.
+
+    Raises:
+        MeshError: the ranks cannot be divided so; on all ranks alike.
+    """
+    ranks = mesh.degrees.dp_replicate
+    if ranks % instances:
+        raise MeshError(
+            f"num_distributed_optimizer_instances={instances} does not divide the {ranks} ranks of dp_replicate. "
+            f"Use a divisor."
+        )
+    if instances == 1:
+        return Groups(mesh.group("dp_replicate"))
+    axis = ROOT_AXES.index("dp_replicate")
+    every = mesh.device_mesh.mesh.transpose(0, axis)
+    divided = DeviceMesh(
+        mesh.device.type,
+        every.reshape(instances, ranks // instances, -1),
+        mesh_dim_names=("instance", "shard", "others"),
+    )
+    return Groups(divided["shard"].get_group(), divided["instance"].get_group())
 
 
 class Reduction:
@@ -74,7 +122,11 @@ class Reduction:
         self._has_proceeded = False
 
     def start(self, *, force_all_reduce: bool = False) -> None:
-        """Scale, and issue the collective; the bucket must not be touched until `wait`."""
+        """Scale, and issue the collective; the bucket must not be touched until `wait`.
+
+        Args:
+            force_all_reduce: reduce all of the bucket to every rank of the sharding group also with `scatter`.
+        """
         if self._scaling.factor != 1.0:
             self.gradients.mul_(self._scaling.factor)
         self._has_proceeded = False

@@ -1,98 +1,38 @@
 """torch's DistributedDataParallel, with hooks that sum.
 
+It trains a whole model; for one stage of a pipeline see `stage_engine`, for buckets of our own `bucketed`.
 Source: Li et al. 2020, arXiv:2006.15704; torch.nn.parallel.DistributedDataParallel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.base.errors import StrategyError
-from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.mesh.mesh import Mesh
 from meshwright.tensors.wide_sums import WideSums
 
 from .config import DDPConfig
 from .hooks import compressing_hook, sum_hook, wide_sum_hook
 
-_FOR_TORCH_ALONE = (
-    "gradient_as_bucket_view",
-    "find_unused_parameters",
-    "static_graph",
-    "comm_hook",
-    "broadcast_buffers",
-)
-
-
-class StageEngine:
-    """For one stage of a pipeline, whose forwards and backwards follow in an order that torch's engine does not know:
-    gradients are summed in buckets after the last backward.
-
-    Raises:
-        StrategyError: an option that acts within torch's engine alone.
-    """
-
-    def __init__(self, manager: DataParallelManager, config: DDPConfig) -> None:
-        chosen = [name for name in _FOR_TORCH_ALONE if getattr(config, name) != type(config).model_fields[name].default]
-        if chosen:
-            raise StrategyError(
-                f"{chosen[0]}={getattr(config, chosen[0])!r} acts within torch's DistributedDataParallel, which a "
-                f"pipeline does without. Leave it out, or set engine=bucketed."
-            )
-        self._manager = manager
-        self._group = manager.mesh.group("dp_replicate")
-        self._bucket_bytes = int(config.bucket_cap_mb * 2**20)
-        self._sums = WideSums(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
-
-    def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def after_backward(self, *, is_last: bool) -> None:
-        if self._sums is not None:
-            self._sums.take(self._manager.trainable())
-        if is_last:
-            self._manager.gradients.fill_missing()
-            used = [parameter for parameter in self._manager.trainable() if parameter.grad is not None]
-            for bucket in self._buckets(used):
-                self._sum(bucket)
-
-    def _buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """Of one dtype each, of the configured size or one parameter more."""
-        open_buckets: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            bucket = open_buckets.setdefault(parameter.dtype, [])
-            bucket.append(parameter)
-            if sum(p.numel() * p.element_size() for p in bucket) >= self._bucket_bytes:
-                yield open_buckets.pop(parameter.dtype)
-        yield from open_buckets.values()
-
-    def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
-        dtype = parameters[0].dtype if self._sums is None else self._sums.dtype
-        totals = []
-        for parameter in parameters:
-            total = torch.zeros_like(parameter, dtype=dtype) if self._sums is not None else parameter.grad
-            if total is None:
-                raise StrategyError("a parameter without gradient cannot be summed.")
-            if self._sums is not None:
-                self._sums.add_waiting(parameter, total)
-            totals.append(total.flatten())
-        flat = torch.cat(totals)
-        dist.all_reduce(flat, group=self._group)
-        for parameter, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad = total.view_as(parameter).to(parameter.dtype)
-
 
 class TorchEngine:
-    """Wraps a model, which is on the mesh's device and equal on all ranks.
+    """Wraps a model in torch's DistributedDataParallel.
+
+    Args:
+        model: on the mesh's device, equal on all ranks.
+        config: options of the engine `torch`.
+        mesh: gradients are summed over its axis `dp_replicate`.
 
     Attributes:
         module: the wrapped model.
+
+    Raises:
+        ConfigError: PowerSGDState refuses its options; on all ranks alike, before the model is wrapped.
     """
 
     def __init__(self, model: nn.Module, config: DDPConfig, mesh: Mesh) -> None:
@@ -120,6 +60,11 @@ class TorchEngine:
         self.module.register_comm_hook(state, hook)
 
     def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Around a forward and its backward, which reduces gradients only where it is the last of its step.
+
+        Raises:
+            StrategyError: several microbatches with `static_graph`; on all ranks alike.
+        """
         if is_last:
             return nullcontext()
         if self.module.static_graph:
@@ -132,6 +77,11 @@ class TorchEngine:
         return self.module.no_sync()
 
     def after_backward(self, *, is_last: bool) -> None:
+        """Keep what waits for later microbatches in `reduce_dtype`; after the last one, look for unused parameters.
+
+        Raises:
+            StrategyError: a trainable parameter has no gradient, and no option allows for it.
+        """
         if is_last and not self._may_leave_out:
             self._check_all_used()
         # The last microbatch's gradients join the waiting sums in the hook.
@@ -140,7 +90,7 @@ class TorchEngine:
 
     def _check_all_used(self) -> None:
         # Without a gradient, DDP would not have reduced the parameter's bucket, and peers would wait for it: this
-        # cannot be told on all ranks first.
+        # cannot be reported on all ranks first.
         unused = [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is None]
         if unused:
             raise StrategyError(

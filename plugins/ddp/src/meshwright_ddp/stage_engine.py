@@ -1,0 +1,102 @@
+"""The engine `torch` for one stage of a pipeline, which does without torch's DistributedDataParallel.
+
+A stage's forwards and backwards follow in an order that torch's class does not know, so gradients are summed in buckets
+after the last backward. Nothing overlaps with backward here; the bucketed engine does that, in a pipeline, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.base.errors import StrategyError
+from meshwright.manager.data_parallel import DataParallelManager
+from meshwright.tensors.wide_sums import WideSums
+
+from .bucket_ranges import bucket_layout
+from .config import DDPConfig
+
+_FOR_TORCH_ALONE = (
+    "gradient_as_bucket_view",
+    "find_unused_parameters",
+    "static_graph",
+    "comm_hook",
+    "broadcast_buffers",
+)
+
+
+class StageEngine:
+    """Sums the gradients of one stage.
+
+    Args:
+        manager: of the stage, which has its trainable parameters.
+        config: options of the engine `torch`.
+
+    Raises:
+        StrategyError: an option that acts within torch's engine alone.
+    """
+
+    def __init__(self, manager: DataParallelManager, config: DDPConfig) -> None:
+        chosen = [name for name in _FOR_TORCH_ALONE if getattr(config, name) != type(config).model_fields[name].default]
+        if chosen:
+            raise StrategyError(
+                f"{chosen[0]}={getattr(config, chosen[0])!r} acts within torch's DistributedDataParallel, which a "
+                f"pipeline does without. Leave it out, or set engine=bucketed."
+            )
+        self._manager = manager
+        self._group = manager.mesh.group("dp_replicate")
+        self._bucket_bytes = int(config.bucket_cap_mb * 2**20)
+        self._sums = WideSums(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
+
+    def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Around a backward, which reduces nothing."""
+        return nullcontext()
+
+    def after_backward(self, *, is_last: bool) -> None:
+        """Keep a microbatch's gradients, and sum them over ranks after the last. Collective then.
+
+        Sums are in `reduce_dtype`, or else the parameters' dtype; `.grad` gets them in the parameters' shape and dtype.
+        """
+        if self._sums is not None:
+            self._sums.take(self._manager.trainable())
+        if is_last:
+            self._manager.gradients.fill_missing()
+            used = [parameter for parameter in self._manager.trainable() if parameter.grad is not None]
+            for bucket in self._buckets(used):
+                self._sum(bucket)
+
+    def _buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """Of one dtype each, of the configured size or one parameter more, in the order of the parameters."""
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for dtype, own in by_dtype.items():
+            # Which the layout turns around, as backward would want it; but that has ended.
+            own.reverse()
+            layout = bucket_layout(
+                [parameter.numel() for parameter in own],
+                bucket_size=-(-self._bucket_bytes // dtype.itemsize),
+                dp_size=1,
+                distributed_optimizer=False,
+            )
+            for members in layout.members:
+                yield [own[index] for index in reversed(members)]
+
+    def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
+        dtype = parameters[0].dtype if self._sums is None else self._sums.dtype
+        totals = []
+        for parameter in parameters:
+            total = torch.zeros_like(parameter, dtype=dtype) if self._sums is not None else parameter.grad
+            if total is None:
+                raise StrategyError("a parameter without gradient cannot be summed.")
+            if self._sums is not None:
+                self._sums.add_waiting(parameter, total)
+            totals.append(total.flatten())
+        flat = torch.cat(totals)
+        dist.all_reduce(flat, group=self._group)
+        for parameter, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = total.view_as(parameter).to(parameter.dtype)
