@@ -1,5 +1,6 @@
 """The only place in this package that touches private or version-dependent names of torch and transformers.
 
+What public names can do is not here.
 Each function says why it is needed; tests/test_fsdp2_compat.py holds a canary for each, and docs/versions.md says with
 which versions they passed.
 """
@@ -21,6 +22,9 @@ def held_after_forward(units: list[FSDPModule]) -> Iterator[None]:
 
     `set_reshard_after_forward` takes True and False only, so it cannot bring back a number of ranks; what it sets is
     kept and put back.
+
+    Args:
+        units: modules on which `fully_shard` was called, one for each unit.
     """
     groups = [group for unit in units for group in _parameter_groups(unit)]
     before = [group.post_forward_mesh_info for group in groups]
@@ -42,6 +46,9 @@ def reduce_now(root: FSDPModule) -> None:
 
     For backwards whose weights come later than their inputs: FSDP reduces when the latter are done. torch's pipeline
     runtime calls the same two private methods.
+
+    Args:
+        root: the module around all units.
     """
     root._get_fsdp_state()._root_post_backward_final_callback()
 
@@ -81,6 +88,9 @@ def overlap_tensor_parallel(group: dist.ProcessGroup) -> None:
 
     Private, both the compiler's pass and the memory that GPUs share for it. Not run yet, for want of a GPU; by reading
     of torch 2.11 and 2.13.
+
+    Args:
+        group: along `tp`, on CUDA.
     """
     import torch._inductor.config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group

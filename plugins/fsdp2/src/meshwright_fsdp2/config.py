@@ -172,7 +172,11 @@ class FSDP2Config(StrategyConfig):
 
 
 def dtype_name(value: Any) -> Any:
-    """The name of a torch.dtype or of one's name: "bfloat16" for "torch.bfloat16". Other values as they are."""
+    """The name of a dtype: "bfloat16" for "torch.bfloat16".
+
+    Args:
+        value: a torch.dtype, or the name of one, with or without "torch."; any other value is returned as it is.
+    """
     is_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
     return str(value).removeprefix("torch.") if is_dtype or isinstance(value, str) else value
 
@@ -182,7 +186,12 @@ def _is_half(value: Any) -> bool:
 
 
 def policy_value(policy: Any, key: str) -> Any:
-    """An argument of a policy, be it an object or a mapping; None where it has none."""
+    """An argument of a policy, be it an object or a mapping; None where it has none.
+
+    Args:
+        policy: torch's object, a mapping of its arguments, or None.
+        key: the argument's name.
+    """
     return policy.get(key) if isinstance(policy, Mapping) else getattr(policy, key, None)
 
 
@@ -221,7 +230,7 @@ def _checked_policy(value: Any, name: str) -> Any:
 
 
 def _is_policy(value: Any, name: str) -> bool:
-    """Whether a value is an object of torch's class, or of a subclass, told without importing torch."""
+    """Whether a value is an object of torch's class, or of a subclass; without importing torch."""
     return any(
         cls.__name__ == name and cls.__module__.startswith("torch.distributed.fsdp") for cls in type(value).__mro__
     )

@@ -1,4 +1,7 @@
-"""Put a context around the forward of a model, whoever calls it."""
+"""Put a context around the forward of a model, whoever calls it.
+
+Which context, and in which order, is the manager's affair.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Functions for training loops written by hand, on a plain DeviceMesh.
 
-They shard as `FSDP2Manager` does, and reduce gradients as it does: by SUM over the ranks, not by torch's mean
-([Note: the gradient rule] in `meshwright.strategy.contract`). So divide the loss of each rank by the token count of the
-global batch, not of its own.
+The reference's names and arguments are here, and no loop. They shard as `FSDP2Manager` does, and reduce gradients as it
+does: by SUM over the ranks, not by torch's mean ([Note: the gradient rule] in `meshwright.strategy.contract`). So
+divide the loss of each rank by the token count of the global batch, not of its own.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from meshwright.parallel.tensor import parallelize_tensors
 from meshwright.strategy.ask import model_layout
 
 from ._compat import held_after_forward
-from .policies import is_offload
 from .sharding import shard_units
+from .unit_options import UnitOptions
 from .units import separate_names
 
 
@@ -73,53 +73,24 @@ def fsdp2_strategy_parallelize(
         MeshError: the mesh has no axis of the name, or another axis of 2 or more ranks than those that are named.
         ModelError: the model cannot be trained so.
     """
-    dp_mesh = _axis(device_mesh, dp_cp_mesh_name) or _axis(device_mesh, dp_mesh_name)
-    if dp_mesh is None:
-        raise MeshError(
-            f"the mesh has no axis {dp_mesh_name!r}; its axes are {device_mesh.mesh_dim_names}. "
-            f"Give the name of one as dp_mesh_name."
-        )
-    tp_mesh = _axis(device_mesh, tp_mesh_name)
-    if tp_mesh is not None and tp_mesh.size() == 1:
-        tp_mesh = None
-    _check_all_axes_are_used(device_mesh, dp_mesh, tp_mesh)
+    dp_mesh, tp_mesh = _meshes(device_mesh, dp_mesh_name, tp_mesh_name, dp_cp_mesh_name)
     if tp_mesh is None and (sequence_parallel or tp_shard_plan is not None) and device_mesh.get_rank() == 0:
-        warnings.warn(
-            f"sequence_parallel and tp_shard_plan act on nothing here: no axis {tp_mesh_name!r} has 2 or more ranks.",
-            stacklevel=2,
-        )
+        _warn_of_idle_options(tp_mesh_name)
     if cpu_offload and offload_policy is None:
         offload_policy = CPUOffloadPolicy(pin_memory=device_mesh.device_type != "cpu")
-    check_trainable(model)
-    deferred = None
-    if is_meta(model):
-        same_generator(device_mesh.device_type)
-        deferred = DeferredModel(model)
-    layout = model_layout(model)
-    tensor_parallel = None
-    if tp_mesh is not None:
-        tensor_parallel = parallelize_tensors(
-            model,
-            tp_mesh,
-            tp_shard_plan,
-            sequence_parallel=sequence_parallel,
-            separate=separate_names(model, layout),
-        )
-    checkpoint_blocks(model, layout, activation_checkpointing)
     policy = mp_policy or MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    offload = offload_policy or OffloadPolicy()
-    shard_units(
-        model,
-        layout,
-        dp_mesh,
-        mp_policy=policy,
-        offload_policy=offload,
-        reshard_after_forward=None,
-        tensor_parallel=tensor_parallel,
-    )
-    if deferred is not None:
-        materialize(model, device_mesh.device_type, parameters_on="cpu" if is_offload(offload) else None)
-        fill(model, deferred)
+    options = UnitOptions(dp_mesh, policy, offload_policy or OffloadPolicy())
+    check_trainable(model)
+    with _weights_afterwards(model, device_mesh.device_type, options):
+        layout = model_layout(model)
+        tensor_parallel = None
+        if tp_mesh is not None:
+            separate = separate_names(model, layout)
+            tensor_parallel = parallelize_tensors(
+                model, tp_mesh, tp_shard_plan, sequence_parallel=sequence_parallel, separate=separate
+            )
+        checkpoint_blocks(model, layout, activation_checkpointing)
+        shard_units(model, layout, options, tensor_parallel=tensor_parallel)
     return model
 
 
@@ -144,15 +115,8 @@ def apply_fsdp_sharding_recursively(
         ModelError: a block has trainable parameters of several dtypes.
     """
     holder = nn.ModuleDict({"blocks": module}) if isinstance(module, nn.ModuleList) else module
-    shard_units(
-        holder,
-        layout_by_structure(holder),
-        mesh,
-        mp_policy=mp_policy or MixedPrecisionPolicy(),
-        offload_policy=offload_policy or OffloadPolicy(),
-        reshard_after_forward=None,
-        with_root=False,
-    )
+    options = UnitOptions(mesh, mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy())
+    shard_units(holder, layout_by_structure(holder), options, with_root=False)
 
 
 @contextmanager
@@ -161,6 +125,10 @@ def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
 
     A forward inside the context frees nothing; afterwards training goes on as if it had not been entered.
     Collective over the ranks that share the model.
+
+    Args:
+        model: that one of these functions, or `FSDP2Manager`, has sharded. Inside, its parameters are plain tensors, or
+            DTensors along `tp` alone.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     with held_after_forward(units):
@@ -177,6 +145,48 @@ def _destroy_dist_connection() -> None:
     """End the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def _weights_afterwards(model: nn.Module, device_type: str, options: UnitOptions) -> Iterator[None]:
+    """Around the sharding of a model: where it came on the meta device, draw its weights when it is sharded."""
+    if not is_meta(model):
+        yield
+        return
+    same_generator(device_type)
+    deferred = DeferredModel(model)
+    yield
+    materialize(model, device_type, parameters_on="cpu" if options.offloads else None)
+    fill(model, deferred)
+
+
+def _meshes(
+    mesh: DeviceMesh, dp_name: str | tuple[str, ...], tp_name: str, dp_cp_name: str
+) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """What to shard over, and the axis of tensor parallelism, if it has 2 or more ranks.
+
+    Raises:
+        MeshError: as `fsdp2_strategy_parallelize`.
+    """
+    dp_mesh = _axis(mesh, dp_cp_name) or _axis(mesh, dp_name)
+    if dp_mesh is None:
+        raise MeshError(
+            f"the mesh has no axis {dp_name!r}; its axes are {mesh.mesh_dim_names}. "
+            f"Give the name of one as dp_mesh_name."
+        )
+    tp_mesh = _axis(mesh, tp_name)
+    if tp_mesh is not None and tp_mesh.size() == 1:
+        tp_mesh = None
+    _check_all_axes_are_used(mesh, dp_mesh, tp_mesh)
+    return dp_mesh, tp_mesh
+
+
+def _warn_of_idle_options(axis: str) -> None:
+    warnings.warn(
+        f"sequence_parallel and tp_shard_plan act on nothing here: no axis {axis!r} has 2 or more ranks.",
+        # Where the user has called.
+        stacklevel=3,
+    )
 
 
 def _check_all_axes_are_used(mesh: DeviceMesh, dp_mesh: DeviceMesh, tp_mesh: DeviceMesh | None) -> None:

@@ -1,7 +1,8 @@
 """Shard transformer blocks with FSDP2.
 
 Each block is one all-gather unit; the root holds what is left (embedding, head, norms). Units come from the model's
-structure, so this file names no model class.
+structure, so this file names no model class. What a unit is sharded with is in `unit_options`; which parameters a step
+has used, in `usage`.
 
 [Note: order] Expert and tensor parallelism first, since they change what parameters are; then activation
 checkpointing, which compile must see; then compile; then sharding, whose hooks run around compiled blocks. A model that
@@ -33,12 +34,12 @@ from meshwright.parallel.tensor import TensorParallel
 from meshwright.strategy.contract import Batch, OptimizerFactory
 from meshwright.train.optim import split_by_mesh
 
-from . import policies
 from ._compat import overlap_tensor_parallel, reduce_now
 from .config import AXES, FSDP2Config
 from .forward import surround_forward
 from .packed import check_not_packed, without_packed_check
 from .sharding import Sharding, shard_units
+from .unit_options import UnitOptions
 from .units import Unit, find_units, separate_names, units_by_dtype
 from .usage import Usage
 
@@ -74,25 +75,20 @@ class FSDP2Manager(DataParallelManager):
         mesh.check_backend(config.backend)
         check_options(config, mesh)
         tell_idle_options(config, mesh)
-        self._mp_policy = policies.mixed_precision(config)
-        self._offload_policy = policies.offload(config, self.mesh.device)
+        self._options = UnitOptions.of_config(config, mesh)
 
     def check_model(self, model: nn.Module) -> None:
         check_expert_parallel(model, self.mesh.degrees.ep)
 
     def shard(self, model: nn.Module) -> nn.Module:
-        # What one rank finds wrong here (its compiler, say) is told on all.
+        # What one rank finds wrong here (its compiler, say) is reported on all.
         self.mesh.world.together(lambda: self._prepare(model))
         self._sharding: Sharding = shard_units(
             model,
             self.layout,
-            self._fsdp_mesh,
-            mp_policy=self._mp_policy,
-            offload_policy=self._offload_policy,
-            reshard_after_forward=self.config.reshard_after_forward,
+            self._options,
             tensor_parallel=self.tensor_parallel,
             expert_parallel=self.expert_parallel,
-            expert_mesh=self._expert_mesh,
         )
         if self.config.enable_fsdp2_prefetch:
             self._sharding.prefetch(
@@ -110,7 +106,7 @@ class FSDP2Manager(DataParallelManager):
 
     @property
     def parameters_on(self) -> torch.device:
-        return torch.device("cpu") if policies.is_offload(self._offload_policy) else self.mesh.device
+        return torch.device("cpu") if self._options.offloads else self.mesh.device
 
     def _prepare(self, model: nn.Module) -> None:
         if self.mesh.degrees.cp > 1:
@@ -143,6 +139,9 @@ class FSDP2Manager(DataParallelManager):
         """Nothing is left to do: `parallelize` has compiled each block if `enable_compile` says so, at its place in
         [Note: order]. For loops that call it afterwards, as the reference's do.
 
+        Args:
+            model: what `parallelize` has returned.
+
         Raises:
             StrategyError: `parallelize` has not been called.
         """
@@ -157,19 +156,6 @@ class FSDP2Manager(DataParallelManager):
                 self.tensor_parallel.localize_blocks()
             if self.config.enable_async_tensor_parallel and self.mesh.degrees.tp > 1:
                 overlap_tensor_parallel(self.mesh.group("tp"))
-
-    @property
-    def _fsdp_mesh(self) -> DeviceMesh:
-        shard = "dp_shard_cp" if self.mesh.degrees.cp > 1 else "dp_shard"
-        return self.mesh["dp_replicate", shard] if self.mesh.degrees.dp_replicate > 1 else self.mesh[shard]
-
-    @property
-    def _expert_mesh(self) -> DeviceMesh | None:
-        if self.mesh.degrees.ep == 1:
-            return None
-        if self.mesh.degrees.dp_replicate > 1:
-            return self.mesh.expert_mesh["dp_replicate", "ep_shard"]
-        return self.mesh.expert_mesh["ep_shard"]
 
     def after_eval(self) -> None:
         # No backward frees what forward keeps for it, and a step would change the shards under it.
@@ -240,6 +226,9 @@ def check_selective(units: Sequence[Unit]) -> None:
     Those are gathered within the block, in forward and in recomputation at different points, and selective
     recomputation needs the same operators in both.
 
+    Args:
+        units: of the model, those split off by dtype included.
+
     Raises:
         StrategyError: on all ranks alike.
     """
@@ -253,6 +242,10 @@ def check_selective(units: Sequence[Unit]) -> None:
 
 def check_options(config: FSDP2Config, mesh: Mesh) -> None:
     """Refuse options that cannot act on this mesh.
+
+    Args:
+        config: options, each of which is valid by itself.
+        mesh: with the device and the ranks along each axis.
 
     Raises:
         StrategyError, MeshError: on all ranks alike.

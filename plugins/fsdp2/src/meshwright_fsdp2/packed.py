@@ -1,4 +1,7 @@
-"""The option `patch_is_packed_sequence`: transformers' check for packed sequences answers False while a step runs."""
+"""The option `patch_is_packed_sequence`: transformers' check for packed sequences answers False while a step runs.
+
+The check itself is replaced in `_compat`; here is when, and which data go with it.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,13 @@ def without_packed_check() -> Iterator[None]:
 
 
 def check_not_packed(microbatches: Sequence[Batch]) -> None:
-    """Refuse packed data, which would be attended across its documents.
+    """Refuse packed data, which would be attended across its documents. Waits for the device of the data.
+
+    Args:
+        microbatches: whose `position_ids`, where they have any, are integers, (..., sequence).
 
     Raises:
-        BatchError: position ids restart.
+        BatchError: position ids restart; on this rank alone.
     """
     # What is no sequence of mappings is refused with the rest of the checks.
     batches = microbatches if isinstance(microbatches, Sequence) else ()

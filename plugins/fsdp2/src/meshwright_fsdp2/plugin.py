@@ -1,4 +1,7 @@
-"""The entry point of the distribution meshwright-fsdp2."""
+"""The entry point of the distribution meshwright-fsdp2: what it registers, and how much memory it needs.
+
+It imports no torch before a manager is built.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,24 @@ if TYPE_CHECKING:
 
 
 def build(config: FSDP2Config, mesh: Mesh) -> FSDP2Manager:
+    """The manager of `fsdp2` on a mesh.
+
+    Raises:
+        MeshError, StrategyError, ConfigError: as `FSDP2Manager`.
+    """
     from .manager import FSDP2Manager
 
     return FSDP2Manager(config, mesh)
 
 
 def estimate(config: FSDP2Config, degrees: Degrees, size: ModelSize) -> Estimate:
-    """Everything in 1/(dp_shard x cp x tp); in flight, the block in use and the next one, in 1/tp."""
+    """Bytes on each rank: everything in 1/(dp_shard x cp x tp); in flight, the block in use and the next one, in 1/tp.
+
+    Args:
+        config: options, none of which changes this.
+        degrees: ranks along each axis.
+        size: elements, and bytes of each.
+    """
     shards, width = degrees.dp_shard * degrees.cp * degrees.tp, size.bytes_per_element
     trainable = size.trainable * width // shards
     return Estimate(
@@ -36,6 +50,7 @@ def estimate(config: FSDP2Config, degrees: Degrees, size: ModelSize) -> Estimate
 
 @hookimpl
 def register_strategies() -> list[StrategySpec]:
+    """See `meshwright.strategy.hooks`."""
     return [
         StrategySpec(
             name="fsdp2",

@@ -1,4 +1,6 @@
-"""The policies of a config, as torch's objects.
+"""The policies of a config, as torch's objects, and those that follow for parts of a model.
+
+Checking a config's mappings needs no torch and is in `config`.
 
 The dtype of the output is the whole model's: on each block it would cast the residual stream back and forth, and hand
 the head inputs that do not fit its weights.
@@ -20,7 +22,7 @@ from .config import FSDP2Config
 
 
 def mixed_precision(config: FSDP2Config) -> MixedPrecisionPolicy:
-    """The policy of the root.
+    """The policy of the root: the config's `mp_policy`, with its `reduce_dtype`.
 
     Raises:
         ConfigError: `_target_` is not on the allow-list or no policy, or an argument is wrong.
@@ -32,17 +34,22 @@ def mixed_precision(config: FSDP2Config) -> MixedPrecisionPolicy:
 
 
 def of_blocks(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """The policy of units below the root."""
+    """The policy of units below the root, of that of the root: outputs keep their dtype."""
     return replace(policy, output_dtype=None)
 
 
 def of_experts(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """The policy of experts, whose inputs the block around them has in the dtypes that it wants."""
+    """The policy of experts, of that of the root: their inputs keep the dtypes that the block around them gives."""
     return replace(policy, output_dtype=None, cast_forward_inputs=False)
 
 
 def of_dtype(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """The policy of parameters that a model keeps in another dtype than the rest: they stay as they are."""
+    """The policy of parameters that a model keeps in another dtype than the rest: they stay as they are.
+
+    Args:
+        policy: of the root, whose `reduce_dtype` stays where it is no coarser than `dtype`.
+        dtype: of the parameters.
+    """
     reduce_dtype = policy.reduce_dtype
     if reduce_dtype is not None and torch.promote_types(reduce_dtype, dtype) != reduce_dtype:
         reduce_dtype = None
@@ -50,7 +57,11 @@ def of_dtype(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> MixedPrecision
 
 
 def offload(config: FSDP2Config, device: torch.device) -> OffloadPolicy:
-    """The offload policy.
+    """The offload policy of all units.
+
+    Args:
+        config: with `offload_policy`, or None in it: shards lie on the device.
+        device: of the mesh.
 
     Raises:
         ConfigError: as `mixed_precision`.
@@ -67,8 +78,3 @@ def offload(config: FSDP2Config, device: torch.device) -> OffloadPolicy:
 
 def _made(value: Any, expected: type) -> Any:
     return instantiate(value, expected=expected) if isinstance(value, Mapping) else value
-
-
-def is_offload(policy: OffloadPolicy) -> bool:
-    """Whether shards lie in CPU memory."""
-    return isinstance(policy, CPUOffloadPolicy)

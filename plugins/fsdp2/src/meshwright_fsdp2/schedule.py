@@ -1,4 +1,8 @@
-"""When units are gathered: ahead of their use, and not at all where backward does not need them."""
+"""When units are gathered: ahead of their use, and not at all where backward does not need them.
+
+Gathering itself, and freeing, is torch's.
+Source: FSDPModule.set_modules_to_forward_prefetch and its neighbours.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,11 @@ def skip_frozen_backward(unit: nn.Module) -> None:
     """Do not gather a frozen unit for backward in steps where no gradient runs through it.
 
     torch gathers a unit ahead of its backward whether it has one or not. A frozen tower in front of what trains has
-    none; a frozen block between trained ones has, and must be gathered. Its output tells which.
+    none; a frozen block between trained ones has, and must be gathered. Whether its output requires a
+    gradient decides.
+
+    Args:
+        unit: on which `fully_shard` was called; nothing is done where it trains.
     """
     if not any(parameter.requires_grad for parameter in unit.parameters()):
         unit.register_forward_hook(_note_gradient)

@@ -24,17 +24,25 @@ from meshwright.model.layout import ModelLayout
 
 @dataclass(frozen=True)
 class Unit:
-    """Names of the modules that are gathered together, and whether what follows in forward is their own backward."""
+    """Modules that are gathered together.
+
+    Attributes:
+        names: of the modules; the root's is empty.
+        is_last: whether what follows in forward is their own backward.
+        is_block: whether it is one block of a stack.
+        is_experts: whether it lies on the expert mesh.
+        dtype: of the parameters that the unit has; None: it has all that no other unit has.
+    """
 
     names: tuple[str, ...]
     is_last: bool
     is_block: bool = False
     is_experts: bool = False
     dtype: torch.dtype | None = None
-    """Of the parameters that the unit has; None: of all that no other unit has."""
 
     @property
     def is_root(self) -> bool:
+        """Whether it holds what is in no other unit."""
         return self.names == ("",)
 
 
@@ -42,6 +50,8 @@ def find_units(model: nn.Module, layout: ModelLayout, experts: Collection[str] =
     """The units of a model, each before those that contain it; the root comes last.
 
     Args:
+        model: before sharding.
+        layout: of the model.
         experts: names of modules that lie on the expert mesh.
     """
     across = [names for names in layout.tied if len({_block_of(name, layout) for name in names}) > 1]
@@ -113,7 +123,15 @@ def _mixed(unit: Unit, examples: Mapping[torch.dtype, str]) -> ModelError:
 
 
 def separate_names(model: nn.Module, layout: ModelLayout) -> list[str]:
-    """Names of the modules that are gathered by themselves within blocks, but for experts; before sharding."""
+    """Names of the modules that are gathered by themselves within blocks, but for experts.
+
+    Args:
+        model: before sharding.
+        layout: of the model.
+
+    Raises:
+        ModelError: as `units_by_dtype`.
+    """
     units = find_units(model, layout)
     shared = [unit for unit in units if not (unit.is_block or unit.is_root or unit.is_experts)]
     return [name for unit in (*shared, *(inner for inner, _ in units_by_dtype(model, units))) for name in unit.names]

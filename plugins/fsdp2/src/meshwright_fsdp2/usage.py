@@ -2,7 +2,8 @@
 
 FSDP reduces the gradients of a unit as one buffer, one behind the other. Where ranks use different parameters (experts
 chosen by the data), a missing gradient must count as zero there, or the gradients of different parameters are added up.
-Where no rank uses a parameter, it must end up without gradient, or weight decay and momentum would move it.
+Where no rank uses a parameter, it must end up without gradient, or weight decay and momentum would move it. That ranks
+leave some out is no error here; gradients themselves are FSDP's affair.
 """
 
 from __future__ import annotations
@@ -58,7 +59,11 @@ class Usage:
         return axes == self._axes.get(fqn, axes)
 
     def settle(self, world: World) -> None:
-        """After backward: drop the gradients of parameters that no rank has used."""
+        """After backward: drop the gradients of parameters that no rank has used. Collective.
+
+        Args:
+            world: all ranks that train this model.
+        """
         marks = [int(name in self._used) for name in self._named]
         self._used.clear()
         somewhere = world.reduce_ints(marks, dist.ReduceOp.MAX)
