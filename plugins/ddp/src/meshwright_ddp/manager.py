@@ -79,6 +79,7 @@ class DDPManager(DataParallelManager):
     # -- gradients
 
     def around_step(self, microbatches: Sequence[Batch]) -> AbstractContextManager[None]:
+        """Begin a step of the bucketed engine. Collective with `align_param_gather`."""
         if self._bucketed is not None:
             if self.module.training:
                 # Also after a step that was left by an error.
@@ -96,10 +97,16 @@ class DDPManager(DataParallelManager):
             self._torch.after_backward(is_last=is_last)
 
     def check_gradients(self) -> None:
+        """Finish the reduction of the bucketed engine. Collective.
+
+        Raises:
+            TrainingError: `check_for_nan_in_grad` has found something; on all ranks alike.
+        """
         if self._bucketed is not None:
             self._bucketed.finish_grad_sync(allow_unused=True)
 
     def trainable(self) -> Iterator[nn.Parameter]:
+        """With the distributed optimizer this rank's shards, 1-D and possibly empty, instead of parameters."""
         if self._shards is None:
             return super().trainable()
         return (shard.tensor for shard in self._shards)
@@ -111,6 +118,7 @@ class DDPManager(DataParallelManager):
     # -- the distributed optimizer
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
+        """With the distributed optimizer over this rank's shards, in float32 where parameters are of half types."""
         self._require_model()
         shards, engine = self._shards, self._bucketed
         if shards is None or engine is None:
@@ -137,6 +145,7 @@ class DDPManager(DataParallelManager):
         super().load_state_dict(state, full=full)
 
     def optimizer_state(self, *, full: bool) -> dict[str, Any]:
+        """With "masters" beside the rest, where parameters are of half types: their float32 values, by name."""
         state = super().optimizer_state(full=full)
         masters = self._shards.masters(full=full) if self._shards is not None else {}
         if state and masters:

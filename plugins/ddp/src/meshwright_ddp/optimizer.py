@@ -108,6 +108,9 @@ class Shards(Parts):
     # -- state, see `Parts`
 
     def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
+        """What has the shape of a shard, as a tensor in the parameter's shape and `value`'s dtype; all else as it is.
+        Collective over the sharding group.
+        """
         shard = self._of.get(parameter)
         if shard is None or value.shape != shard.tensor.shape:
             return value
@@ -118,6 +121,11 @@ class Shards(Parts):
         return flat.view(shard.parameter.shape)
 
     def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        """The shard's stretch of what has the parameter's shape, 1-D, a copy; all else as it is. No communication.
+
+        Raises:
+            StrategyError: the parameter has no dims, so that state of it looks like a counter of steps.
+        """
         shard = self._of.get(parameter)
         if shard is None or whole.shape != shard.parameter.shape:
             return whole
@@ -129,12 +137,14 @@ class Shards(Parts):
         return whole.reshape(-1)[shard.start : shard.end].clone()
 
     def pieces(self, value: Tensor, parameter: Tensor) -> list[Piece]:
+        """Rectangles of the parameter's shape, at most 2 x dims - 1 of them, as views."""
         shard = self._of.get(parameter)
         if shard is None or value.shape != shard.tensor.shape:
             return super().pieces(value, parameter)
         return stretch_pieces(value, shard.start, shard.parameter.shape)
 
     def shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
+        """The parameter's, for what has the shape of its shard."""
         shard = self._of.get(parameter)
         is_divided = shard is not None and value.shape == shard.tensor.shape
         return shard.parameter.shape if shard is not None and is_divided else value.shape

@@ -99,6 +99,9 @@ class FSDP2Manager(DataParallelManager):
         return model
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
+        """Over the shards, DTensors. Those of experts, which lie on a mesh of their own, get groups of their own where
+        groups are stepped as a whole.
+        """
         optimizer = super().build_optimizer(factory)
         if self.expert_parallel is not None:
             split_by_mesh(optimizer)
@@ -163,6 +166,12 @@ class FSDP2Manager(DataParallelManager):
 
     @contextmanager
     def around_step(self, microbatches: Sequence[Batch]) -> Iterator[None]:
+        """Without transformers' check for packed sequences, if `patch_is_packed_sequence` says so. Collective then.
+
+        Raises:
+            BatchError: packed data; on all ranks alike.
+            StrategyError: this version of transformers has no such check.
+        """
         # Around backward too: recomputed attention must take the same way.
         if not self.config.patch_is_packed_sequence:
             yield
@@ -195,6 +204,7 @@ class FSDP2Manager(DataParallelManager):
 
     @contextmanager
     def sync_gradients(self, *, is_last: bool) -> Iterator[None]:
+        """Around one microbatch, whose gradients are reduced as `defer_fsdp_grad_sync` says."""
         root = self._sharding.root
         defer = self.config.defer_fsdp_grad_sync
         root.set_is_last_backward(is_last)
@@ -211,6 +221,7 @@ class FSDP2Manager(DataParallelManager):
             reduce_now(self._sharding.root)
 
     def check_gradients(self) -> None:
+        """Drop the gradients of parameters that no rank has used. Collective."""
         self._usage.settle(self.mesh.world)
 
     @contextmanager

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.base.errors import ModelError
 from meshwright.mesh.mesh import Mesh
-from meshwright.parallel.tensor import TensorParallel
+from meshwright.parallel.tensor import TensorParallel, packed_dim
 
 from .config import FSDP2Config
 from .policies import mixed_precision, of_blocks, of_dtype, of_experts, offload
@@ -118,7 +118,7 @@ def _place_packed(shards: int, tensor_parallel: TensorParallel) -> _Placement:
     """Along the first dim, but for packed parts that tensor parallelism has sharded there: along another."""
 
     def place(parameter: nn.Parameter) -> Shard | None:
-        packed = tensor_parallel.packed_dim(parameter)
+        packed = packed_dim(parameter)
         if packed != 0:
             return None
         divided = [dim for dim in range(1, parameter.dim()) if parameter.shape[dim] % shards == 0]

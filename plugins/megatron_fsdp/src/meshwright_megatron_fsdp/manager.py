@@ -129,6 +129,7 @@ class MegatronFSDPManager(DataParallelManager):
     # -- the contract
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
+        """Over the sharded parameters, DTensors. Its step waits for the reduction and drops the gradients."""
         self._require_model()
         use_sharded(self._fsdp)
         optimizer = super().build_optimizer(factory)
@@ -143,6 +144,11 @@ class MegatronFSDPManager(DataParallelManager):
         self._reduction.set_last(True)
 
     def check_gradients(self) -> None:
+        """Wait for the reduction; see `Reduction.finish`. Collective.
+
+        Raises:
+            StrategyError: a gradient is not finite, or came too late to be reduced; on all ranks alike.
+        """
         self._reduction.finish()
 
     def after_eval(self) -> None:

@@ -37,6 +37,7 @@ class Shards(Parts):
         self._divisions: Mapping[Tensor, Division] = dict(divisions or {})
 
     def whole(self, value: Tensor, parameter: Tensor) -> Tensor:
+        """In the whole parameter's shape and `value`'s dtype, on every rank; a plain tensor as it is. Collective."""
         slot = self._slots.get(parameter)
         if slot is None or not isinstance(value, DTensor):
             return whole_tensor(value)
@@ -52,6 +53,10 @@ class Shards(Parts):
         return part if division is None else division.whole(part)
 
     def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        """A DTensor like the parameter, in `whole`'s dtype, around a copy of this rank's elements.
+
+        What has not the shape of the whole parameter stays as it is. No communication.
+        """
         slot = self._slots.get(parameter)
         if slot is None or not isinstance(parameter, DTensor) or self.shape(parameter, parameter) != whole.shape:
             return whole
@@ -62,15 +67,18 @@ class Shards(Parts):
         return like(parameter, local)
 
     def shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
+        """The parameter's before tensor parallelism has divided it, for what has its shape now."""
         division = self._divisions.get(parameter)
         return division.shape if division is not None and value.shape == parameter.shape else value.shape
 
     def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """A DTensor like the parameter, of another dtype and with any values."""
         if not isinstance(parameter, DTensor):
             return super().empty(parameter, dtype)
         return like(parameter, torch.empty_like(parameter.detach().to_local(), dtype=dtype))
 
     def pieces(self, value: Tensor, parameter: Tensor) -> list[Piece]:
+        """Rectangles of the parameter before tensor parallelism has divided it, as views of this rank's memory."""
         slot = self._slots.get(parameter)
         if slot is None or not isinstance(value, DTensor):
             return tensor_pieces(value)
@@ -83,6 +91,7 @@ class Shards(Parts):
         return pieces if division is None else division.pieces(pieces, parameter.shape)
 
     def groups(self, parameter: Tensor) -> Groups:
+        """The ranks that share its buffer, and those of `tp`, as far as each divides it."""
         slot, division = self._slots[parameter], self._divisions.get(parameter)
         along_dp = (slot.group,) if slot.group is not None else ()
         along_tp = (division.mesh.get_group(),) if division is not None and division.is_sharded else ()
