@@ -48,7 +48,9 @@ from meshwright.testing.parity import (
 from meshwright_pipeline.cut.stage_model import enter_stage, take_stage
 from meshwright_pipeline.cut.trial_runs import Study
 from meshwright_pipeline.run.users_loss import loss_of
-from meshwright_pipeline.schedule.order import SCHEDULES, Kind, Schedule, build_schedule, peak_live
+from meshwright_pipeline.schedule.order import Kind, Schedule
+from meshwright_pipeline.schedule.rules import SCHEDULES, build_schedule
+from meshwright_pipeline.schedule.timeline import peak_live
 from meshwright_pipeline.state.carry import broadcast, gathered
 
 PP2 = {"pp_size": 2}

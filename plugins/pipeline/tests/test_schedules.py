@@ -12,22 +12,10 @@ from hypothesis import strategies as st
 from torch_orders import torch_orders
 
 from meshwright import ConfigError
-from meshwright_pipeline.schedule.order import (
-    COMPUTE,
-    SCHEDULES,
-    Action,
-    Kind,
-    Schedule,
-    bubble_fraction,
-    build_schedule,
-    peak_live,
-    read_csv,
-    schedule_rule,
-    stages_in_csv,
-    timeline,
-    validate,
-    with_communication,
-)
+from meshwright_pipeline.schedule.from_csv import read_csv, stages_in_csv
+from meshwright_pipeline.schedule.order import COMPUTE, Action, Kind, Schedule
+from meshwright_pipeline.schedule.rules import SCHEDULES, build_schedule, schedule_rule
+from meshwright_pipeline.schedule.timeline import bubble_fraction, peak_live, timeline, validate, with_communication
 
 F, B, I, W = COMPUTE  # noqa: E741
 

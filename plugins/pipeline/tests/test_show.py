@@ -11,7 +11,8 @@ import yaml
 from typer.testing import CliRunner
 
 from meshwright import ConfigError, MeshError, load_run
-from meshwright_pipeline.schedule.order import Kind, build_schedule
+from meshwright_pipeline.schedule.order import Kind
+from meshwright_pipeline.schedule.rules import build_schedule
 from meshwright_pipeline.show import COLOURS, StageView, View, add_commands, as_lines, draw, view_of
 
 

@@ -10,15 +10,9 @@ from meshwright.base.errors import ConfigError
 from meshwright.base.validation import DTYPES, NO_FLOAT16, FrozenModel
 from meshwright.files.class_paths import check_import
 
-from .schedule.order import (
-    SCHEDULES,
-    Schedule,
-    build_schedule,
-    microbatches_in_csv,
-    read_csv,
-    schedule_rule,
-    stages_in_csv,
-)
+from .schedule.from_csv import microbatches_in_csv, read_csv, stages_in_csv
+from .schedule.order import Schedule
+from .schedule.rules import SCHEDULES, build_schedule, schedule_rule
 
 # What torch calls the schedules that a file describes.
 _FROM_FILE = ("pipelineschedulesingle", "pipelineschedulemulti")

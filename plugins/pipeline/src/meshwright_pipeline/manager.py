@@ -48,7 +48,8 @@ from .run.actions import Run
 from .run.routing import Idle, StageRouters
 from .run.stage import GivenStage, PipelineStage
 from .run.users_loss import check_loss, loss_of
-from .schedule.order import Action, Kind, Schedule, with_communication
+from .schedule.order import Action, Kind, Schedule
+from .schedule.timeline import with_communication
 from .state.carry import broadcast, gathered
 from .state.optimizer import NoStages, StageOptimizers
 from .state.parameter_names import Names, first_names
@@ -145,7 +146,7 @@ class PipelineManager(StrategyManager):
             self.mesh.world.together(lambda stage=stage, blocks=blocks: stage.parallelize(cut, blocks, weights))  # type: ignore[misc]
 
     def _take_as_given(self, model: nn.Module, weights: Weights | None) -> None:
-        """Take a module for this rank's stage; see [Note: given stages] in `given`."""
+        """Take a module for this rank's stage; see [Note: given stages] in `given_stages`."""
         ranks, index = self.mesh.degrees.pp, self.mesh.axis_rank("pp")
         self.mesh.world.raise_together(
             ModelError(

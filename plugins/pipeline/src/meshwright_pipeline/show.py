@@ -15,7 +15,8 @@ from meshwright.train.run_file import RunConfig, load_run
 
 from .config import PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
 from .cut.split import elements, ends, split_model
-from .schedule.order import UNIT_COSTS, Action, Kind, Schedule, Times, bubble_fraction, peak_live, timeline
+from .schedule.order import Action, Kind, Schedule
+from .schedule.timeline import UNIT_COSTS, Times, bubble_fraction, peak_live, timeline
 
 if TYPE_CHECKING:
     from rich.text import Text

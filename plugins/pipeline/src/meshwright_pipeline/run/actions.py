@@ -5,7 +5,7 @@ dtypes follow from the batch and the model, so ranks agree on nothing first.
 
 [Note: sends] What is sent must live until it has arrived. A rank has at most as many transfers on their way as the
 pipeline has stages: beyond that, it waits for the oldest. That cannot end in a circle, since the orders allow for
-sends that block; see `schedules.with_communication`. And it costs no time: a neighbour that is so many transfers behind
+sends that block; see `timeline.with_communication`. And it costs no time: a neighbour that is so many transfers behind
 is what the rank would wait for next.
 """
 

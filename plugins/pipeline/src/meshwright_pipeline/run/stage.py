@@ -24,7 +24,7 @@ from .users_loss import LossFn
 
 
 class PipelineStage:
-    """One stage on this rank; see `runtime.Stage`.
+    """One stage on this rank; see `actions.Stage`.
 
     Args:
         manager: of the inner strategy, with the stage's part of the model.
@@ -175,7 +175,7 @@ class PipelineStage:
 
 
 class GivenStage(PipelineStage):
-    """A stage that the user has made; see [Note: given stages] in `given`."""
+    """A stage that the user has made; see [Note: given stages] in `given_stages`."""
 
     def parallelize_as_given(self, weights: Weights | None) -> None:
         """Shard the module."""

@@ -1,3 +1,3 @@
-"""In which order stages run their forwards and backwards: the rules, the built-in orders, those of files, and
-their timeline. No torch, and nothing of models.
+"""In which order stages run their forwards and backwards: what an order is (`order`), the built-in ones (`rules`),
+those of files (`from_csv`), and when their actions run (`timeline`). No torch, and nothing of models.
 """

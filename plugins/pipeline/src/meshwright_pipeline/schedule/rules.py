@@ -1,0 +1,226 @@
+"""The built-in schedules, by name: what each asks of the stages, and the order of each rank. Pure arithmetic, no torch.
+
+When the actions run is not said here (`timeline`), nor which schedule a run takes (`config`). The words are those of
+[Note: vocabulary] in `order`.
+
+Sources: GPipe arXiv:1811.06965; 1F1B arXiv:2006.09503; interleaved 1F1B arXiv:2104.04473; LoopedBFS arXiv:2211.05953;
+zero bubble arXiv:2401.10241; its V-shape arXiv:2405.15362; DualPipe arXiv:2412.19437, of which DualPipeV is one half,
+folded. The orders are those of torch.distributed.pipelining wherever that has one; here each schedule takes any number
+of microbatches.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from meshwright.base.errors import ConfigError, nearest
+
+from .order import Action, Kind, Schedule
+
+
+def _one_forward_one_backward(
+    forwards: Sequence[str], backwards: Sequence[str], *, warmup: int, weights_lag: int | None = None
+) -> list[str]:
+    """`warmup` forwards, then a forward before each backward while there are any.
+
+    With `weights_lag`, backwards are of inputs only, and each from that one on is followed by the oldest W.
+    """
+    order = list(forwards[:warmup])
+    coming = iter(forwards[warmup:])
+    for index, backward in enumerate(backwards):
+        order += [forward for forward in (next(coming, None),) if forward is not None]
+        order.append(backward)
+        if weights_lag is not None and index >= weights_lag:
+            order.append("W")
+    return order + ["W"] * min(weights_lag or 0, len(backwards))
+
+
+def _chunk_by_chunk(rank: int, ranks: int, chunks: int, microbatches: int) -> list[str]:
+    forwards = [f"F{chunk}" for chunk in range(chunks) for _ in range(microbatches)]
+    return forwards + [f"B{chunk}" for chunk in reversed(range(chunks)) for _ in range(microbatches)]
+
+
+def _interleaved(ranks: int, chunks: int, microbatches: int) -> tuple[list[int], list[int], int]:
+    """The chunks of all forwards and of all backwards, and the forwards that the last rank does in advance.
+
+    Microbatches go in rounds of about one per rank: each round passes all chunks before the next begins. The larger
+    rounds come first, else a rank would have to begin a backward before it has done enough forwards for it.
+    """
+    rounds = max(1, microbatches // ranks)
+    sizes = [microbatches // rounds + (index < microbatches % rounds) for index in range(rounds)]
+    forwards = [chunk for size in sizes for chunk in range(chunks) for _ in range(size)]
+    return forwards, [chunks - 1 - chunk for chunk in forwards], (chunks - 1) * sizes[0]
+
+
+def _interleaved_1f1b(rank: int, ranks: int, chunks: int, microbatches: int) -> list[str]:
+    forwards, backwards, ahead = _interleaved(ranks, chunks, microbatches)
+    # With one chunk a rank is idle after its warm-up either way, so it holds fewer activations with half the lead.
+    lead = (1 if chunks == 1 else 2) * (ranks - 1 - rank)
+    return _one_forward_one_backward(
+        [f"F{chunk}" for chunk in forwards], [f"B{chunk}" for chunk in backwards], warmup=ahead + lead
+    )
+
+
+def _interleaved_zero_bubble(rank: int, ranks: int, chunks: int, microbatches: int) -> list[str]:
+    forwards, backwards, ahead = _interleaved(ranks, chunks, microbatches)
+    # A later rank puts off more weights: all ranks then hold as much as rank 0, whose lead is the longest.
+    return _one_forward_one_backward(
+        [f"F{chunk}" for chunk in forwards],
+        [f"I{chunk}" for chunk in backwards],
+        warmup=ahead + ranks - 1 - rank,
+        weights_lag=rank,
+    )
+
+
+def _zero_bubble_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[str]:
+    below = ranks - 1 - rank  # ranks between this one and the turn of the V
+    count = max(microbatches, 2 * ranks - 1)
+    return [
+        *["F0"] * (2 * below + 1),
+        *["F1", "F0"] * rank,
+        *["F1", "I1", "W1"] * (below + 1),
+        *["F0", "I0", "W0", "F1", "I1", "W1"] * (count - 2 * ranks + 1 + rank),
+        *["I0", "W0", "F1", "I1", "W1"] * below,
+        *["I0", "I1"] * rank,
+        *["I0", "W0"] * (below + 1),
+        *["W1"] * rank,
+        *["W0"] * rank,
+    ]
+
+
+def _dual_pipe_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[str]:
+    below = ranks - 1 - rank
+    count = max(microbatches, 2 * ranks)
+    return [
+        *["F0"] * (2 * below),
+        *["F0", "F1"] * (rank + 1),
+        *["I1", "W", "F1"] * below,
+        *["F0", "B1", "F1", "B0"] * (count - 2 * ranks + rank + 1),
+        *["B1", "F1", "B0"] * below,
+        # Of the backwards that have no forward beside them, the second half leaves its weights for the end.
+        *(["B1", "B0"] * (rank + 1))[: rank + 1],
+        *(["I1", "I0"] * (rank + 1))[rank + 1 :],
+        *["W", "I0"] * below,
+        *["W"] * (rank + 1),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleRule:
+    """What a schedule asks of the stages, and the order of a rank."""
+
+    name: str
+    order: Callable[[int, int, int, int], list[str]]
+    """(rank, ranks, chunks, microbatches) to the rank's slots: "F0" is the next forward of chunk 0, "W" the oldest
+    weight gradient that waits. Slots of microbatches beyond the last are left out."""
+    min_chunks: int
+    max_chunks: int | None
+    last_first: bool = False
+    """Backward takes the microbatches from the last to the first."""
+    v_shaped: bool = False
+
+    @property
+    def chunks_allowed(self) -> str:
+        """In words, for errors."""
+        if self.max_chunks is None:
+            return f"{self.min_chunks} or more stages"
+        return "exactly one stage" if self.max_chunks == 1 else f"exactly {self.max_chunks} stages"
+
+
+SCHEDULES: Mapping[str, ScheduleRule] = MappingProxyType(
+    {
+        rule.name: rule
+        for rule in (
+            ScheduleRule("GPipe", _chunk_by_chunk, 1, 1),
+            ScheduleRule("1F1B", _interleaved_1f1b, 1, 1),
+            ScheduleRule("Interleaved1F1B", _interleaved_1f1b, 2, None),
+            ScheduleRule("LoopedBFS", _chunk_by_chunk, 2, None, last_first=True),
+            ScheduleRule("InterleavedZeroBubble", _interleaved_zero_bubble, 2, None),
+            ScheduleRule("ZBVZeroBubble", _zero_bubble_v, 2, 2, v_shaped=True),
+            ScheduleRule("DualPipeV", _dual_pipe_v, 2, 2, v_shaped=True),
+        )
+    }
+)
+
+# Further spellings, lower case, without separators.
+_ALIASES = {
+    "interleaved": "Interleaved1F1B",
+    "bfs": "LoopedBFS",
+    "breadthfirst": "LoopedBFS",
+    "interleavedzb": "InterleavedZeroBubble",
+    "zb1p": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "zerobubblev": "ZBVZeroBubble",
+}
+
+
+def schedule_rule(name: str) -> ScheduleRule:
+    """The rule of a schedule, by its name in any case, with or without separators and torch's "Schedule" before it.
+
+    Raises:
+        ConfigError: there is no such schedule.
+    """
+    plain = re.sub(r"[\s_-]", "", name).lower().removeprefix("schedule")
+    known = {each.lower(): each for each in SCHEDULES} | _ALIASES
+    if plain not in known:
+        close = nearest(plain, known).replace(f"'{plain}'", "")
+        raise ConfigError(f"pp_schedule={name!r} is unknown.{close} Allowed, in any case: {', '.join(SCHEDULES)}.")
+    return SCHEDULES[known[plain]]
+
+
+def build_schedule(name: str, *, ranks: int, stages: int, microbatches: int) -> Schedule:
+    """The order of each rank under a schedule.
+
+    Args:
+        name: see `schedule_rule`.
+        ranks: size of the pipeline axis.
+        stages: of the whole model; as many on each rank.
+        microbatches: of one run of the schedule.
+
+    Raises:
+        ConfigError: the name is unknown, or the schedule does not take this number of stages or microbatches.
+    """
+    rule = schedule_rule(name)
+    for what, value in (("ranks", ranks), ("microbatches", microbatches)):
+        if value < 1:
+            raise ConfigError(f"{rule.name}: {what}={value} must be 1 or more.")
+    chunks, left = divmod(stages, ranks)
+    if left or chunks < rule.min_chunks or (rule.max_chunks and chunks > rule.max_chunks):
+        wanted = ranks * min(max(chunks, rule.min_chunks), rule.max_chunks or chunks + rule.min_chunks)
+        raise ConfigError(
+            f"{rule.name} takes {rule.chunks_allowed} on each rank, but {stages} stages on {ranks} ranks are "
+            f"{f'{stages / ranks:.3g}'} each. Split the model into {wanted} stages, or choose another schedule."
+        )
+    placement = tuple(min(stage, stages - 1 - stage) if rule.v_shaped else stage % ranks for stage in range(stages))
+    schedule = Schedule(rule.name, ranks, stages, microbatches, placement, ())
+    orders = tuple(
+        tuple(_numbered(rule, rule.order(rank, ranks, chunks, microbatches), schedule.stages_of(rank), microbatches))
+        for rank in range(ranks)
+    )
+    return replace(schedule, orders=orders)
+
+
+def _numbered(rule: ScheduleRule, slots: Iterable[str], stages: Sequence[int], microbatches: int) -> Iterator[Action]:
+    """The actions of a rank's slots: the n-th slot of a kind and chunk is for microbatch n."""
+    seen: Counter[str] = Counter()
+    waiting: list[Action] = []
+    for slot in slots:
+        kind = Kind(slot[0])
+        if kind is Kind.BACKWARD_WEIGHT:
+            of_input = next(each for each in waiting if slot == "W" or each.stage == stages[int(slot[1:])])
+            waiting.remove(of_input)
+            action = Action(kind, of_input.stage, of_input.microbatch)
+        else:
+            number = seen[slot.replace("I", "B")]
+            seen[slot.replace("I", "B")] += 1
+            if rule.last_first and kind is Kind.BACKWARD:
+                number = microbatches - 1 - number
+            action = Action(kind, stages[int(slot[1:])], number)
+            if kind is Kind.BACKWARD_INPUT:
+                waiting.append(action)
+        if action.microbatch < microbatches:
+            yield action
