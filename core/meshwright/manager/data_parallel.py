@@ -49,9 +49,7 @@ class DataParallelManager(StatefulManager):
     """Whether `shard` takes a model on the meta device, which gets memory and values afterwards; else it gets them
     before, and `shard` sees a whole model."""
     in_pipeline: bool = False
-    """Whether the model is one stage of a pipeline, which sets this before `parallelize`. It calls the methods below
-    by itself: many forwards may come before their backwards, `sync_gradients` surrounds backwards alone, and the stage
-    may have no parameter that trains."""
+    """Whether the model is one stage of a pipeline; see `parallelize_stage`."""
     runs_in_pipeline: ClassVar[bool] = False
     """Whether the strategy heeds `in_pipeline`."""
 
@@ -151,6 +149,15 @@ class DataParallelManager(StatefulManager):
             fill(model, weights, self.parts.pieces)
             self.after_loading()
         return module
+
+    def parallelize_stage(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
+        """`parallelize` for a model that is one stage of a pipeline.
+
+        The pipeline then calls the methods below by itself: many forwards may come before their backwards,
+        `sync_gradients` surrounds backwards alone, and the stage may have no parameter that trains.
+        """
+        self.in_pipeline = True
+        return self.parallelize(model, weights)
 
     def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
         self._require_model()
