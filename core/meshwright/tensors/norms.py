@@ -72,6 +72,22 @@ def total_grad_norm(
     return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
 
 
+def joined_norm(norms: Sequence[Tensor], norm_type: float, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """p-norm of vectors that lie on several ranks, taken as one, from the norm of each. Collective over the group.
+
+    Args:
+        norms: scalars, of this rank's vectors, at least one.
+        norm_type: p > 0, or inf.
+        group: each of its ranks has other vectors.
+        device: of this rank.
+
+    Returns:
+        float64 scalar, equal on all ranks.
+    """
+    total = _power([norm.to(device) for norm in norms], (group,), norm_type, device)
+    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+
+
 def each_norm(tensors: Sequence[Tensor], groups: Sequence[Groups]) -> Tensor:
     """The 2-norm of each whole tensor, float64, (tensors,), from the local parts, which lie on one device.
 
@@ -121,9 +137,14 @@ def _group_power(tensors: list[Tensor], sharding: Groups, norm_type: float, wide
     """Sum of |g|^p, or max of |g| for inf, over all elements of one group; float64 scalar."""
     # A rank's part of an uneven shard can be empty, which has no maximum.
     norms = [norm for part in _by_kind(t for t in tensors if t.numel()) for norm in _norms(part, norm_type, wide)]
+    return _power(norms, sharding, norm_type, tensors[0].device)
+
+
+def _power(norms: Sequence[Tensor], sharding: Groups, norm_type: float, device: torch.device) -> Tensor:
+    """Sum of the norms' powers, or their max for inf, over this rank and all of the groups; float64 scalar."""
     infinite = math.isinf(norm_type)
     if not norms:
-        result = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+        result = torch.zeros((), dtype=torch.float64, device=device)
     else:
         stacked = torch.stack([norm.double() for norm in norms])
         result = stacked.max() if infinite else (stacked**norm_type).sum()
