@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
@@ -13,6 +13,9 @@ from meshwright.files.class_paths import check_import
 from .schedule.from_csv import microbatches_in_csv, read_csv, stages_in_csv
 from .schedule.order import Schedule
 from .schedule.rules import SCHEDULES, build_schedule, schedule_rule
+
+if TYPE_CHECKING:
+    from meshwright.mesh.sizes import Degrees
 
 # What torch calls the schedules that a file describes.
 _FROM_FILE = ("pipelineschedulesingle", "pipelineschedulemulti")
@@ -144,6 +147,41 @@ class PipelineConfig(FrozenModel):
                 f"pp_microbatch_size={self.pp_microbatch_size}. Use one of {_divisors(self.pp_batch_size)}"
             )
         return self
+
+
+def check_options(config: PipelineConfig, degrees: Degrees) -> None:
+    """Refuse options that cannot act yet.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    if config.patch_inner_model != config.patch_causal_lm_model:
+        raise ConfigError(
+            f"patch_inner_model={config.patch_inner_model} and patch_causal_lm_model={config.patch_causal_lm_model}: "
+            f"either the whole model is taken apart, or each rank gives its stage. Make them equal."
+        )
+    if not config.patch_inner_model:
+        for name in ("layers_per_stage", "module_fqns_per_model_part"):
+            if getattr(config, name) is not None:
+                raise ConfigError(
+                    f"{name} divides a model, but with patch_inner_model=false each rank gives its stage. "
+                    f"Leave one of them out."
+                )
+        if degrees.cp > 1:
+            raise ConfigError(
+                f"patch_inner_model=false with cp_size={degrees.cp}: stages are given hidden states, and which "
+                f"positions these have is not known. Set cp_size=1."
+            )
+        if degrees.tp > 1:
+            raise ConfigError(
+                f"patch_inner_model=false with tp_size={degrees.tp}: which layers of a stage are sharded is not known. "
+                f"Set tp_size=1."
+            )
+    if config.scale_grads_in_schedule:
+        raise ConfigError(
+            "scale_grads_in_schedule=true divides gradients by the number of microbatches, but the loss is divided by "
+            "the step's tokens already. Set it to false."
+        )
 
 
 def number_of_stages(config: PipelineConfig, *, layers: int, ranks: int) -> int:

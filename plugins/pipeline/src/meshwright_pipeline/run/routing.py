@@ -18,10 +18,6 @@ from torch import Tensor, nn
 from meshwright.step.router_loss import Notes, RouterLoss, Routers
 
 
-class Idle(dict[str, Tensor]):
-    """A microbatch that fills up a run of the schedule, and counts for nothing."""
-
-
 class StageRouters:
     """The routers of one stage.
 

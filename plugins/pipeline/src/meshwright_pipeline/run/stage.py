@@ -1,102 +1,128 @@
-"""A stage that trains: a part of a model under a manager of the inner strategy."""
+"""A stage that trains: a part of a model under a manager of the inner strategy.
+
+What is done when is said in `orders` and `actions`; how a model is taken apart, in `meshwright_pipeline.cut`.
+
+[Note: who replaces forwards] In this order: the forward of the whole stage gets one around it that ends where the next
+stage begins (`stage_model.take_stage`); linear layers get one that can put off the gradients of their weights, where
+the schedule splits backwards (`meshwright.model.weight_gradients`); then comes what the inner strategy puts around
+blocks and model in `shard`. Last, the first block gets a hook before all others, by which it takes what was received:
+sharding sees that as the block's own input.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.model.weight_gradients import WeightGradients
 from meshwright.model.weights import Weights
-from meshwright.step.token_loss import split_targets
 from meshwright.strategy.contract import Batch
 
 from ..cut.boundary import Boundary, Crossing, size_of
 from ..cut.given_stages import with_hidden
 from ..cut.stage_model import Cut, enter_stage
 from .actions import Kinds, Tensors
-from .routing import Idle, StageRouters
+from .batches import Idle
+from .routing import StageRouters
 from .users_loss import LossFn
 
 
-class PipelineStage:
-    """One stage on this rank; see `actions.Stage`.
+@dataclass(frozen=True)
+class StageOptions:
+    """How a stage runs.
 
-    Args:
-        manager: of the inner strategy, with the stage's part of the model.
-        boundary: of that model.
+    Attributes:
         is_first: whether it takes tokens, not hidden states.
         is_last: whether it computes the loss.
         dtype: of what crosses boundaries, where it is of floating point; None: its own.
         loss: on the last stage, in the place of the token loss; see [Note: loss_fn].
         splits: whether the schedule splits backwards in two.
         routers: those of the model, where a router loss is added; see [Note: sums that cross] in `routing`.
-
-    Attributes:
-        num_tokens: of the step.
-        microbatches: of the step, without idle ones.
     """
 
-    def __init__(
-        self,
-        manager: DataParallelManager,
-        boundary: Boundary,
-        *,
-        is_first: bool,
-        is_last: bool,
-        dtype: torch.dtype | None,
-        loss: LossFn | None,
-        splits: bool,
-        routers: StageRouters | None = None,
-    ) -> None:
-        self.manager = manager
-        self.is_first, self.is_last = is_first, is_last
-        self.num_tokens = torch.ones(())
-        self.microbatches = 1
-        self._routers = routers
-        self._boundary, self._dtype, self._loss = boundary, dtype, loss
-        self._store, self._splits = WeightGradients(), splits
+    is_first: bool
+    is_last: bool
+    dtype: torch.dtype | None
+    loss: LossFn | None
+    splits: bool
+    routers: StageRouters | None = None
 
-    def parallelize(self, cut: Cut, blocks: range, weights: Weights | None) -> None:
-        """Shard the stage's part of the model, of which it has these blocks."""
-        model = self.manager.model
-        for block in blocks if self._splits else ():
+
+class PipelineStage:
+    """One stage on this rank; see `actions.Stage`.
+
+    Args:
+        manager: of the inner strategy, without a model yet.
+        boundary: of the stage's part of the model.
+        options: how it runs.
+    """
+
+    def __init__(self, manager: DataParallelManager, boundary: Boundary, options: StageOptions) -> None:
+        self.manager = manager
+        self.is_first, self.is_last = options.is_first, options.is_last
+        self._num_tokens = torch.ones(())
+        self._microbatches = 1
+        self._boundary, self._options = boundary, options
+        self._store = WeightGradients()
+
+    def parallelize(self, model: nn.Module, cut: Cut, blocks: range, weights: Weights | None) -> None:
+        """Shard the stage's part of the model, of which it has these blocks; see [Note: who replaces forwards].
+
+        Args:
+            model: what `take_stage` has left for this stage.
+            cut: of the whole model.
+            blocks: indices of the stage's blocks.
+            weights: of the whole model; None: the model has its own.
+        """
+        for block in blocks if self._options.splits else ():
             self._store.watch(model.get_submodule(cut.blocks[block]))
-        self.manager.parallelize(model, weights)
+        self.manager.parallelize_stage(model, weights)
         if not self.is_first:
             enter_stage(model, cut, blocks, self._boundary)
-        if self._routers is not None:
-            self._routers.watch(model)
+        if self._options.routers is not None:
+            self._options.routers.watch(model)
+
+    def begin_step(self, num_tokens: Tensor, *, microbatches: int) -> None:
+        """Take what the losses of a step are divided by.
+
+        Args:
+            num_tokens: unmasked targets of the global batch, int64 scalar.
+            microbatches: of the pipeline, in the step, without idle ones.
+        """
+        self._num_tokens, self._microbatches = num_tokens, microbatches
 
     def forward(self, batch: Batch, received: Tensors) -> Tensors:
-        routers = self._routers
+        routers = self._options.routers
         if routers is None:
             return self._forward(batch, received)
         shape, dtype = routers.kind
         before = torch.zeros(shape, dtype=dtype, device=self.manager.mesh.device) if self.is_first else received[-1]
         with routers.noting() as logits:
             output = self._forward(batch, received[:-1])
-        mask = torch.zeros_like(batch["input_ids"]) if isinstance(batch, Idle) else self.manager.forward.own_mask(batch)
+        mask = torch.zeros_like(batch["input_ids"]) if isinstance(batch, Idle) else self.manager.own_mask(batch)
         sums = routers.added(before, logits, mask)
         if not self.is_last:
             return (*output, sums)
         group = self.manager.mesh.group("dp_cp")
-        return (output[0] + routers.loss.share(sums, group=group, microbatches=self.microbatches),)
+        return (output[0] + routers.loss.share(sums, group=group, microbatches=self._microbatches),)
 
     def _forward(self, batch: Batch, received: Tensors) -> Tensors:
+        loss = self._options.loss
         self._boundary.start(batch, received)
         try:
             given = self._given(batch, received)
-            if self.is_last and self._loss is None:
-                return (self.manager.forward.share_of_loss(given, self.num_tokens),)
-            inputs, targets_BS = split_targets(given)
-            outputs = self.manager.forward.outputs(inputs)
-            if self._loss is not None and self.is_last:
-                return (self._loss(outputs.logits, targets_BS) / self.num_tokens,)
+            if self.is_last and loss is None:
+                return (self.manager.share_of_loss(given, self._num_tokens),)
+            inputs, targets_BS = self.manager.without_targets(given)
+            outputs = self.manager.outputs(inputs)
+            if loss is not None and self.is_last:
+                return (loss(outputs.logits, targets_BS) / self._num_tokens,)
             return outputs if isinstance(outputs, tuple) else (outputs,)
         finally:
             self._boundary.end()
@@ -105,10 +131,15 @@ class PipelineStage:
         """What the module is called with, and the labels."""
         return batch
 
-    def try_out(self, batch: Batch, *, training: bool) -> None:
-        """See `Forward.try_out`."""
+    def choose_loss(self, batch: Batch) -> None:
+        """See `DataParallelManager.choose_loss`."""
         with self._receiving():
-            self.manager.forward.try_out([batch], training=training)
+            self.manager.choose_loss(batch)
+
+    def check_context(self, batch: Batch) -> None:
+        """See `DataParallelManager.check_context`."""
+        with self._receiving():
+            self.manager.check_context([batch])
 
     @contextmanager
     def _receiving(self) -> Iterator[None]:
@@ -165,11 +196,13 @@ class PipelineStage:
 
     @property
     def _sums(self) -> Kinds:
-        return [self._routers.kind] if self._routers is not None else []
+        routers = self._options.routers
+        return [routers.kind] if routers is not None else []
 
     def _kinds(self, crossings: Sequence[Crossing], batch: Batch) -> Kinds:
+        dtype = self._options.dtype
         return [
-            (each.shape(*size_of(batch)), self._dtype if self._dtype and each.dtype.is_floating_point else each.dtype)
+            (each.shape(*size_of(batch)), dtype if dtype and each.dtype.is_floating_point else each.dtype)
             for each in crossings
         ]
 
@@ -177,11 +210,11 @@ class PipelineStage:
 class GivenStage(PipelineStage):
     """A stage that the user has made; see [Note: given stages] in `given_stages`."""
 
-    def parallelize_as_given(self, weights: Weights | None) -> None:
-        """Shard the module."""
-        if self._splits:
-            self._store.watch(self.manager.model)
-        self.manager.parallelize(self.manager.model, weights)
+    def parallelize_as_given(self, model: nn.Module, weights: Weights | None) -> None:
+        """Shard the module; see `parallelize`."""
+        if self._options.splits:
+            self._store.watch(model)
+        self.manager.parallelize_stage(model, weights)
 
     def _given(self, batch: Batch, received: Tensors) -> Batch:
         return batch if self.is_first else with_hidden(batch, received[0])

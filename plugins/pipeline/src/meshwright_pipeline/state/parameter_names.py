@@ -1,18 +1,20 @@
-"""Which stage holds which parameter, and how the state of stages becomes that of the whole model.
+"""Which stage holds which parameter, under the names of the whole model. Names alone, no values.
 
 The name of a parameter that has several is, as in torch, the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch import nn
 
-from meshwright.base.errors import ModelError, StrategyError
+from meshwright.base.errors import ModelError
 
 from ..cut.stage_model import Cut
+
+T = TypeVar("T")
 
 
 class Names:
@@ -20,7 +22,8 @@ class Names:
 
     Attributes:
         canonical: for each name of a parameter, the first of that parameter.
-        shared: for each trainable parameter that several stages hold, these stages.
+        shared: for each trainable parameter that several stages hold, these stages, ascending.
+        order: of all names of parameters and persistent buffers in the whole state.
     """
 
     def __init__(
@@ -30,8 +33,7 @@ class Names:
         order: Sequence[str],
         stage_of: Callable[[str], int],
     ) -> None:
-        self.canonical, self.shared = canonical, shared
-        self._order = order
+        self.canonical, self.shared, self.order = canonical, shared, order
         self._first: dict[str, int] = {}
         for name in order:
             first = canonical.get(name, name)
@@ -40,6 +42,10 @@ class Names:
     def first_stage(self, name: str) -> int:
         """The first stage that holds a parameter or persistent buffer."""
         return self._first[self.canonical.get(name, name)]
+
+    def local(self, names: Iterable[str]) -> dict[str, str]:
+        """The names of a stage's parameters, each once, by those of the whole model."""
+        return {self.canonical[name]: name for name in names}
 
     @classmethod
     def of_model(cls, model: nn.Module, cut: Cut, split: Sequence[range]) -> Names:
@@ -76,83 +82,6 @@ class Names:
             canonical, {}, list(dict.fromkeys(name for _, order in stages for name in order)), stage_of.__getitem__
         )
 
-    def merged(self, states: Sequence[Mapping[str, Any]], *, with_optimizer: bool) -> dict[str, Any]:
-        """The state of the whole model from those of all stages, in order; nothing from nothing."""
-        model: dict[str, Any] = {}
-        values: dict[str, Any] = {}
-        groups: list[dict[str, Any]] = []
-        masters: dict[str, Any] = {}
-        for state in states:
-            for name, tensor in state["model"].items():
-                # Tied names keep sharing one tensor.
-                model.setdefault(name, model.get(self.canonical.get(name, name), tensor))
-            optimizer = state.get("optimizer", {})
-            for name, each in optimizer.get("state", {}).items():
-                values.setdefault(self.canonical[name], each)
-            for name, each in optimizer.get("masters", {}).items():
-                masters.setdefault(self.canonical[name], each)
-            for group in optimizer.get("param_groups", []):
-                self._add(group, groups)
-        whole: dict[str, Any] = {"model": {name: model[name] for name in self._order if name in model}}
-        if with_optimizer:
-            whole["optimizer"] = {"state": values, "param_groups": groups} if states else {}
-            if masters:
-                whole["optimizer"]["masters"] = masters
-        return whole
-
-    def _add(self, group: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
-        """Join a stage's parameter group with the one of equal settings."""
-        names = [self.canonical[name] for name in group["params"]]
-        settings = {key: value for key, value in group.items() if key != "params"}
-        for each in groups:
-            if {key: value for key, value in each.items() if key != "params"} == settings:
-                each["params"] += [name for name in names if name not in each["params"]]
-                return
-        groups.append({**settings, "params": names})
-
-    def check(self, model: Mapping[str, Any]) -> None:
-        """Refuse a whole state with what the model does not have.
-
-        Raises:
-            StrategyError: names some of it.
-        """
-        unknown = sorted(set(model) - set(self._order))
-        if unknown:
-            raise StrategyError(
-                f"the model state holds what the run does not have: {', '.join(unknown[:3])}"
-                f"{f' and {len(unknown) - 3} more' if len(unknown) > 3 else ''}. Load state of the same architecture."
-            )
-
-    def part(self, whole: Mapping[str, Any], names: Sequence[str], trained: Sequence[str]) -> dict[str, Any]:
-        """A stage's state from that of the whole model.
-
-        Args:
-            whole: state of the whole model.
-            names: of the stage's parameters and buffers.
-            trained: of its parameters, each once.
-        """
-        model = {name: value for name in names if (value := self._value(whole["model"], name)) is not None}
-        optimizer = whole.get("optimizer", {})
-        saved = optimizer.get("state", {})
-        local = {self.canonical[name]: name for name in trained}
-        groups = [
-            {**group, "params": [local[name] for name in group["params"] if name in local]}
-            for group in optimizer.get("param_groups", [])
-        ]
-        return {
-            "model": model,
-            "optimizer": {
-                "state": {local[name]: values for name, values in saved.items() if name in local},
-                "param_groups": groups,
-                "masters": {
-                    local[name]: value for name, value in optimizer.get("masters", {}).items() if name in local
-                },
-            },
-        }
-
-    def _value(self, model: Mapping[str, Any], name: str) -> Any:
-        return model.get(name, model.get(self.canonical.get(name, name)))
-
 
 def first_names(model: nn.Module) -> dict[str, str]:
     """For each name of a parameter, the first of that parameter."""
@@ -160,6 +89,16 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {
         name: first.setdefault(parameter, name) for name, parameter in model.named_parameters(remove_duplicate=False)
     }
+
+
+def renamed(values: Mapping[str, T], local: Mapping[str, str]) -> dict[str, T]:
+    """Values by names of the whole model, under the names of a stage; without those that it does not have."""
+    return {local[name]: each for name, each in values.items() if name in local}
+
+
+def local_groups(groups: Sequence[Mapping[str, Any]], local: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Parameter groups with the parameters that a stage has, under its names; groups may be empty then."""
+    return [{**group, "params": [local[name] for name in group["params"] if name in local]} for group in groups]
 
 
 def _holders(name: str, cut: Cut, split: Sequence[range]) -> set[int]:

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
 
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.tensors.pieces import Sharded
 from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
 
-from .parameter_names import Names
-
-T = TypeVar("T")
+from .parameter_names import Names, local_groups, renamed
 
 
 def stages_state(managers: Mapping[int, DataParallelManager], names: Names) -> ShardedState:
@@ -71,13 +68,9 @@ def loading_stages(
 
 def _part(saved: OptimizerState[TensorKind], manager: DataParallelManager, names: Names) -> OptimizerState[TensorKind]:
     """What a stage's optimizer has of the whole state, under the stage's names."""
-    local = {names.canonical[name]: name for name in manager.parameter_names.values()}
-    groups = [{**group, "params": [local[name] for name in group["params"] if name in local]} for group in saved.groups]
-    return OptimizerState(_renamed(saved.tensors, local), _renamed(saved.values, local), groups)
-
-
-def _renamed(values: Mapping[str, T], local: Mapping[str, str]) -> dict[str, T]:
-    return {local[name]: each for name, each in values.items() if name in local}
+    local = names.local(manager.parameter_names.values())
+    groups = local_groups(saved.groups, local)
+    return OptimizerState(renamed(saved.tensors, local), renamed(saved.values, local), groups)
 
 
 def _parameters(state: OptimizerState[Sharded]) -> Iterator[str]:

@@ -1,0 +1,194 @@
+"""Make this rank's stages: of a whole model that is taken apart, or of the module that the user gives for a stage.
+
+Nothing trains here. Which blocks a stage gets is decided in `cut`, and what a stage does in a step in `run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.base.errors import ConfigError, ModelError, StrategyError
+from meshwright.manager.data_parallel import DataParallelManager, asks_for_router_loss, copy_from_first_rank
+from meshwright.mesh.mesh import Mesh
+from meshwright.model.layout import ModelLayout
+from meshwright.model.weights import Weights, deferred_weights, is_meta
+from meshwright.step.forward_options import forward_options
+from meshwright.step.router_loss import RouterLoss, Routers, find_routers
+from meshwright.strategy.ask import model_layout
+from meshwright.strategy.contract import StrategyManager
+
+from .config import PipelineConfig, number_of_stages
+from .cut.given_stages import try_stages
+from .cut.parts import own_parameters, separate_parts
+from .cut.split import split_model
+from .cut.stage_model import Cut, take_stage
+from .cut.trial_runs import Study
+from .cut.trial_weights import lent_values
+from .run.orders import Orders
+from .run.routing import StageRouters
+from .run.stage import GivenStage, PipelineStage, StageOptions
+from .run.users_loss import LossFn
+from .state.parameter_names import Names, first_names
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a pipeline is told besides the model.
+
+    Attributes:
+        config: options.
+        mesh: of all ranks.
+        inner: makes a manager of the inner strategy on the mesh of a stage.
+        loss: in the place of the token loss; see [Note: loss_fn].
+    """
+
+    config: PipelineConfig
+    mesh: Mesh
+    inner: Callable[[Mesh], StrategyManager]
+    loss: LossFn | None
+
+    def orders(self, stages: int) -> Orders:
+        """This rank's orders, where the model has so many stages."""
+        degrees = self.mesh.degrees
+        return Orders(self.config, stages=stages, ranks=degrees.pp, rank=self.mesh.axis_rank("pp"))
+
+    def stage_manager(self) -> DataParallelManager:
+        """A manager of the inner strategy for one stage.
+
+        Raises:
+            StrategyError: the inner strategy cannot train it; on all ranks alike.
+        """
+        manager = self.inner(self.mesh.stage())
+        if not (isinstance(manager, DataParallelManager) and manager.runs_in_pipeline):
+            raise StrategyError(
+                f"{type(manager).__name__} cannot train one stage of a pipeline: it does not say that it can run many "
+                f"forwards before their backwards (runs_in_pipeline). Set pp_size=1, or use another strategy."
+            )
+        if self.config.patch_stage_backward_maybe_with_nosync and not manager.reduces_once:
+            raise StrategyError(
+                "patch_stage_backward_maybe_with_nosync=true asks for gradients to be reduced once, and the options of "
+                "the inner strategy for each microbatch's. Let it defer the reduction (fsdp2: "
+                "defer_fsdp_grad_sync=true), or set patch_stage_backward_maybe_with_nosync=false."
+            )
+        return manager
+
+    def stage_options(self, index: int, orders: Orders, routers: StageRouters | None = None) -> StageOptions:
+        """How a stage runs."""
+        dtype = getattr(torch, self.config.dtype) if self.config.dtype is not None else None
+        is_last = index == len(orders.placement) - 1
+        return StageOptions(index == 0, is_last, dtype, self.loss, orders.splits, routers)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A model in stages, as one rank knows it.
+
+    Attributes:
+        here: this rank's, by their numbers, ascending.
+        orders: in which they run.
+        names: of the whole model.
+    """
+
+    here: Mapping[int, PipelineStage]
+    orders: Orders
+    names: Names
+
+
+def take_apart(model: nn.Module, weights: Weights | None, setting: Setting) -> Stages:
+    """Make stages of a whole model, which is taken apart in place. Collective.
+
+    Args:
+        model: the same on all ranks; it may be on the meta device.
+        weights: of the model; None: its own.
+
+    Raises:
+        ModelError: it cannot be cut, with the reason; on all ranks, before anything is changed.
+        ConfigError: it does not divide as the options say; likewise.
+        StrategyError: the inner strategy cannot train a stage; likewise.
+    """
+    mesh = setting.mesh
+    if weights is None and is_meta(model):
+        weights = deferred_weights(model, mesh)
+    if weights is None:
+        copy_from_first_rank(model, mesh)
+    layout = model_layout(model)
+    with lent_values(model, weights, mesh.device):
+        cut, split, found = mesh.world.together(lambda: _divided(model, layout, setting))
+    wide = next(model.parameters()).dtype == torch.float64
+    orders = setting.orders(len(split))
+    names = Names.of_model(model, cut, split)
+    # All that may be refused, before the model is taken apart.
+    managers = {index: setting.stage_manager() for index in orders.here}
+    for manager in managers.values():
+        manager.check_model(model)
+    parts = dict(zip(managers, separate_parts(model, len(managers)), strict=True))
+    stages: dict[int, PipelineStage] = {}
+    for index, part in parts.items():
+        boundary = cut.boundary(split[index])
+        take_stage(part, cut, split[index], boundary)
+        routers = StageRouters(*found, torch.float64 if wide else torch.float32) if found is not None else None
+        stages[index] = PipelineStage(managers[index], boundary, setting.stage_options(index, orders, routers))
+    own_parameters(list(parts.values()))
+    for index, part in parts.items():
+        stage, blocks = stages[index], split[index]
+        mesh.world.together(
+            lambda stage=stage, part=part, blocks=blocks: stage.parallelize(part, cut, blocks, weights)  # type: ignore[misc]
+        )
+    return Stages(stages, orders, names)
+
+
+def _divided(
+    model: nn.Module, layout: ModelLayout, setting: Setting
+) -> tuple[Cut, tuple[range, ...], tuple[RouterLoss, Routers] | None]:
+    """How the model is cut, the blocks of each stage, and the router loss and its routers, where the model has one."""
+    study = Study(model, layout, forward_options(model, in_parts=True))
+    routers = None
+    if asks_for_router_loss(model):
+        loss = RouterLoss(model.config)
+        routers = (loss, find_routers(model, loss, study.run_with_router_logits))
+    blocks, runs_in = study.cut.blocks, study.cut.runs_in
+    count = number_of_stages(setting.config, layers=len(blocks), ranks=setting.mesh.degrees.pp)
+    split = split_model(model, layout, setting.config, count, blocks=blocks, runs_in=runs_in)
+    return study.cut_at([part.start for part in split[1:]]), tuple(split), routers
+
+
+def take_as_given(model: nn.Module, weights: Weights | None, setting: Setting) -> Stages:
+    """Take a module for this rank's stage; see [Note: given stages] in `given_stages`. Collective.
+
+    Args:
+        model: this rank's stage, with its weights.
+        weights: None, or values for them.
+
+    Raises:
+        ModelError: a stage has no weights, or cannot be called as it must be; on all ranks.
+        ConfigError: the schedule takes more than one stage on a rank.
+        StrategyError: the inner strategy cannot train a stage.
+    """
+    config, mesh = setting.config, setting.mesh
+    ranks, index = mesh.degrees.pp, mesh.axis_rank("pp")
+    mesh.world.raise_together(
+        ModelError(
+            "a stage that is given with patch_inner_model=false must have its weights, but is on the meta device."
+        )
+        if is_meta(model)
+        else None
+    )
+    if number_of_stages(config, layers=4 * ranks, ranks=ranks) != ranks:
+        raise ConfigError(
+            f"patch_inner_model=false gives each rank one stage, and pp_schedule={config.pp_schedule!r} takes "
+            f"more. Use 1f1b or gpipe."
+        )
+    orders = setting.orders(ranks)
+    known: list[Any] = [None] * ranks
+    dist.all_gather_object(known, (first_names(model), list(model.state_dict())), group=mesh.group("pp"))
+    names = Names.of_stages(known)
+    boundary = try_stages(model, mesh, forward_options(model))
+    stage = GivenStage(setting.stage_manager(), boundary, setting.stage_options(index, orders))
+    mesh.world.together(lambda: stage.parallelize_as_given(model, weights))
+    return Stages({index: stage}, orders, names)

@@ -1,0 +1,84 @@
+"""Gradients of parameters that several stages hold.
+
+[Note: copies] A parameter that several stages need, such as the weight of tied embedding and head, is a parameter of
+each, with the gradient of all. Equal gradients and equal optimizer states keep the copies equal; in norms and in state
+only the first counts.
+
+How a stage reduces gradients over its own ranks is the inner strategy's; this adds what copies on other stages have.
+Source: Huang et al. 2019, arXiv:1811.06965.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.manager.data_parallel import DataParallelManager
+from meshwright.mesh.mesh import Mesh
+
+from .parameter_names import Names
+
+
+class Copies:
+    """The copies on this rank's stages; see [Note: copies].
+
+    Args:
+        names: of the whole model.
+        managers: of this rank's stages, by their numbers.
+        placement: the rank along `pp` of each stage of the model.
+        mesh: of all ranks.
+    """
+
+    def __init__(
+        self, names: Names, managers: Mapping[int, DataParallelManager], placement: Sequence[int], mesh: Mesh
+    ) -> None:
+        self._names, self._managers, self._placement, self._mesh = names, managers, placement, mesh
+
+    def sum_gradients(self) -> None:
+        """Give each copy the sum of all gradients, the same bits on all; none where no stage has one. Collective."""
+        shared = self._names.shared
+        if not shared:
+            return
+        mine = {name: self._here(name, holders) for name, holders in shared.items()}
+        found = [int(any(copy.grad is not None for copy in copies.values())) for copies in mine.values()]
+        used = self._mesh.world.reduce_ints(found, dist.ReduceOp.MAX)
+        for (name, holders), is_used in zip(shared.items(), used, strict=True):
+            if is_used and mine[name]:
+                self._sum(mine[name], sorted({self._placement[index] for index in holders}))
+
+    def repeated(self, stage: int) -> list[nn.Parameter]:
+        """Of a stage of this rank: what the optimizer trains of parameters that an earlier stage counts already."""
+        shared = self._names.shared
+        return [self._copy(stage, name) for name, holders in shared.items() if stage in holders[1:]]
+
+    def _here(self, name: str, holders: Sequence[int]) -> dict[int, nn.Parameter]:
+        """By stage of this rank, what is trained of the copies of a parameter."""
+        return {index: self._copy(index, name) for index in holders if index in self._managers}
+
+    def _copy(self, stage: int, canonical: str) -> nn.Parameter:
+        manager = self._managers[stage]
+        names = manager.model.named_parameters()
+        return manager.trained_as(next(copy for name, copy in names if self._names.canonical[name] == canonical))
+
+    def _sum(self, copies: Mapping[int, nn.Parameter], ranks: Sequence[int]) -> None:
+        """Sum the gradients of one parameter over the ranks along `pp` that hold copies of it."""
+        # Each rank's own copies first, then all ranks' in the same order, so that all get the same bits.
+        own = torch.stack([self._managers[index].copy_of_gradient(copy) for index, copy in copies.items()]).sum(0)
+        total = torch.stack(self._exchanged(own, ranks)).sum(0)
+        for index, copy in copies.items():
+            self._managers[index].take_sum_of_copies(copy, total.clone() if len(copies) > 1 else total)
+
+    def _exchanged(self, own: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+        """What each of these ranks along `pp`, of which this is one, brings, in their order."""
+        group, rank = self._mesh.group("pp"), self._mesh.axis_rank("pp")
+        received = {other: torch.empty_like(own) for other in ranks if other != rank}
+        operations = [dist.P2POp(dist.isend, own, group=group, group_peer=other) for other in received]
+        operations += [
+            dist.P2POp(dist.irecv, tensor, group=group, group_peer=other) for other, tensor in received.items()
+        ]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        return [own if other == rank else received[other] for other in ranks]
