@@ -24,10 +24,11 @@ from meshwright.strategy.ask import model_layout
 from meshwright.strategy.contract import StrategyManager
 
 from .config import PipelineConfig, number_of_stages
+from .cut.cut import Cut
 from .cut.given_stages import try_stages
 from .cut.parts import own_parameters, separate_parts
 from .cut.split import split_model
-from .cut.stage_model import Cut, take_stage
+from .cut.stage_model import take_stage
 from .cut.trial_runs import Study
 from .cut.trial_weights import lent_values
 from .run.orders import Orders

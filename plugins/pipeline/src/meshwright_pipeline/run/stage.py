@@ -25,8 +25,9 @@ from meshwright.model.weights import Weights
 from meshwright.strategy.contract import Batch
 
 from ..cut.boundary import Boundary, Crossing, size_of
+from ..cut.cut import Cut
 from ..cut.given_stages import with_hidden
-from ..cut.stage_model import Cut, enter_stage
+from ..cut.stage_model import enter_stage
 from .actions import Kinds, Tensors
 from .batches import Idle
 from .routing import StageRouters

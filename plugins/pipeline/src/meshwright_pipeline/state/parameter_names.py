@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.base.errors import ModelError
 
-from ..cut.stage_model import Cut
+from ..cut.cut import Cut
 
 T = TypeVar("T")
 
