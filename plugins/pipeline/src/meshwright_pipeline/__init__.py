@@ -1,4 +1,7 @@
-"""Pipeline parallelism over any strategy."""
+"""Pipeline parallelism over any strategy: the options, and the manager for loops by hand.
+
+What the command line and other plugins see is in `plugin`.
+"""
 
 from __future__ import annotations
 

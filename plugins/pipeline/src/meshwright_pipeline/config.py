@@ -1,4 +1,7 @@
-"""Options of the `pipeline` strategy, and the numbers of stages and microbatches that they ask for. No torch."""
+"""Options of the `pipeline` strategy, and the numbers of stages and microbatches that they ask for. No torch.
+
+Which blocks a stage gets is decided in `cut.split`, and what a schedule orders in `schedule`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The entry point of the distribution meshwright-pipeline."""
+"""The entry point of the distribution meshwright-pipeline: what it registers. Imports no torch until it builds."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def build(config: PipelineConfig, mesh: Mesh, inner: Callable[[Mesh], StrategyManager]) -> PipelineManager:
+    """A pipeline on the mesh of all ranks, around the inner strategy; see `PipelineManager`."""
     from .manager import PipelineManager
 
     return PipelineManager(config, mesh, inner)
@@ -27,6 +28,7 @@ def build(config: PipelineConfig, mesh: Mesh, inner: Callable[[Mesh], StrategyMa
 
 @hookimpl
 def register_commands(app: typer.Typer) -> None:
+    """Add `meshwright pipeline show`."""
     from .show import add_commands
 
     add_commands(app)
@@ -34,6 +36,7 @@ def register_commands(app: typer.Typer) -> None:
 
 @hookimpl
 def register_strategies() -> list[StrategySpec]:
+    """The strategy `pipeline`, which wraps another."""
     return [
         StrategySpec(
             name="pipeline",

@@ -1,4 +1,7 @@
-"""`meshwright pipeline show`: what each rank will do when, before anything is started. No process group, no weights."""
+"""`meshwright pipeline show`: what each rank will do when, before anything is started. No process group, no weights.
+
+Times are those of `schedule.timeline`, in forwards of an average stage; nothing is measured.
+"""
 
 from __future__ import annotations
 
@@ -58,16 +61,17 @@ class View:
 
     @cached_property
     def times(self) -> Times:
-        """When each action runs, with each stage's own cost."""
+        """When each action runs, with each stage's own cost; in forwards of an average stage."""
         return timeline(self.schedule, stage_costs=self.costs)
 
     @property
     def costs(self) -> list[float]:
+        """Of a forward of each stage, in forwards of an average one."""
         return [stage.cost for stage in self.stages]
 
     @cached_property
     def end(self) -> float:
-        """When the last action ends."""
+        """When the last action ends, in forwards of an average stage."""
         return max(rank[-1][2] for rank in self.times)
 
     @property
@@ -77,11 +81,12 @@ class View:
         return [kind for kind in NAMES if kind in used]
 
     def bubble_of(self, rank: int) -> float:
-        """The share of the whole time in which a rank waits."""
+        """The share of the whole time in which a rank waits, from 0 to 1."""
         return 1 - sum(end - start for _, start, end in self.times[rank]) / self.end
 
     @property
     def headline(self) -> str:
+        """The schedule and its numbers, in words."""
         schedule = self.schedule
         return (
             f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches "
@@ -90,6 +95,7 @@ class View:
 
     @property
     def bubbles(self) -> str:
+        """How much of all ranks' time is waiting, in words."""
         equal = bubble_fraction(self.schedule)
         divided = bubble_fraction(self.schedule, stage_costs=self.costs)
         return f"bubble: {divided:.1%} of all ranks' time with this split, {equal:.1%} if stages were equal"
@@ -122,7 +128,7 @@ def view_of(config: RunConfig) -> View:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
     layout = model_layout(model)
-    # A model of several modalities has several stacks, and only a run tells which of them text goes through.
+    # A model of several modalities has several stacks, and only a run shows which of them text goes through.
     blocks = max(layout.stacks, key=len, default=())
     count = number_of_stages(options, layers=len(blocks), ranks=degrees.pp)
     split = split_model(model, layout, options, count, blocks=blocks)
@@ -152,13 +158,13 @@ def _stages(model: Any, layout: Any, blocks: Sequence[str], split: Sequence[rang
 
 
 def as_tables(view: View) -> list[Any]:
-    """What rich prints: the split, the ranks, the timeline."""
+    """What rich prints before the timeline: tables of the split and of the ranks, and the bubbles in words."""
     from rich.table import Table
 
     split = Table("stage", "rank", "blocks", "parameters", "cost", title=view.headline, title_justify="left")
     for index, stage in enumerate(view.stages):
         owner = str(view.schedule.placement[index])
-        split.add_row(str(index), owner, _told(stage.blocks), f"{stage.parameters:,}", f"{stage.cost:.2f}")
+        split.add_row(str(index), owner, _described(stage.blocks), f"{stage.parameters:,}", f"{stage.cost:.2f}")
     ranks = Table("rank", "stages", "bubble", "peak of live microbatches")
     for rank, peak in enumerate(peak_live(view.schedule)):
         stages = ", ".join(map(str, view.schedule.stages_of(rank)))
@@ -166,7 +172,7 @@ def as_tables(view: View) -> list[Any]:
     return [split, ranks, view.bubbles]
 
 
-def _told(blocks: Sequence[str]) -> str:
+def _described(blocks: Sequence[str]) -> str:
     if len(blocks) == 1:
         return f"{blocks[0]} (1)"
     return f"{blocks[0]} to {blocks[-1].rpartition('.')[2]} ({len(blocks)})"

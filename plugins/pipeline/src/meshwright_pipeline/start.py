@@ -30,7 +30,7 @@ from .cut.parts import own_parameters, separate_parts
 from .cut.split import split_model
 from .cut.stage_model import take_stage
 from .cut.trial_runs import Study
-from .cut.trial_weights import lent_values
+from .cut.trial_weights import trial_values
 from .run.orders import Orders
 from .run.routing import StageRouters
 from .run.stage import GivenStage, PipelineStage, StageOptions
@@ -40,7 +40,7 @@ from .state.parameter_names import Names, first_names
 
 @dataclass(frozen=True)
 class Setting:
-    """What a pipeline is told besides the model.
+    """What a pipeline has besides the model.
 
     Attributes:
         config: options.
@@ -119,7 +119,7 @@ def take_apart(model: nn.Module, weights: Weights | None, setting: Setting) -> S
     if weights is None:
         copy_from_first_rank(model, mesh)
     layout = model_layout(model)
-    with lent_values(model, weights, mesh.device):
+    with trial_values(model, weights, mesh.device):
         cut, split, found = mesh.world.together(lambda: _divided(model, layout, setting))
     wide = next(model.parameters()).dtype == torch.float64
     orders = setting.orders(len(split))

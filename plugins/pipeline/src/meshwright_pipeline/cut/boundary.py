@@ -1,4 +1,4 @@
-"""What crosses from one stage to the next: where it is found, what shape it has, where it is put.
+"""What crosses from one stage to the next: where it is found, what shape it has, where it is put. Not how it travels.
 
 [Note: crossings] Hidden states always cross. Some blocks take more than them from blocks before (keys and values that
 later layers share, states of a router), and some models come back, between or behind blocks, to what they have computed
@@ -37,7 +37,7 @@ class Dim:
     constant: int = 0
 
     def size(self, batch: int, length: int) -> int:
-        """For a microbatch."""
+        """For a microbatch of `batch` sequences of `length` tokens."""
         return self.constant + self.factor * _measures(batch, length)[self.of]
 
 
@@ -88,7 +88,7 @@ class Crossing:
     dtype: torch.dtype
 
     def shape(self, batch: int, length: int) -> tuple[int, ...]:
-        """For a microbatch."""
+        """For a microbatch of `batch` sequences of `length` tokens."""
         return tuple(dim.size(batch, length) for dim in self.dims)
 
 
@@ -173,7 +173,12 @@ class Boundary:
         """By the name of its module: what was computed before the first block and crosses."""
 
     def start(self, batch: Batch, received: Sequence[Tensor] = ()) -> None:
-        """Begin with a microbatch."""
+        """Begin with a microbatch.
+
+        Args:
+            batch: with `input_ids`, (B, S), on the stage's device.
+            received: tensors of the shapes of `entering`, in their order; none for the first stage.
+        """
         ids = batch["input_ids"]
         self.size, self.device, self.received = size_of(batch), ids.device, tuple(received)
         pairs = zip(self.entering, self.received, strict=bool(received))
@@ -204,7 +209,7 @@ class Boundary:
         return args, kwargs
 
     def sent(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        """What leaves, from the arguments of the block behind the stage.
+        """What leaves, from the arguments of the block behind the stage; of the shapes of `leaving`, in their order.
 
         Raises:
             ModelError: it is not there, or not of the shape that the next stage expects.

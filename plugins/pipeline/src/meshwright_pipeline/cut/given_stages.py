@@ -1,4 +1,4 @@
-"""Stages that the user has made.
+"""Stages that the user has made: how they are called, and that they can be. Nothing of them is changed.
 
 [Note: given stages] With patch_inner_model=false and patch_causal_lm_model=false each rank gives `parallelize` its own
 stage, which is trained as it is. The first is called as `stage(input_ids=..., ...)`, the others as
@@ -28,7 +28,7 @@ Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 def with_hidden(batch: Batch, hidden: Tensor) -> dict[str, Tensor]:
-    """The batch as a stage that is not the first gets it."""
+    """The batch as a stage that is not the first gets it: with hidden states (B, S, ...) in the place of tokens."""
     return {name: tensor for name, tensor in batch.items() if name != "input_ids"} | {"inputs_embeds": hidden}
 
 
@@ -86,15 +86,15 @@ def _run(model: nn.Module, options: Mapping[str, Any], entering: Shapes, *, is_f
         if is_last:
             logits = getattr(output, "logits", None)
             if not isinstance(logits, Tensor) or tuple(logits.shape[:2]) != (count, length) or logits.dim() != 3:
-                raise ModelError(f"the last must return an object with logits (B, S, V), not {_told(output)}.")
+                raise ModelError(f"the last must return an object with logits (B, S, V), not {_described(output)}.")
         elif not (isinstance(output, Tensor) and output.is_floating_point()):
-            raise ModelError(f"it must return hidden states, one tensor of floating point, not {_told(output)}.")
+            raise ModelError(f"it must return hidden states, one tensor of floating point, not {_described(output)}.")
         else:
             found.append((tuple(output.shape), output.dtype))
     return found
 
 
-def _told(output: Any) -> str:
+def _described(output: Any) -> str:
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     shape = f" of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else ""
     return f"{type(output).__name__}{shape}"

@@ -1,4 +1,7 @@
-"""Which blocks each stage holds. Names and numbers only, no torch."""
+"""Which blocks each stage holds. Names and numbers only, no torch.
+
+Where a model can be cut at all is found by `trial_runs`; how many stages there are, in `config`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find out how a model can be cut, by running it.
+"""Find out how a model can be cut, by running it whole and in stages. The model is the same again afterwards.
 
 [Note: what is checked] Before anything is taken apart, the model runs on a few tokens: whole, and as a chain of the
 stages that it is to be cut into. Logits must be equal to the last bit. Where they are not, what crosses besides hidden
@@ -29,7 +29,7 @@ from .stage_model import staged
 from .stand_ins import until_left
 
 TRIALS = ((2, 16), (3, 12), (1, 24))
-"""Batch and length of the trial runs: how shapes change from one to the other tells their dims."""
+"""Batch and length of the trial runs: how shapes change from one to the other shows their dims."""
 
 HIDDEN: Path = ()
 """Stands for the place of the hidden states, which every block gets in its own way."""
@@ -52,7 +52,7 @@ class Study:
 
     def __init__(self, model: nn.Module, layout: ModelLayout, options: Mapping[str, Any]) -> None:
         self._model, self._options = model, options
-        with evaluating(model), _told(model):
+        with evaluating(model), _naming(model):
             self._trials = [_Trial(model, layout, trial_batch(model, *size), options) for size in TRIALS]
             self.cut = self._outline(layout)
 
@@ -87,7 +87,7 @@ class Study:
                     continue
 
     def run_with_router_logits(self) -> Any:
-        """What the whole model returns for a few tokens when it is asked for the logits of its routers."""
+        """What the whole model returns for a few tokens, (2, 16), when it is asked for the logits of its routers."""
         with evaluating(self._model):
             return self._model(**self._trials[0].batch, **with_router_logits(self._options))
 
@@ -100,7 +100,7 @@ class Study:
         Raises:
             ModelError: it cannot be cut there, with the reason.
         """
-        with evaluating(self._model), _told(self._model):
+        with evaluating(self._model), _naming(self._model):
             alone = {start: (self._crossing(start, HIDDEN),) for start in starts}
             cut = replace(self.cut, crossings=alone)
             error = self._refusal(cut)
@@ -206,7 +206,7 @@ class Study:
 
 
 @contextmanager
-def _told(model: nn.Module) -> Iterator[None]:
+def _naming(model: nn.Module) -> Iterator[None]:
     """Name the model in what is refused."""
     try:
         yield
@@ -217,7 +217,7 @@ def _told(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, without gradients, for a while."""
+    """Evaluation mode of the model, without gradients, for a while; it takes the mode that it had."""
     training = model.training
     model.eval()
     try:
@@ -246,7 +246,7 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Path, Tens
 
 
 def trial_batch(model: nn.Module, batch: int, length: int) -> Batch:
-    """Some tokens."""
+    """Some tokens: `input_ids`, int64, (batch, length), where the model is."""
     vocab = getattr(getattr(model, "config", None), "vocab_size", None) or 2
     ids = torch.arange(batch * length).view(batch, length) % max(1, vocab - 1)
     return {"input_ids": ids.to(next(model.parameters()).device)}

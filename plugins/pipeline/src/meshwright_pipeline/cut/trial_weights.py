@@ -1,6 +1,6 @@
-"""Let a model on the meta device run, in next to no memory, before any rank holds a part of it.
+"""Let a model on the meta device run, in next to no memory, before any rank holds a part of it. Nothing here trains.
 
-What a study of a model asks is what depends on what, for which nearly all values will do. Each parameter gets a short
+A study of a model asks what depends on what, for which nearly all values will do. Each parameter gets a short
 row of random numbers, seen as if it were whole: element (i, j, ...) is number i + j + ... of the row.
 """
 
@@ -16,7 +16,7 @@ from meshwright.model.weights import Weights, is_meta
 
 
 @contextmanager
-def lent_values(model: nn.Module, weights: Weights | None, device: torch.device) -> Iterator[None]:
+def trial_values(model: nn.Module, weights: Weights | None, device: torch.device) -> Iterator[None]:
     """Give all tensors of a model on the meta device values for a while; do nothing where a model has its own.
 
     Args:

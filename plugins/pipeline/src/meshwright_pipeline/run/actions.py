@@ -1,4 +1,4 @@
-"""Run one rank's actions of a schedule.
+"""Run one rank's actions of a schedule. What a stage computes is in `stage`, which actions there are in `orders`.
 
 Tensors go from rank to rank as soon as they are there, and are waited for where they are used. Their number, shapes and
 dtypes follow from the batch and the model, so ranks agree on nothing first.
@@ -39,7 +39,12 @@ class Stage(Protocol):
     is_last: bool
 
     def forward(self, batch: Batch, received: Tensors) -> Tensors:
-        """What leaves the stage, or of the last one the microbatch's share of the loss."""
+        """What leaves the stage, or of the last one the microbatch's share of the loss, a scalar.
+
+        Args:
+            batch: int64 tensors of (B, S), on this rank's device.
+            received: what crosses the boundary before the stage, of the kinds of `entering`; nothing for the first.
+        """
 
     def backward(self, work: Callable[[], object], *, is_last: bool) -> None:
         """Run `work`, a whole backward; `is_last` for the last that adds to the stage's gradients in this step."""
@@ -51,10 +56,10 @@ class Stage(Protocol):
         """Run the rest of a backward."""
 
     def entering(self, batch: Batch) -> Kinds:
-        """What crosses the boundary before the stage."""
+        """Shapes and dtypes of what crosses the boundary before the stage."""
 
     def leaving(self, batch: Batch) -> Kinds:
-        """What crosses the boundary behind it."""
+        """Shapes and dtypes of what crosses the boundary behind it."""
 
 
 @dataclass
@@ -79,7 +84,7 @@ class Sends:
     def add(self, transfer: Transfer) -> None:
         """Keep the tensors of a transfer until it is done."""
         self._under_way.append(transfer)
-        # Gloo does not tell that a send is done before it is waited for, NCCL does.
+        # Gloo does not report that a send is done before it is waited for, NCCL does.
         while len(self._under_way) > self._limit or (self._under_way and _is_done(self._under_way[0])):
             _wait(self._under_way.popleft())
 
@@ -107,6 +112,9 @@ class Run:
         group: of the axis `pp`.
         device: of this rank.
         train: whether there is a backward.
+
+    Attributes:
+        losses: by microbatch, what the last stage's forward gave: scalars without a gradient; empty on other ranks.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class Orders:
         self.splits = any(action.kind is Kind.BACKWARD_INPUT for order in schedule.orders for action in order)
 
     def run_length(self, microbatches: int) -> int:
-        """Microbatches of one run of the schedule, where a step has so many.
+        """Microbatches of one run of the schedule, where a step has so many of `pp_microbatch_size` sequences.
 
         Raises:
             ConfigError: they do not divide into runs.

@@ -99,6 +99,7 @@ class PipelineStage:
         self._num_tokens, self._microbatches = num_tokens, microbatches
 
     def forward(self, batch: Batch, received: Tensors) -> Tensors:
+        """See `actions.Stage`; where there is a router loss, its sums are the last of what crosses."""
         routers = self._options.routers
         if routers is None:
             return self._forward(batch, received)
@@ -168,11 +169,13 @@ class PipelineStage:
             self._boundary.end()
 
     def backward(self, work: Callable[[], object], *, is_last: bool) -> None:
+        """See `actions.Stage`; gradients are reduced over the stage's ranks in the last one."""
         with self.manager.sync_gradients(is_last=is_last):
             work()
         self.manager.after_backward(is_last=is_last)
 
     def backward_input(self, work: Callable[[], object]) -> Callable[[], None]:
+        """See `actions.Stage`; what is left are the weights of linear layers in blocks."""
         with self.manager.sync_gradients(is_last=False), self._store.collecting() as rest:
             work()
 
@@ -183,6 +186,7 @@ class PipelineStage:
         return finish
 
     def backward_weight(self, rest: Callable[[], object], *, is_last: bool) -> None:
+        """See `actions.Stage`; gradients are reduced over the stage's ranks behind the last one."""
         with self.manager.sync_gradients(is_last=False):
             rest()
         if is_last:
@@ -190,9 +194,11 @@ class PipelineStage:
         self.manager.after_backward(is_last=is_last)
 
     def entering(self, batch: Batch) -> Kinds:
+        """See `actions.Stage`; floating point in the dtype that is set for crossings."""
         return [*self._kinds(self._boundary.entering, batch), *self._sums]
 
     def leaving(self, batch: Batch) -> Kinds:
+        """As `entering`, of the boundary behind the stage."""
         return [*self._kinds(self._boundary.leaving, batch), *self._sums]
 
     @property

@@ -1,4 +1,4 @@
-"""A loss of the user's own, on the last stage.
+"""A loss of the user's own, on the last stage: found by its name, and tried. Where it is called is in `stage`.
 
 [Note: loss_fn] It is called as `loss_fn(logits, targets)` for each microbatch of the pipeline, with logits (B, S, V)
 and targets (B, S), int64, where targets[b, s] is the token that logits[b, s] predict, or -100 where there is none: the
@@ -43,7 +43,11 @@ def loss_of(value: Any) -> LossFn | None:
 
 
 def check_loss(loss: LossFn, *, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Try a loss on random logits; see [Note: loss_fn].
+    """Try a loss on random logits (2, 5, V) and targets (2, 5); see [Note: loss_fn].
+
+    Args:
+        vocab_size: V.
+        dtype: of the logits.
 
     Raises:
         ConfigError: it is no sum over tokens.

@@ -112,7 +112,8 @@ def bubble_fraction(
 
 
 def peak_live(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank, the most (stage, microbatch) at once whose forward is done and whose backward is not."""
+    """For each rank, the most (stage, microbatch) at once whose forward is done and whose backward is not; a
+    backward in two parts is done with the second."""
     peaks = []
     for order in schedule.orders:
         live = peak = 0

@@ -1,6 +1,7 @@
 """Carry whole states along the pipeline tensor by tensor, so that no rank holds more at once than it keeps.
 
-The rest of a state (names, settings of the optimizer, where tensors go) goes ahead as one small object.
+The rest of a state (names, settings of the optimizer, where tensors go) goes ahead as one small object. What a state
+means is not known here; see `whole_state`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def gathered(state: Any, group: dist.ProcessGroup, device: torch.device) -> list
     """The states of all ranks of a group, on the CPU of its first rank; nothing elsewhere. Collective.
 
     Args:
-        state: mappings with tensors and plain values.
+        state: mappings, lists and tuples of tensors, of any shapes and dtypes, and plain values.
         device: of this rank.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""One optimizer in front of those of several stages on one rank.
+"""One optimizer in front of those of several stages on one rank. It computes nothing itself.
 
 Its groups and state are looked up in theirs at each access: loading gives an optimizer new groups, and a list of the
 old ones would take a schedule's rates to nobody.

@@ -1,6 +1,7 @@
 """The sharded state of all stages on this rank, under the names of the whole model.
 
-Where several stages have a parameter, the first saves it, and all load it.
+Where several stages have a parameter, the first saves it, and all load it. No tensor moves to another rank; see
+`whole_state` for the state that does.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ def stages_state(managers: Mapping[int, DataParallelManager], names: Names) -> S
 
     Args:
         managers: of this rank's stages, by their numbers.
+        names: of the whole model.
     """
     states = {index: manager.sharded_state() for index, manager in managers.items()}
     model = {
@@ -51,7 +53,13 @@ def stages_state(managers: Mapping[int, DataParallelManager], names: Names) -> S
 def loading_stages(
     managers: Mapping[int, DataParallelManager], names: Names, saved: OptimizerState[TensorKind] | None
 ) -> Iterator[ShardedState]:
-    """See `StrategyManager.loading`."""
+    """See `StrategyManager.loading`.
+
+    Args:
+        managers: of this rank's stages, by their numbers.
+        names: of the whole model.
+        saved: of the whole model's optimizer; None: parameters and buffers alone.
+    """
     with ExitStack() as contexts:
         model: dict[str, Sharded] = {}
         tensors: dict[str, dict[str, Sharded]] = {}
