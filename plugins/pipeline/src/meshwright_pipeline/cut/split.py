@@ -157,40 +157,53 @@ def split_by_names(
     Raises:
         ConfigError: a module is unknown, forgotten, named twice, a part of a block, or on a stage that cannot use it.
     """
-
-    def refuse(text: str) -> ConfigError:
-        return ConfigError(f"module_fqns_per_model_part: {text}.")
-
-    for stage, names in enumerate(parts):
-        for name in names:
-            if name not in modules:
-                raise refuse(f"stage {stage} names {name!r}, which is no module of the model")
-            around = [block for block in blocks if _inside(name, block) and name != block]
-            if around:
-                raise refuse(f"stage {stage} names {name!r}, a part of the block {around[0]!r}. Name the whole block")
+    _check_names(parts, blocks, modules)
     # A module that contains the blocks belongs to no stage: its own parameters go where they are used.
     needed = [name for name in holders if not any(_inside(block, name) and block != name for block in blocks)]
-    stage_of: dict[str, int] = {}
-    for name in dict.fromkeys([*blocks, *needed]):
-        found = [stage for stage, names in enumerate(parts) for each in names if _inside(name, each)]
-        if not found:
-            raise refuse(f"{name!r} is on no stage. Add it to the stage that is to hold it")
-        if len(found) > 1:
-            raise refuse(f"{name!r} is named {len(found)} times, on stages {found}. Leave one of them")
-        stage_of[name] = found[0]
+    stage_of = _stage_of_each(parts, [*blocks, *needed])
     order = [stage_of[block] for block in blocks]
     for (before, after), name in zip(pairwise(order), blocks[1:], strict=True):
         if after < before:
-            raise refuse(f"{name!r} is on stage {after}, but blocks before it are on stage {before}. Keep their order")
+            raise _refused(
+                f"{name!r} is on stage {after}, but blocks before it are on stage {before}. Keep their order"
+            )
     ranges = [range(order.index(stage), order.index(stage) + order.count(stage)) for stage in sorted(set(order))]
     if len(ranges) < len(parts):
         empty = next(stage for stage in range(len(parts)) if stage not in order)
-        raise refuse(f"stage {empty} holds no block. Give each stage one, or name fewer stages")
+        raise _refused(f"stage {empty} holds no block. Give each stage one, or name fewer stages")
     for name in needed:
         if not any(_inside(name, block) for block in blocks) and not runs_in(name, ranges[stage_of[name]]):
             able = [stage for stage, held in enumerate(ranges) if runs_in(name, held)]
-            raise refuse(f"{name!r} is on stage {stage_of[name]}, but runs on {able}. Name it there")
+            raise _refused(f"{name!r} is on stage {stage_of[name]}, but runs on {able}. Name it there")
     return ranges
+
+
+def _check_names(parts: Sequence[Sequence[str]], blocks: Sequence[str], modules: Collection[str]) -> None:
+    """Refuse names of what is no module, or a part of a block."""
+    for stage, names in enumerate(parts):
+        for name in names:
+            if name not in modules:
+                raise _refused(f"stage {stage} names {name!r}, which is no module of the model")
+            around = [block for block in blocks if _inside(name, block) and name != block]
+            if around:
+                raise _refused(f"stage {stage} names {name!r}, a part of the block {around[0]!r}. Name the whole block")
+
+
+def _stage_of_each(parts: Sequence[Sequence[str]], modules: Sequence[str]) -> dict[str, int]:
+    """The stage of each of these modules, which are all to be on one."""
+    stage_of: dict[str, int] = {}
+    for name in dict.fromkeys(modules):
+        found = [stage for stage, names in enumerate(parts) for each in names if _inside(name, each)]
+        if not found:
+            raise _refused(f"{name!r} is on no stage. Add it to the stage that is to hold it")
+        if len(found) > 1:
+            raise _refused(f"{name!r} is named {len(found)} times, on stages {found}. Leave one of them")
+        stage_of[name] = found[0]
+    return stage_of
+
+
+def _refused(text: str) -> ConfigError:
+    return ConfigError(f"module_fqns_per_model_part: {text}.")
 
 
 def _inside(name: str, module: str) -> bool:
