@@ -32,7 +32,7 @@ FLOORS = (
 )
 """The rooms of core from the ground up; each stands on those of lower floors alone, or on those left of it."""
 SMALL_CORE = ("base", "mesh", "strategy")
-PIPELINE = ("schedule", "config", "cut", "run", "state", "manager")
+PIPELINE = ("schedule", "config", "cut", "run", "state", "start", "manager")
 BEGIN, END = "<!-- rooms: begin -->", "<!-- rooms: end -->"
 OUTSIDE = "the package itself"
 

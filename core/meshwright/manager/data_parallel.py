@@ -15,7 +15,6 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from ..base.errors import StrategyError
 from ..mesh.mesh import Mesh
 from ..mesh.world import same_timeout
 from ..model.layout import ModelLayout
@@ -25,6 +24,7 @@ from ..step.router_loss import RouterLoss
 from ..strategy.ask import model_layout
 from ..strategy.contract import Batch
 from ..tensors.norms import check_clip
+from .call_order import check_new, check_nothing_pending
 from .forward import Forward
 from .gradients import Gradients
 from .start import asks_for_router_loss, check_reduce_dtype, check_trainable, equal_weights, share_random_state
@@ -110,8 +110,7 @@ class DataParallelManager(StatefulManager):
     # -- the contract
 
     def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
-        if self._parallelized:
-            raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
+        check_new(has_model=self._parallelized)
         check_trainable(model, may_be_frozen=self.in_pipeline, router_loss=True)
         if not self.in_pipeline:
             self.check_model(model)
@@ -162,7 +161,7 @@ class DataParallelManager(StatefulManager):
     def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
         self._require_model()
         microbatches = self.forward.checked(microbatches, num_tokens)
-        self.gradients.check_none_pending()
+        check_nothing_pending(self.trainable())
         if not self.module.training:
             self.module.train()
         losses = []

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..base.errors import ModelError
@@ -23,7 +21,7 @@ from ..step.axis import Axis, Trial
 from ..step.batch import check_step
 from ..step.forward_options import with_router_logits
 from ..step.router_loss import Notes, RouterLoss, find_routers
-from ..step.token_loss import split_targets, target_loss_sum
+from ..step.token_loss import split_targets, sum_of_shares, target_loss_sum
 from ..strategy.contract import Batch
 
 _FEW_TOKENS = 8
@@ -163,9 +161,7 @@ class Forward:
 
     def sum_over_ranks(self, losses: Sequence[Tensor]) -> Tensor:
         """The loss of a step from the shares of this rank's microbatches; scalar, equal on all ranks. Collective."""
-        # In float64, so that the sum does not depend on how microbatches are spread over ranks.
-        total = torch.stack(list(losses)).sum(dtype=torch.float64)
-        dist.all_reduce(total, group=self._mesh.group("dp_cp"))
+        total = sum_of_shares(losses, [self._mesh.group("dp_cp")], losses[0].device)
         for axis in self._axes:
             axis.add_losses(total)
         return total.to(losses[0].dtype)

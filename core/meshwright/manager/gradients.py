@@ -1,4 +1,4 @@
-"""The gradients of a step between its backwards and the optimizer: pending or not, their norm, their scale.
+"""The gradients of a step between its backwards and the optimizer: their norm, their scale, and their copies.
 
 How they are reduced is the strategy's.
 """
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..base.errors import StrategyError
 from ..mesh.mesh import Mesh
 from ..tensors.norms import scale_to_norm, total_grad_norm
 from ..tensors.state import Parts
@@ -32,18 +31,6 @@ class Gradients:
         self, trainable: Callable[[], Iterable[nn.Parameter]], parts: Parts, mesh: Mesh, *, wide: bool
     ) -> None:
         self._trainable, self._parts, self._mesh, self._wide = trainable, parts, mesh, wide
-
-    def check_none_pending(self) -> None:
-        """Refuse a step while gradients of the last one are there: a second reduction would reduce them again.
-
-        Raises:
-            StrategyError: on all ranks alike.
-        """
-        if any(parameter.grad is not None for parameter in self._trainable()):
-            raise StrategyError(
-                "forward_backward was called while gradients of the last call are pending. Give all microbatches of a "
-                "step in one call, and call optimizer_step (or set the gradients to None) before the next."
-            )
 
     def total_norm(self, norm_type: float, *, without: Collection[nn.Parameter] = ()) -> Tensor:
         """The total norm of all gradients but those of some parameters. Collective.

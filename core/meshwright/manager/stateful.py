@@ -13,7 +13,6 @@ from pydantic import BaseModel
 from torch import nn
 from torch.optim import Optimizer
 
-from ..base.errors import StrategyError
 from ..mesh.mesh import Mesh
 from ..step.axis import Axis
 from ..strategy.contract import OptimizerFactory, StrategyManager
@@ -31,6 +30,7 @@ from ..tensors.state import (
     sharded_model,
     sharded_optimizer,
 )
+from .call_order import require_model, require_optimizer
 from .optimizer_trial import call_factory, check_optimizer
 
 
@@ -110,9 +110,7 @@ class StatefulManager(StrategyManager):
         Raises:
             StrategyError: `build_optimizer` has not been called.
         """
-        if self._optimizer is None:
-            raise StrategyError("the manager has no optimizer yet: call manager.build_optimizer(factory) first.")
-        return self._optimizer
+        return require_optimizer(self._optimizer)
 
     # -- state
 
@@ -161,5 +159,4 @@ class StatefulManager(StrategyManager):
         return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
 
     def _require_model(self) -> None:
-        if not self._parallelized:
-            raise StrategyError("the manager has no model yet: call manager.parallelize(model) first.")
+        require_model(self.model if self._parallelized else None)

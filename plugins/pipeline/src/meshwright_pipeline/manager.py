@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 
 from meshwright.base.errors import ConfigError
 from meshwright.manager.call_order import check_new, check_nothing_pending, require_model, require_optimizer
-from meshwright.manager.data_parallel import DataParallelManager, check_trainable
+from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.manager.given_mesh import as_mesh
+from meshwright.manager.start import check_trainable
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import CLAIMABLE_AXES
 from meshwright.model.weights import Weights
@@ -48,7 +49,7 @@ class PipelineManager(StrategyManager):
 
     Args:
         config: options.
-        device_mesh: of all ranks; a `meshwright.mesh.mesh.Mesh`, or a DeviceMesh of torch with an axis `pp`, see
+        device_mesh: of all ranks; a `meshwright.Mesh`, or a DeviceMesh of torch with an axis `pp`, see
             `meshwright.manager.given_mesh.as_mesh`.
         inner: makes a manager of the inner strategy on the mesh of a stage; or a strategy's name, with its defaults.
 
@@ -82,6 +83,7 @@ class PipelineManager(StrategyManager):
             )
         self._model: Stages | None = None
         self._optimizer: Optimizer | None = None
+        self._tried_out: set[bool] = set()
 
     # -- the model
 
@@ -148,12 +150,10 @@ class PipelineManager(StrategyManager):
             if not manager.module.training:
                 manager.module.train()
         with self._around(microbatches):
-            self._check_context(pieces[0])
-            self._choose_loss(pieces[0])
+            self._try_out(pieces[0], training=True)
             losses = self._run(pieces, train=True)
         for manager in managers:
-            self.mesh.world.together(manager.check_gradients)
-            self.mesh.world.together(manager.check_plan)
+            self.mesh.world.together(manager.finish_gradients)
         self._copies.sum_gradients()
         return self._sum_over_ranks(losses)
 
@@ -165,7 +165,7 @@ class PipelineManager(StrategyManager):
             manager.module.eval()
         try:
             with self._around(microbatches), torch.no_grad():
-                self._check_context(pieces[0])
+                self._try_out(pieces[0], training=False)
                 losses = self._run(pieces, train=False)
         finally:
             for manager, training in zip(managers, before, strict=True):
@@ -176,7 +176,7 @@ class PipelineManager(StrategyManager):
     def _pieces(self, microbatches: Sequence[Batch], num_tokens: Tensor) -> list[Batch]:
         """The step's microbatches as the schedule takes them, equally many on all ranks."""
         managers, world = self._managers.values(), self.mesh.world
-        multiple = max(manager.sequence_multiple for manager in managers)
+        multiple = max(manager.forward.sequence_multiple for manager in managers)
         microbatches = check_step(
             microbatches, num_tokens, self.mesh, vocab_size=self._vocab_size, sequence_multiple=multiple
         )
@@ -194,7 +194,7 @@ class PipelineManager(StrategyManager):
     def _run(self, pieces: Sequence[Batch], *, train: bool) -> list[Tensor]:
         """The losses of the pieces, on the last stage's rank."""
         orders, manager = self._taken.orders, next(iter(self._managers.values()))
-        batches = converted(pieces, lambda piece: manager.on_device(manager.divide(piece)))
+        batches = converted(pieces, lambda piece: manager.forward.on_device(manager.forward.divide(piece)))
         length = orders.run_length(len(batches))
         losses: list[Tensor] = []
         for start in range(0, len(batches), length):
@@ -208,24 +208,23 @@ class PipelineManager(StrategyManager):
     def _around(self, microbatches: Sequence[Batch]) -> Iterator[None]:
         with ExitStack() as contexts:
             for manager in self._managers.values():
-                contexts.enter_context(manager.attention_switched())
+                contexts.enter_context(manager.forward.around_step())
                 contexts.enter_context(manager.around_step(microbatches))
             yield
 
-    def _check_context(self, piece: Batch) -> None:
-        """See `DataParallelManager.check_context`; each stage finds what is wrong with its own part."""
-        if self.mesh.degrees.cp > 1:
-            for stage in self._stages.values():
-                self.mesh.world.together(lambda stage=stage: stage.check_context(piece))  # type: ignore[misc]
+    def _try_out(self, piece: Batch, *, training: bool) -> None:
+        """See `Forward.try_out`; each stage finds what is wrong with its part, and the last how it takes the loss."""
+        if training in self._tried_out:
+            return
+        for stage in self._stages.values():
+            self.mesh.world.together(
+                lambda stage=stage: stage.try_out(piece, training=training and stage.is_last)  # type: ignore[misc]
+            )
+        self._tried_out.add(training)
 
     def _check_division(self, microbatches: Sequence[Batch]) -> None:
         for manager in self._managers.values():
-            manager.check_division(microbatches)
-
-    def _choose_loss(self, piece: Batch) -> None:
-        for stage in self._stages.values():
-            if stage.is_last:
-                stage.choose_loss(piece)
+            manager.forward.check_division(microbatches)
 
     def _sum_over_ranks(self, losses: Sequence[Tensor]) -> Tensor:
         groups = [self.mesh.group(axis) for axis in ("dp_cp", "pp")]
@@ -235,12 +234,13 @@ class PipelineManager(StrategyManager):
         managers = self._managers
         check_clip(max_norm, norm_type)
         norms = [
-            manager.grad_norm(norm_type, without=self._copies.repeated(index)) for index, manager in managers.items()
+            manager.gradients.total_norm(norm_type, without=self._copies.repeated(index))
+            for index, manager in managers.items()
         ]
         norm = joined_norm(norms, norm_type, self.mesh.group("pp"), self.mesh.device)
         if max_norm is not None:
             for manager in managers.values():
-                manager.scale_gradients(norm, max_norm)
+                manager.gradients.scale(norm, max_norm)
         return norm
 
     # -- whole parameters, and state

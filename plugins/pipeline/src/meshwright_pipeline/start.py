@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.base.errors import ConfigError, ModelError, StrategyError
-from meshwright.manager.data_parallel import DataParallelManager, asks_for_router_loss, copy_from_first_rank
+from meshwright.manager.data_parallel import DataParallelManager
+from meshwright.manager.start import asks_for_router_loss, equal_weights
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.layout import ModelLayout
-from meshwright.model.weights import Weights, deferred_weights, is_meta
+from meshwright.model.weights import Weights, is_meta
 from meshwright.step.forward_options import forward_options
 from meshwright.step.router_loss import RouterLoss, Routers, find_routers
 from meshwright.strategy.ask import model_layout
@@ -114,10 +115,7 @@ def take_apart(model: nn.Module, weights: Weights | None, setting: Setting) -> S
         StrategyError: the inner strategy cannot train a stage; likewise.
     """
     mesh = setting.mesh
-    if weights is None and is_meta(model):
-        weights = deferred_weights(model, mesh)
-    if weights is None:
-        copy_from_first_rank(model, mesh)
+    weights = equal_weights(model, weights, mesh)
     layout = model_layout(model)
     with trial_values(model, weights, mesh.device):
         cut, split, found = mesh.world.together(lambda: _divided(model, layout, setting))

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.model.weight_gradients import WeightGradients
 from meshwright.model.weights import Weights
+from meshwright.step.token_loss import split_targets
 from meshwright.strategy.contract import Batch
 
 from ..cut.boundary import Boundary, Crossing, size_of
@@ -107,7 +108,7 @@ class PipelineStage:
         before = torch.zeros(shape, dtype=dtype, device=self.manager.mesh.device) if self.is_first else received[-1]
         with routers.noting() as logits:
             output = self._forward(batch, received[:-1])
-        mask = torch.zeros_like(batch["input_ids"]) if isinstance(batch, Idle) else self.manager.own_mask(batch)
+        mask = torch.zeros_like(batch["input_ids"]) if isinstance(batch, Idle) else self.manager.forward.own_mask(batch)
         sums = routers.added(before, logits, mask)
         if not self.is_last:
             return (*output, sums)
@@ -120,9 +121,9 @@ class PipelineStage:
         try:
             given = self._given(batch, received)
             if self.is_last and loss is None:
-                return (self.manager.share_of_loss(given, self._num_tokens),)
-            inputs, targets_BS = self.manager.without_targets(given)
-            outputs = self.manager.outputs(inputs)
+                return (self.manager.forward.share_of_loss(given, self._num_tokens),)
+            inputs, targets_BS = split_targets(given)
+            outputs = self.manager.forward.outputs(inputs)
             if loss is not None and self.is_last:
                 return (loss(outputs.logits, targets_BS) / self._num_tokens,)
             return outputs if isinstance(outputs, tuple) else (outputs,)
@@ -133,15 +134,10 @@ class PipelineStage:
         """What the module is called with, and the labels."""
         return batch
 
-    def choose_loss(self, batch: Batch) -> None:
-        """See `DataParallelManager.choose_loss`."""
+    def try_out(self, batch: Batch, *, training: bool) -> None:
+        """See `Forward.try_out`."""
         with self._receiving():
-            self.manager.choose_loss(batch)
-
-    def check_context(self, batch: Batch) -> None:
-        """See `DataParallelManager.check_context`."""
-        with self._receiving():
-            self.manager.check_context([batch])
+            self.manager.forward.try_out([batch], training=training)
 
     @contextmanager
     def _receiving(self) -> Iterator[None]:

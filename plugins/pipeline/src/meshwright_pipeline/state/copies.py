@@ -61,15 +61,17 @@ class Copies:
     def _copy(self, stage: int, canonical: str) -> nn.Parameter:
         manager = self._managers[stage]
         names = manager.model.named_parameters()
-        return manager.trained_as(next(copy for name, copy in names if self._names.canonical[name] == canonical))
+        return manager.gradients.trained_as(
+            next(copy for name, copy in names if self._names.canonical[name] == canonical)
+        )
 
     def _sum(self, copies: Mapping[int, nn.Parameter], ranks: Sequence[int]) -> None:
         """Sum the gradients of one parameter over the ranks along `pp` that hold copies of it."""
         # Each rank's own copies first, then all ranks' in the same order, so that all get the same bits.
-        own = torch.stack([self._managers[index].copy_of_gradient(copy) for index, copy in copies.items()]).sum(0)
+        own = torch.stack([self._managers[index].gradients.copy_of(copy) for index, copy in copies.items()]).sum(0)
         total = torch.stack(self._exchanged(own, ranks)).sum(0)
         for index, copy in copies.items():
-            self._managers[index].take_sum_of_copies(copy, total.clone() if len(copies) > 1 else total)
+            self._managers[index].gradients.take_sum(copy, total.clone() if len(copies) > 1 else total)
 
     def _exchanged(self, own: Tensor, ranks: Sequence[int]) -> list[Tensor]:
         """What each of these ranks along `pp`, of which this is one, brings, in their order."""
