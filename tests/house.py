@@ -158,12 +158,11 @@ def first_sentence(module: Module) -> str:
 def table(modules: Mapping[str, Module]) -> str:
     """The rooms from the ground up, as a table in Markdown."""
     leans = arrows(modules)
-    rows = ["| room | lines | what is in it | stands on |", "|---|---:|---|---|"]
+    rows = ["| room | what is in it | stands on |", "|---|---|---|"]
     for room in (room for floor in FLOORS for room in floor):
-        own = [module for module in modules.values() if module.room == room]
         on = [other for floor in FLOORS for other in floor if (room, other) in leans]
         said = first_sentence(modules[f"meshwright.{room}"])
-        rows.append(f"| `{room}` | {sum(each.lines for each in own)} | {said} | {', '.join(on)} |")
+        rows.append(f"| `{room}` | {said} | {', '.join(on)} |")
     return "\n".join(rows)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from .._compat.torch import compiled
 from ..base.errors import ModelError, StrategyError
+from .forward_order import Layer, put_around
 from .layout import ModelLayout
 
 
@@ -52,9 +53,10 @@ def compile_blocks(
     left = {model.get_submodule(name) for name in leave}
     blocks = list(dict.fromkeys(model.get_submodule(name) for name in layout.blocks))
     parts = [part for block in blocks for part in _parts(block, left)]
+    # Where blocks differ in what compile takes for constants (their index, a window), each is compiled anew.
+    compile_one = functools.partial(compiled, backend=backend, versions=_VERSIONS_PER_BLOCK * len(parts))
     for part in dict.fromkeys(parts):
-        # Where blocks differ in what compile takes for constants (their index, a window), each is compiled anew.
-        part.forward = compiled(part.forward, backend=backend, versions=_VERSIONS_PER_BLOCK * len(parts))
+        put_around(part, Layer.COMPILED, compile_one)
 
 
 def _parts(module: nn.Module, left: set[nn.Module]) -> Iterator[nn.Module]:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from .._compat.torch import TorchDispatchMode, is_attention, is_choice, is_communication, is_matrix_product
 from ..base.errors import ConfigError, ModelError
+from .forward_order import Layer, put_around
 from .layout import ModelLayout
 
 Mode = Literal["full", "selective"]
@@ -59,11 +60,10 @@ def checkpoint_blocks(model: nn.Module, layout: ModelLayout, mode: Mode | bool, 
     contexts = [_selective_contexts] * (mode == "selective") + [_keeping_contexts] * keep_choices
     # One block may stand in several places.
     for block in dict.fromkeys(model.get_submodule(name) for name in layout.blocks):
-        block.forward = _recomputed(block, contexts)
+        put_around(block, Layer.RECOMPUTED, functools.partial(_recomputed, block, contexts))
 
 
-def _recomputed(block: nn.Module, contexts: Sequence[Contexts]) -> Callable[..., Any]:
-    original = block.forward
+def _recomputed(block: nn.Module, contexts: Sequence[Contexts], original: Callable[..., Any]) -> Callable[..., Any]:
     # torch.compile takes the modes themselves and nothing around them.
     function = functools.partial(_combined, contexts) if len(contexts) > 1 else next(iter(contexts), None)
     options = {} if function is None else {"context_fn": function}

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .forward_order import Layer, put_around
+
 
 class WeightGradients:
     """What the linear layers of a module have put off.
@@ -44,9 +46,10 @@ class WeightGradients:
         for each in module.modules():
             # Subclasses, and layers whose forward was replaced, may compute something else.
             if type(each) is nn.Linear:
-                forward = vars(each).setdefault("forward", _Forward(each))
-                if isinstance(forward, _Forward):
-                    forward.stores.append(self)
+                if "forward" not in vars(each):
+                    put_around(each, Layer.WEIGHTS, lambda _, layer=each: _Forward(layer))  # type: ignore[misc]
+                if isinstance(each.forward, _Forward):
+                    each.forward.stores.append(self)
 
 
 class _Forward:

@@ -12,7 +12,7 @@ those over `ep_shard` and `dp_replicate` are the strategy's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard
 
 from ...base.errors import ModelError
 from ...mesh.mesh import Mesh
+from ...model.forward_order import Layer, put_around
 from ...step.axis import Axis
 from ..tensor.collectives import Gather, Split
 from ..tensor.division import Division
@@ -79,18 +80,20 @@ class ExpertParallel(Axis):
                 self._active = True
 
     def _wrap(self, module: nn.Module, experts: Experts, parameters: LocalParameters) -> None:
-        forward, slots = module.forward, parameters.take(module)
-        names = argument_names(module)
+        slots, names = parameters.take(module), argument_names(module)
 
-        @functools.wraps(forward)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if not self._active:
-                return forward(*args, **kwargs)
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            with parameters.inside(slots), _counting(module, experts.count // self.size):
-                return self._run(experts, forward, *(given[name] for name in names))
+        def around(forward: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(forward)
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                if not self._active:
+                    return forward(*args, **kwargs)
+                given = {**dict(zip(names, args, strict=False)), **kwargs}
+                with parameters.inside(slots), _counting(module, experts.count // self.size):
+                    return self._run(experts, forward, *(given[name] for name in names))
 
-        module.forward = wrapped
+            return wrapped
+
+        put_around(module, Layer.EXPERTS, around)
 
     def _run(self, experts: Experts, forward: Any, hidden: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         hidden_TD = hidden.reshape(-1, hidden.shape[-1])

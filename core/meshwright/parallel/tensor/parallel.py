@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from ..._compat.torch import all_reduce, is_sharded
 from ...base.errors import ModelError, StrategyError
+from ...model.forward_order import Layer, put_around
 from ...model.layout import ModelLayout
 from ...step.axis import Axis, Trial
 from ...step.token_loss import targets
@@ -141,18 +142,17 @@ class TensorParallel(Axis):
                 self._blocks[module] = self._local.take(module)
             elif module in own:
                 self._localize(module, self._local.take(module))
-        self.localize_blocks()
+        for block, slots in self._blocks.items():
+            self._localize(block, slots)
         self._localize(self._model, self._local.take(self._model))
 
     def localize_blocks(self) -> None:
-        """Let blocks compute on local tensors; see [Note: local parameters] in `local`.
-
-        `apply` does so; do it once more where forwards of blocks have been wrapped by what must see local tensors.
-        """
+        """Once more let blocks compute on local tensors, as `apply` has done, where forwards of blocks have been put
+        into what must see local tensors; see [Note: local parameters] in `local_parameters`."""
         for block, slots in self._blocks.items():
-            self._localize(block, slots)
+            self._localize(block, slots, Layer.LOCAL)
 
-    def _localize(self, module: nn.Module, slots: list[Slot]) -> None:
+    def _localize(self, module: nn.Module, slots: list[Slot], layer: Layer = Layer.TENSOR) -> None:
         def run(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             known = len(self._copies)
             try:
@@ -161,7 +161,7 @@ class TensorParallel(Axis):
             finally:
                 self._copies.forget(known)
 
-        self._wrap(module, run)
+        self._wrap(module, run, layer)
 
     def _apply_torch_styles(self) -> None:
         """Styles of torch bring their own parameters and hooks."""
@@ -171,15 +171,17 @@ class TensorParallel(Axis):
                 parallelize_module(module, self.mesh, style, src_data_rank=None)
                 self._local.leave_alone(module)
 
-    def _wrap(self, module: nn.Module, run: Callable[..., Any]) -> None:
+    def _wrap(self, module: nn.Module, run: Callable[..., Any], layer: Layer = Layer.TENSOR) -> None:
         """Replace `module.forward` by `run(forward, args, kwargs)` while tensor parallelism is active."""
-        forward = module.forward
 
-        @functools.wraps(forward)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return run(forward, args, kwargs) if self.active else forward(*args, **kwargs)
+        def around(forward: Forward) -> Forward:
+            @functools.wraps(forward)
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                return run(forward, args, kwargs) if self.active else forward(*args, **kwargs)
 
-        module.forward = wrapped
+            return wrapped
+
+        put_around(module, layer, around)
 
     # -- use
 
@@ -200,7 +202,6 @@ class TensorParallel(Axis):
         return training and self._loss.is_open
 
     def try_out(self, trial: Trial) -> None:
-        """See `choose_loss`."""
         self.choose_loss(lambda: trial.outputs(trial.few()).logits)
 
     def choose_loss(self, compute_logits: Callable[[], Tensor]) -> None:

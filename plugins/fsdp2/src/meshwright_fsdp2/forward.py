@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.model.forward_order import Layer, put_around
+
 
 def surround_forward(model: nn.Module, around: Callable[[Mapping[str, Any]], AbstractContextManager[Any]]) -> None:
     """Run the model's own forward within a context, inside of the hooks that sharding has put on the model.
@@ -21,13 +23,16 @@ def surround_forward(model: nn.Module, around: Callable[[Mapping[str, Any]], Abs
         model: whose `forward` is replaced on the instance.
         around: makes the context for a call, of its arguments by name.
     """
-    forward = model.forward
-    signature = inspect.signature(forward)
 
-    @functools.wraps(forward)
-    def surrounded(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind_partial(*args).arguments if args else {}
-        with around({**arguments, **kwargs}):
-            return forward(*args, **kwargs)
+    def surrounding(forward: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(forward)
 
-    model.forward = surrounded
+        @functools.wraps(forward)
+        def surrounded(*args: Any, **kwargs: Any) -> Any:
+            arguments = signature.bind_partial(*args).arguments if args else {}
+            with around({**arguments, **kwargs}):
+                return forward(*args, **kwargs)
+
+        return surrounded
+
+    put_around(model, Layer.STRATEGY, surrounding)

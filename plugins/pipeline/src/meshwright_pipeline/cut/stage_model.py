@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.model.forward_order import Layer, put_around
+
 from .boundary import Boundary
 from .cut import Cut
 from .stand_ins import stand_ins, until_left
@@ -38,7 +40,7 @@ def take_stage(model: nn.Module, cut: Cut, stage: range, boundary: Boundary) -> 
     else:
         keep_early(model, boundary)
     if stage.stop < len(cut.blocks):
-        model.forward = until_left(model.forward)
+        put_around(model, Layer.STAGE, until_left)
 
 
 def enter_stage(model: nn.Module, cut: Cut, stage: range, boundary: Boundary) -> Callable[[], None]:

@@ -2,11 +2,9 @@
 
 What is done when is said in `orders` and `actions`; how a model is taken apart, in `meshwright_pipeline.cut`.
 
-[Note: who replaces forwards] In this order: the forward of the whole stage gets one around it that ends where the next
-stage begins (`stage_model.take_stage`); linear layers get one that can put off the gradients of their weights, where
-the schedule splits backwards (`meshwright.model.weight_gradients`); then comes what the inner strategy puts around
-blocks and model in `shard`. Last, the first block gets a hook before all others, by which it takes what was received:
-sharding sees that as the block's own input.
+[Note: what is received] Who replaces forwards, and in which order, is said in `meshwright.model.forward_order`. After
+all of them the first block gets a hook before all others, by which it takes what was received: sharding sees that as
+the block's own input.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ class PipelineStage:
         self._store = WeightGradients()
 
     def parallelize(self, model: nn.Module, cut: Cut, blocks: range, weights: Weights | None) -> None:
-        """Shard the stage's part of the model, of which it has these blocks; see [Note: who replaces forwards].
+        """Shard the stage's part of the model, of which it has these blocks; see [Note: what is received].
 
         Args:
             model: what `take_stage` has left for this stage.

@@ -1,0 +1,65 @@
+"""What is put around a module's forward runs from the inside outwards in one order, and is refused in any other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright import ModelLayout, StrategyError
+from meshwright.model.compile import compile_blocks
+from meshwright.model.forward_order import Layer, put_around
+from meshwright.model.recompute import checkpoint_blocks
+from meshwright.model.weight_gradients import WeightGradients
+from meshwright.strategy.ask import model_layout
+from meshwright.testing.models import tiny_model
+
+
+def _noting(name, calls):
+    def make(forward):
+        def around(*args):
+            calls.append(name)
+            return forward(*args)
+
+        return around
+
+    return make
+
+
+def test_layers_run_from_the_outermost_inwards():
+    calls, layer = [], nn.Linear(2, 2)
+    for each in (Layer.STAGE, Layer.TENSOR, Layer.TENSOR, Layer.STRATEGY):
+        put_around(layer, each, _noting(each.name, calls))
+    layer(torch.ones(1, 2))
+    assert calls == ["STRATEGY", "TENSOR", "TENSOR", "STAGE"]
+
+
+@pytest.mark.parametrize(("first", "second"), [(b, a) for a in Layer for b in Layer if a < b])
+def test_a_layer_that_belongs_further_inside_comes_too_late(first, second):
+    calls, layer = [], nn.Linear(2, 2)
+    put_around(layer, first, _noting("first", calls))
+    with pytest.raises(StrategyError, match=f"Linear is {first.name.lower()} already, and {second.name.lower()} comes"):
+        put_around(layer, second, _noting("second", calls))
+    layer(torch.ones(1, 2))
+    assert calls == ["first"]
+
+
+def test_blocks_that_are_compiled_are_not_recomputed_afterwards():
+    model = tiny_model(seed=0)
+    layout: ModelLayout = model_layout(model)
+    compile_blocks(model, layout, backend="eager")
+    with pytest.raises(StrategyError, match=r"is compiled already, and recomputed comes inside of that\. Do it before"):
+        checkpoint_blocks(model, layout, "full")
+
+
+def test_two_watchers_share_a_linear_layer():
+    layer, first, second = nn.Linear(2, 2), WeightGradients(), WeightGradients()
+    for each in (first, second):
+        each.watch(layer)
+    out = layer(torch.ones(1, 2, requires_grad=True))
+    with second.collecting() as rest:
+        out.sum().backward()
+    assert layer.weight.grad is None
+    for each in rest:
+        each()
+    assert layer.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
