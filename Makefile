@@ -1,16 +1,23 @@
 # The two commands of the README are `make train` and `make test`; each sets up .venv when it has to.
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := -e '.[all,dev]' -e plugins/fsdp2 -e plugins/ddp -e plugins/megatron_fsdp -e plugins/pipeline
+PLUGINS := -e plugins/fsdp2 -e plugins/ddp -e plugins/megatron_fsdp -e plugins/pipeline
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+DISTRIBUTIONS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 
 .PHONY: train test test-versions lint types check clean
 
-.venv/installed: pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
+# What training needs, and what tests, lint and types need beside it.
+.venv/trains: $(DISTRIBUTIONS)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PACKAGES)
+	$(INSTALL) -e '.[all]' $(PLUGINS)
 	touch $@
 
-train: .venv/installed
+.venv/installed: .venv/trains
+	$(INSTALL) -e '.[all,dev]' $(PLUGINS)
+	touch $@
+
+train: .venv/trains
 	$(BIN)/meshwright train examples/stdlib.yaml
 	$(BIN)/python examples/load_back.py runs/stdlib
 
