@@ -5,7 +5,7 @@ PLUGINS := -e plugins/fsdp2 -e plugins/ddp -e plugins/megatron_fsdp -e plugins/p
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DISTRIBUTIONS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 
-.PHONY: train test test-versions lint types check clean
+.PHONY: train test test-full test-zoo test-versions lint types check clean
 
 # What training needs, and what tests, lint and types need beside it.
 .venv/trains: $(DISTRIBUTIONS)
@@ -21,8 +21,17 @@ train: .venv/trains
 	$(BIN)/meshwright train examples/stdlib.yaml
 	$(BIN)/python examples/load_back.py runs/stdlib
 
+# Three tiers, see tests/tiers.py; PART=2/12 makes it the third of twelve parts.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(if $(PART),--part=$(PART))
+
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(PYTEST) -m first
+
+test-full: .venv/installed
+	$(PYTEST) -m "not zoo"
+
+test-zoo: .venv/installed
+	$(PYTEST) -m zoo
 
 test-versions: .venv/installed
 	$(BIN)/python tests/versions.py

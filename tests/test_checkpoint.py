@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -91,23 +92,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return save
 
 
-def _pairs(names: list[str], daily: tuple[int, ...]) -> list[Any]:
-    """All pairs; daily, so many for each layout on either side."""
-    return [
-        pytest.param(a, b, marks=() if (j - i) % len(names) in daily else pytest.mark.slow)
-        for i, a in enumerate(names)
-        for j, b in enumerate(names)
-    ]
-
-
-@pytest.mark.daily(11)
-@pytest.mark.parametrize(("source", "target"), _pairs(list(LAYOUTS), (1, 4, 7)))
+@pytest.mark.parametrize(("source", "target"), list(itertools.product(LAYOUTS, LAYOUTS)))
 def test_any_layout_goes_on_from_what_any_other_has_saved(source: str, target: str, saved: Any) -> None:
     _check_goes_on(LAYOUTS[target], saved(source), CASE.model_type)
 
 
-@pytest.mark.daily(3)
-@pytest.mark.parametrize(("source", "target"), _pairs(list(EXPERT_LAYOUTS), (2,)))
+@pytest.mark.parametrize(("source", "target"), list(itertools.product(EXPERT_LAYOUTS, EXPERT_LAYOUTS)))
 def test_experts_go_on_in_any_layout_from_any_other(source: str, target: str, saved: Any) -> None:
     _check_goes_on(EXPERT_LAYOUTS[target], saved(source, EXPERTS), EXPERTS)
 

@@ -110,7 +110,7 @@ def test_every_flipped_bit_and_every_truncation_is_told(saved: Path) -> None:
     assert unchanged, "nothing may be changed by a checkpoint that is refused"
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 def test_every_bit_of_the_files_of_text_is_told(saved: Path) -> None:
     assert pool(1).run(_every_bit, str(saved)) == [[]]
 

@@ -14,44 +14,17 @@ from meshwright import ConfigError, MeshError, UnknownStrategyError
 from meshwright.cli.check_report import as_table, reasons, run_cells, summary
 from meshwright.testing import Cell, Result, conformance
 
-STRATEGIES = ["single", "ddp", "fsdp2", "megatron_fsdp"]
-# What the plugin's own tests do not try.
-DAILY = {
-    "dp_shard=4": (
-        "norm inf",
-        "no gradient in a step",
-        "uneven shares",
-        "only norms train",
-        "sgd with momentum",
-        "state to single and back, tied",
-        "bad input",
-    ),
-    "dp_shard=2 x tp=2": ("norm inf", "no gradient in a step", "uneven shares", "schedule", "bad input"),
-}
+STRATEGIES = ["single", "ddp", "fsdp2", "megatron_fsdp", "pipeline"]
 
 
-def _marks(cell: Cell) -> list[pytest.MarkDecorator]:
-    """Every cell of every layout takes a while: in daily runs, those of a layout with each axis, and no compilation."""
-    if cell.name == "resume":
-        return [pytest.mark.slow]  # see test_every_strategy_goes_on_with_the_rates_that_it_reports
-    if cell.strategy == "megatron_fsdp" or (cell.strategy, cell.layout) == ("fsdp2", "dp_shard=4"):
-        return [] if cell.name in DAILY.get(cell.layout, ()) else [pytest.mark.slow]
-    layouts = ("dp_shard=2 x tp=2", "ep=4", "tp=2 x ep=4")
-    daily = cell.ranks < 4 or cell.strategy != "fsdp2" or cell.layout in layouts
-    return [] if daily and not cell.name.startswith("enable_compile") else [pytest.mark.slow]
-
-
-@pytest.mark.daily(70)
 @pytest.mark.parametrize(
-    "cell",
-    [pytest.param(cell, id=f"{name}-{cell}", marks=_marks(cell)) for name in STRATEGIES for cell in conformance(name)],
+    "cell", [pytest.param(cell, id=f"{name}-{cell}") for name in STRATEGIES for cell in conformance(name)]
 )
 def test_strategy_passes(cell: Cell) -> None:
     cell.check()
 
 
-@pytest.mark.daily(10)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", pytest.param("megatron_fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "megatron_fsdp"])
 @pytest.mark.parametrize("model_type", DIFFERENT_IN_KIND)
 def test_architectures_that_differ_in_kind(strategy: str, model_type: str) -> None:
     (cell,) = conformance(strategy, ranks=2, models=[model_type])
@@ -98,8 +71,8 @@ def test_planted_bug_is_caught_where_it_acts(strategy: str, caught: list[str], u
         ("fsdp2", "dp_shard=2", None),
         ("megatron_fsdp", "dp_shard=2", None),
         ("pipeline", "pp=2", None),
-        pytest.param("ddp", "pp=2 x dp_replicate=2", {"pp_size": 2, "dp_size": 2}, marks=pytest.mark.slow),
-        pytest.param("fsdp2", "pp=2 x dp_shard=2", {"pp_size": 2, "dp_size": 2}, marks=pytest.mark.slow),
+        ("ddp", "pp=2 x dp_replicate=2", {"pp_size": 2, "dp_size": 2}),
+        ("fsdp2", "pp=2 x dp_shard=2", {"pp_size": 2, "dp_size": 2}),
     ],
 )
 def test_every_strategy_goes_on_with_the_rates_that_it_reports(

@@ -62,7 +62,6 @@ def test_each_rank_has_a_chunk_of_the_head_and_one_of_the_tail(ranks: int) -> No
 # -- parity
 
 
-@pytest.mark.daily(8)
 @pytest.mark.parametrize("config", WAYS, ids=["allgather", "ulysses"])
 @pytest.mark.parametrize("sizes", [CP2, CP4], ids=["cp2", "cp4"])
 @pytest.mark.parametrize("model_type", TYPES)
@@ -74,7 +73,6 @@ def test_parity_of_architectures(model_type: str, sizes: dict[str, int], config:
     assert_parity("fsdp2", case, world_size=_ranks(sizes), config=config, sizes=sizes)
 
 
-@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     ("sizes", "config"),
     [
@@ -94,7 +92,6 @@ def test_parity_with_other_axes_and_options(sizes: dict[str, int], config: dict[
     assert_parity("fsdp2", HARD, world_size=_ranks(sizes), config=config, sizes=sizes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("config", [SP, ULYSSES], ids=str)
 def test_parity_on_three_axes(config: dict[str, Any]) -> None:
     assert_parity("fsdp2", HARD, world_size=8, config=config, sizes=TP2_CP2 | {"dp_size": 2})
@@ -146,7 +143,6 @@ def _trained(strategy: str, config: dict[str, Any], sizes: dict[str, int], model
     return losses, norms, full_weights(manager)
 
 
-@pytest.mark.daily(10)
 @pytest.mark.parametrize("config", WAYS, ids=["allgather", "ulysses"])
 @pytest.mark.parametrize("kind", ["documents", "one document", "shared positions", "padded", "padded, with positions"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2"])

@@ -97,7 +97,6 @@ def _parallelized(strategy: str, meta: bool, tied: bool, seed_by_rank: bool, con
     return weights, losses, local, same, model.model.rotary_emb.inv_freq
 
 
-@pytest.mark.daily(6)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("strategy", "ranks", "config"),

@@ -147,7 +147,6 @@ def test_refusals_are_equal_on_all_ranks_and_leave_the_model(
 DIFFERENT = ["qwen3_moe", "deepseek_v3", "qwen2_moe", "gpt_oss", "olmoe"]
 
 
-@pytest.mark.daily(3)
 @pytest.mark.parametrize("model_type", DIFFERENT)
 @pytest.mark.parametrize("sizes", [EP4, EP2 | {"tp_size": 2}], ids=str)
 def test_parity_of_types_that_differ(model_type: str, sizes: dict[str, int]) -> None:
@@ -157,7 +156,6 @@ def test_parity_of_types_that_differ(model_type: str, sizes: dict[str, int]) -> 
 LAYOUTS = [EP4, EP2, EP2 | {"dp_replicate_size": 2}, EP4 | {"tp_size": 2}, EP2 | {"tp_size": 2}]
 
 
-@pytest.mark.daily(4)
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
     ("config", "case"),
@@ -173,7 +171,6 @@ def test_parity_of_layouts(sizes: dict[str, int], config: dict[str, Any], case: 
     assert_parity("fsdp2", case, world_size=4, config=config, sizes=sizes)
 
 
-@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     "case",
     [
@@ -196,7 +193,6 @@ def test_parity_of_cases_on_both_meshes(case: Case) -> None:
 CP2 = {"cp_size": 2}
 
 
-@pytest.mark.daily(2)
 @pytest.mark.parametrize("sizes", [CP2 | EP2, CP2 | EP4, CP2 | EP4 | {"tp_size": 2}], ids=str)
 @pytest.mark.parametrize("config", [{}, {"activation_checkpointing": "full", "cp_attention": "ulysses"}], ids=str)
 def test_parity_with_context_parallelism(sizes: dict[str, int], config: dict[str, Any]) -> None:
@@ -204,7 +200,6 @@ def test_parity_with_context_parallelism(sizes: dict[str, int], config: dict[str
     assert_parity("fsdp2", HARD, world_size=4, config=config, sizes=sizes)
 
 
-@pytest.mark.daily(1)
 @pytest.mark.parametrize("sizes", [EP4, EP2 | {"tp_size": 2}], ids=str)
 def test_parity_with_offloaded_experts(sizes: dict[str, int]) -> None:
     config = {"offload_policy": {"pin_memory": False}, "reshard_after_forward": True}
@@ -229,7 +224,6 @@ def _mixed(sizes: Mapping[str, int]) -> tuple[set[torch.dtype], Outcome]:
     return seen, Outcome(losses, norms, eval_losses, full_weights(manager))
 
 
-@pytest.mark.daily(1)
 @pytest.mark.parametrize("sizes", [EP4, EP2], ids=str)
 def test_mixed_precision_of_experts_is_that_without_expert_parallelism(sizes: dict[str, int]) -> None:
     ((_, alone),) = pool(1).run(_mixed, {})
@@ -239,7 +233,6 @@ def test_mixed_precision_of_experts_is_that_without_expert_parallelism(sizes: di
         assert found.norms == pytest.approx(alone.norms, rel=2e-2)
 
 
-@pytest.mark.daily(1)
 @pytest.mark.parametrize("config", [{"sequence_parallel": True}], ids=["sp"])
 @pytest.mark.parametrize("sizes", [EP4 | {"tp_size": 2}, EP4 | {"tp_size": 4}], ids=str)
 def test_parity_with_sequence_parallelism(sizes: dict[str, int], config: dict[str, Any]) -> None:
@@ -269,7 +262,6 @@ def _train(strategy: str, sizes: Mapping[str, int], config: Mapping[str, Any], c
     return Outcome(losses, norms, eval_losses, full_weights(manager))
 
 
-@pytest.mark.daily(2)
 @pytest.mark.parametrize("config", [{}, {"activation_checkpointing": "full"}], ids=str)
 @pytest.mark.parametrize("sizes", [EP4, EP2, EP4 | {"tp_size": 2}], ids=str)
 def test_experts_and_ranks_without_a_token_train_as_under_single(sizes: dict[str, int], config: dict[str, Any]) -> None:
@@ -417,7 +409,7 @@ def _eager(sizes: dict[str, int], case: Case) -> list[float]:
     return train_steps(build_manager("fsdp2", {}, sizes, case), case, range(2))[0]
 
 
-@pytest.mark.parametrize("sizes", [EP2, pytest.param({**EP2, "tp_size": 2}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("sizes", [EP2, {**EP2, "tp_size": 2}], ids=str)
 def test_compile_takes_what_is_not_routed(sizes: dict[str, int]) -> None:
     case = Case(model_type="deepseek_v3", tied=None, microbatches=2)
     ranks = math.prod(sizes.values())

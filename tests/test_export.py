@@ -57,7 +57,6 @@ def _train_and_export(strategy: str, sizes: dict[str, int], case: Case, root: st
     return full_weights(manager)
 
 
-@pytest.mark.daily(6)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_ranks_or_one_process_write_what_save_pretrained_would(layout: str, case: str, tmp_path: Path) -> None:
@@ -149,7 +148,7 @@ def _round_trip(model_type: str, root: str) -> Any:
     return [name for name in expected if not torch.equal(expected[name], found[name])]
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 @pytest.mark.parametrize("model_type", known_models("all"))
 def test_every_architecture_is_exported_as_save_pretrained_would(model_type: str, tmp_path: Path) -> None:
     if reason := case_reason(model_type):

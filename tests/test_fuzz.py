@@ -179,7 +179,7 @@ def _options_of_optimizers() -> list[tuple[type[Any], str]]:
     ]
 
 
-@pytest.mark.parametrize("count", [1000, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1000, pytest.param(None, marks=pytest.mark.zoo)])
 def test_odd_options_of_optimizers_are_refused_or_work(count: int | None) -> None:
     cases = list(itertools.product(_options_of_optimizers(), ODD))
     counts: Counter[str] = Counter()
@@ -201,7 +201,7 @@ def test_odd_options_of_optimizers_are_refused_or_work(count: int | None) -> Non
     assert min(counts.values()) > len(longest) // 50
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [200, pytest.param(None, marks=pytest.mark.zoo)])
 def test_odd_fields_of_models_are_refused_or_train(count: int | None, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(prepare(load_run(write_run(tmp_path)).data).tokenizer_dir)
     counts: Counter[str] = Counter()
@@ -229,7 +229,7 @@ def test_odd_fields_of_models_are_refused_or_train(count: int | None, tmp_path: 
 # -- whole files
 
 
-@pytest.mark.parametrize("count", [3000, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3000, pytest.param(20_000, marks=pytest.mark.zoo)])
 def test_run_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
     path, files = tmp_path / "odd.yaml", OddRunFiles(MINIMAL, seed=16 + (count > 3000))
     schema = jsonschema.Draft202012Validator(run_schema())
@@ -326,7 +326,7 @@ def check_refusal(file: RunFile, code: int, stdout: str, stderr: str) -> None:
     assert "Traceback" not in stderr, (file, stderr)
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(2500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, pytest.param(2500, marks=pytest.mark.zoo)])
 def test_runs_are_planned_or_refused(count: int, planned: OddRunFiles, tmp_path: Path) -> None:
     path, counts = tmp_path / "odd.yaml", Counter[str]()
     longest: list[float] = []
@@ -371,7 +371,7 @@ def chosen_files(files: OddRunFiles, path: Path, wanted: Counter[str]) -> Iterat
     "wanted",
     [
         pytest.param({"unread": 6, "refused": 2}, id="daily"),
-        pytest.param({"unread": 40, "refused": 8, "trains": 2}, id="sweep", marks=pytest.mark.slow),
+        pytest.param({"unread": 40, "refused": 8, "trains": 2}, id="sweep", marks=pytest.mark.zoo),
     ],
 )
 def test_a_sample_of_processes_ends_as_in_this_one(

@@ -26,7 +26,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kill")
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 @pytest.mark.parametrize("name", [name for name in LAYOUTS_TO_RESUME if name != "pipeline over single"])
 def test_a_killed_run_ends_with_the_numbers_and_weights_of_one_that_was_not(name: str, workplace: Path) -> None:
     layout = Layout(workplace, name, LAYOUTS_TO_RESUME[name], random.Random(name))
@@ -52,7 +52,7 @@ def _found(layout: Layout) -> list[Path]:
     return list(layout.run.checkpoints.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 def test_random_kills(tmp_path: Path) -> None:
     kills = [kill for kill, _ in sweep(tmp_path, 8, 3, "fsdp2")]
     assert len({kill.moment for kill in kills}) == 7

@@ -61,7 +61,6 @@ def check_loaded(found: dict[str, Tensor], directory: Path) -> None:
         assert torch.equal(found[name], weight), name
 
 
-@pytest.mark.daily(8)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_are_the_plain_models_and_train_like_it(layout, tied, tmp_path):
@@ -90,7 +89,6 @@ def _trained_wide(path: str, strategy: str, sizes: dict[str, Any], case: Case) -
     return _outcome(_zoo_manager(path, case.model_type, strategy, sizes), case)
 
 
-@pytest.mark.daily(3)
 @pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}, {"dp_replicate_size": 2}, {"ep_size": 2}], ids=str)
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_experts_that_a_checkpoint_holds_one_by_one_are_sharded_and_train(model_type, sizes, tmp_path):
@@ -256,7 +254,7 @@ def _zoo_weights(path: str, model_type: str, sizes: dict[str, Any]) -> str | tup
     return full_weights(manager), buffers
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 @pytest.mark.parametrize("sizes", [{"dp_size": 2}, {"tp_size": 2}, {"pp_size": 2}], ids=str)
 @pytest.mark.parametrize("model_type", TRAINABLE)
 def test_every_architecture_is_loaded_as_transformers_does(model_type, sizes, tmp_path):

@@ -148,7 +148,7 @@ def expected(name: str) -> Outcome | str:
     ("layout", "names"),
     [
         *(pytest.param(layout, FEW, id=f"{layout}-few") for layout in DAILY),
-        *(pytest.param(layout, NAMES, id=f"{layout}-all", marks=pytest.mark.slow) for layout in LAYOUTS),
+        *(pytest.param(layout, NAMES, id=f"{layout}-all", marks=pytest.mark.zoo) for layout in LAYOUTS),
     ],
 )
 def test_an_optimizer_reaches_parity_or_is_refused_by_name(layout: str, names: list[str]) -> None:

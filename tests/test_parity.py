@@ -44,7 +44,6 @@ def test_ragged_masks_with_different_token_counts_per_rank(strategy: str, ranks:
     assert_parity(strategy, Case(), world_size=ranks, sizes=sizes)
 
 
-@pytest.mark.daily(5)
 @pytest.mark.parametrize(("strategy", "ranks", "sizes"), WIDE_LAYOUTS)
 @pytest.mark.parametrize(
     "case",
@@ -67,7 +66,6 @@ def test_other_optimizers(optimizer: str) -> None:
     assert_parity("fsdp2", case, world_size=4)
 
 
-@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     ("strategy", "config"),
     [
@@ -96,7 +94,6 @@ WIDE = {"reduce_dtype": "float64"}
 FLOAT32 = Case(dtype="float32", steps=8)
 
 
-@pytest.mark.daily(3)
 @pytest.mark.parametrize(("strategy", "ranks", "sizes"), WIDE_LAYOUTS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_float32_losses_are_those_of_single_to_the_last_bit_with_wide_sums(
@@ -138,7 +135,6 @@ def test_float32_losses_differ_without_wide_sums() -> None:
 # -- state: out of one strategy and into another, in the middle of training
 
 
-@pytest.mark.daily(4)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("first", "second"),

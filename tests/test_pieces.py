@@ -133,7 +133,6 @@ def _filled(strategy: str, config: dict[str, object], sizes: dict[str, int], mod
     )
 
 
-@pytest.mark.daily(9)
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize(
     ("strategy", "config", "ranks", "sizes"),

@@ -74,7 +74,6 @@ def _threads() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux shows them")
-@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("strategy", "config", "sizes"),
     [

@@ -96,7 +96,7 @@ def test_in_another_dtype(model_type, tmp_path):
     check_type(model_type, tmp_path, torch.bfloat16)
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("model_type", sorted(set(TRAINABLE) - set(DIFFERENT_IN_KIND)))
 def test_every_weight_of_the_rest_of_the_zoo(model_type, dtype, tmp_path):

@@ -114,7 +114,6 @@ def test_all_ranks_killed(workplace: Path, uninterrupted: list[dict[str, Any]]) 
     assert _numbers(directory) == uninterrupted
 
 
-@pytest.mark.slow
 def test_one_rank_killed(workplace: Path, uninterrupted: list[dict[str, Any]]) -> None:
     run_file, directory = _run_file(workplace, "one"), workplace / "one"
     process = _start(run_file)
@@ -127,7 +126,6 @@ def test_one_rank_killed(workplace: Path, uninterrupted: list[dict[str, Any]]) -
     assert _numbers(directory) == uninterrupted
 
 
-@pytest.mark.slow
 def test_killed_while_a_checkpoint_is_written(workplace: Path, uninterrupted: list[dict[str, Any]]) -> None:
     run_file, directory = _run_file(workplace, "saving"), workplace / "saving"
     process = _start(run_file)
@@ -152,7 +150,6 @@ def test_killed_while_a_checkpoint_is_written(workplace: Path, uninterrupted: li
     assert not list((directory / "checkpoints").glob("*.writing"))
 
 
-@pytest.mark.slow
 def test_killed_before_the_first_checkpoint(workplace: Path, uninterrupted: list[dict[str, Any]]) -> None:
     run_file, directory = _run_file(workplace, "early"), workplace / "early"
     process = _start(run_file)

@@ -96,7 +96,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.daily(4)
 @pytest.mark.parametrize(("strategy", "ranks", "config", "sizes", "shares"), LAYOUTS, ids=str)
 @pytest.mark.parametrize(("microbatches", "padded"), [(1, True), (2, False)])
 def test_statistics_are_those_of_all_ranks(
@@ -125,7 +124,6 @@ PIPELINES: list[tuple[str, int, dict[str, Any], dict[str, int], int, dict[str, A
 ]
 
 
-@pytest.mark.daily(3)
 @pytest.mark.parametrize(("strategy", "ranks", "config", "sizes", "shares", "wrapper"), PIPELINES, ids=str)
 @pytest.mark.parametrize(("model_type", "padded"), [("mixtral", True), ("qwen3_moe", False)])
 def test_every_stage_of_a_pipeline_adds_its_routers(

@@ -418,7 +418,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.daily(5)
 @pytest.mark.parametrize("name", ["optimizer.lr", "optimizer.weight_decay", "schedule", "batch_size"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_allowed_change_acts_under_every_strategy(layout: str, name: str, place: Place) -> None:
@@ -494,7 +493,6 @@ def test_what_resume_does_not_take_is_named(resume: str, told: str, place: Place
 
 
 @pytest.mark.parametrize("layout", [{}, *LAYOUTS.values()], ids=["single", *LAYOUTS])
-@pytest.mark.daily(3)
 def test_weights_of_a_checkpoint_begin_a_new_run_under_any_strategy(
     layout: dict[str, Any], place: Place, uninterrupted: Place
 ) -> None:

@@ -51,7 +51,6 @@ def _reloaded(strategy: str, sizes: dict[str, int], case: Case, before: int) -> 
     return losses + train_steps(second, case, range(before, case.steps))[0]
 
 
-@pytest.mark.daily(12)
 @pytest.mark.parametrize(("strategy", "ranks", "sizes"), LAYOUTS)
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize(

@@ -55,7 +55,6 @@ def test_key_heads_that_the_ranks_do_not_divide(model_type: str, ranks: int) -> 
     assert_equal_to_single(Case(model_type=model_type, tied=None, steps=2), ranks)
 
 
-@pytest.mark.daily(8)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(
     "case",
@@ -78,7 +77,6 @@ def test_options(case: Case, sequence_parallel: bool) -> None:
     assert_equal_to_single(case, sequence_parallel=sequence_parallel)
 
 
-@pytest.mark.daily(8)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(
     "model_type",
@@ -99,7 +97,6 @@ def test_models(model_type: str, sequence_parallel: bool) -> None:
     assert_equal_to_single(Case(model_type=model_type, tied=None, steps=2), sequence_parallel=sequence_parallel)
 
 
-@pytest.mark.daily(4)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("model_type", ["gpt2", "llama4_text", "apertus", "three_kv_heads", "soft_capped"])
 def test_models_with_plain_parameters(model_type: str, sequence_parallel: bool) -> None:

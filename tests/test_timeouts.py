@@ -55,7 +55,6 @@ def _timeouts(root: str, layout: str) -> list[float]:
         return [group_timeout(group).total_seconds() for group in live_groups()]
 
 
-@pytest.mark.daily(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_process_group_waits_as_long_as_the_run_asks_for(layout, tmp_path):
     for found in pool(4).run(_timeouts, str(tmp_path), layout):
@@ -121,10 +120,10 @@ def _ended(server: subprocess.Popen[str], workplace: Path, place: str, rank: int
     [
         ("save", 1),
         ("step", 0),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("save", 0), ("step", 1), ("evaluation", 1), ("export", 1))
-        ),
+        ("save", 0),
+        ("step", 1),
+        ("evaluation", 1),
+        ("export", 1),
     ],
 )
 def test_a_rank_that_is_stopped_ends_the_run_and_is_named(place, rank, server, workplace):

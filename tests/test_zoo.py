@@ -100,7 +100,7 @@ def test_trains_with_independent_rows_and_equal_results_for_equal_seeds(model_ty
     check_trains(model_type)
 
 
-@pytest.mark.slow
+@pytest.mark.zoo
 @pytest.mark.parametrize("model_type", [each for each in TRAINABLE if each not in DIFFERENT_IN_KIND])
 def test_trains(model_type: str) -> None:
     check_trains(model_type)

@@ -98,7 +98,7 @@ def environment(versions: Versions) -> Path:
 def try_versions(versions: Versions, tests: list[str]) -> dict[str, object]:
     """Run the tests; how many passed, failed and were skipped, and the names of those that failed."""
     ran = subprocess.run(
-        [environment(versions), "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests],
+        [environment(versions), "-m", "pytest", "-q", "-m", "first", "-p", "no:cacheprovider", *tests],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     last = ran.stdout.strip().splitlines()[-1] if ran.stdout.strip() else ran.stderr.strip()[-200:]

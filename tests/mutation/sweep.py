@@ -345,7 +345,7 @@ def main() -> None:
     known = list(options())
     results = {name: results[name] for name in known if name in results}
     if not arguments.table:
-        quiet = ["-q", "-q", "-s", "-m", "not slow", "-p", "no:cacheprovider"]
+        quiet = ["-q", "-q", "-s", "-m", "not zoo", "-p", "no:cacheprovider"]
         pytest.main([*quiet, *arguments.tests], plugins=[Sweep(arguments, results)])
     TABLE.write_text(table(results), encoding="utf-8")
     print(f"{sum(each['status'] == 'killed' for each in results.values())} of {len(results)} killed")

@@ -49,7 +49,6 @@ def test_ragged_masks_and_two_decay_groups(ranks: int) -> None:
     assert _apart(Case(), ranks) <= TOLERANCE
 
 
-@pytest.mark.daily(5)
 @pytest.mark.parametrize(
     "case",
     [

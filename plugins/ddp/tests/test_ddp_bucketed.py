@@ -87,7 +87,6 @@ def test_parity_where_parameters_and_tokens_differ_between_ranks(config: dict[st
     assert_parity("ddp", case, world_size=4, config={**config, "bucket_size": 100})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -97,16 +96,7 @@ def test_parity_sweep(config: dict[str, Any], world_size: int, microbatches: int
     assert_parity("ddp", case, world_size=world_size, config={**config, "average_in_collective": average})
 
 
-DAILY = ("bad input", "unused parameters", "no gradient", "only norms", "schedule", "state to single and back, tied")
-
-
-@pytest.mark.parametrize(
-    "cell",
-    [
-        pytest.param(cell, id=str(cell), marks=() if cell.name.startswith(DAILY) else pytest.mark.slow)
-        for cell in conformance("ddp", config=ZERO1_OVERLAP)
-    ],
-)
+@pytest.mark.parametrize("cell", conformance("ddp", config=ZERO1_OVERLAP), ids=str)
 def test_conformance_of_the_distributed_optimizer(cell: Cell) -> None:
     cell.check()
 

@@ -181,7 +181,6 @@ def test_estimate_divides_by_the_shards_only() -> None:
 NO_DECAY = OptimizerConfig(lr=1e-2)
 
 
-@pytest.mark.daily(6)
 @pytest.mark.parametrize("config", [{}, {"defer_fsdp_grad_sync": False}, {"reduce_dtype": "float64"}])
 @pytest.mark.parametrize("route", ["ranks", "steps", None])
 @pytest.mark.parametrize("sizes", [{}, {"dp_replicate_size": 2}])

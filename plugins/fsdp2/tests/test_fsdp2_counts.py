@@ -57,7 +57,6 @@ TIED = Case(tied=True)
 ACCUMULATED = Case(microbatches=3)
 
 
-@pytest.mark.daily(9)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("case", [Case(), TIED, ACCUMULATED], ids=["plain", "tied", "accumulated"])

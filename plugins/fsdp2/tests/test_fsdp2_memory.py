@@ -119,7 +119,6 @@ def _forward_backward(reshard: bool | None) -> Memory:
     )
 
 
-@pytest.mark.daily(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_peak_is_shards_and_units_in_flight_and_activations(ranks: int, reshard: bool | None) -> None:

@@ -58,7 +58,6 @@ class Watch(Observer):
 # -- parity: options that must not change a thing
 
 
-@pytest.mark.daily(6)
 @pytest.mark.parametrize(
     "config",
     [

@@ -61,7 +61,6 @@ def test_a_plan_of_ones_own_takes_the_place_of_the_models() -> None:
         assert divided == {f"model.layers.{index}.mlp.up_proj.weight" for index in range(3)}
 
 
-@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     ("config", "case"),
     [
@@ -82,7 +81,6 @@ def test_parity_on_two_axes(config: dict[str, Any], case: Case) -> None:
     assert_parity("fsdp2", case, world_size=4, config=config, sizes=TP2)
 
 
-@pytest.mark.daily(1)
 @pytest.mark.parametrize("config", [{}, SP], ids=["tp", "sp"])
 def test_parity_on_three_axes(config: dict[str, Any]) -> None:
     assert_parity("fsdp2", HARD, world_size=8, config=config, sizes=TP2 | {"dp_replicate_size": 2})

@@ -75,7 +75,6 @@ def _trained(strategy: str, case: Case) -> tuple[Outcome, dict[str, torch.dtype]
     return outcome, {name: weight.dtype for name, weight in outcome.weights.items()}
 
 
-@pytest.mark.daily(1)
 @pytest.mark.parametrize("model_type", ["hunyuan_v1_moe", "ernie4_5_moe", "olmo_hybrid", "zamba"])
 def test_parameters_that_a_half_precision_model_keeps_in_float32_are_units_of_their_own(model_type: str) -> None:
     case = Case(model_type=model_type, tied=None, dtype="bfloat16", steps=2)

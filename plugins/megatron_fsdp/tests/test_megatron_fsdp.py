@@ -39,7 +39,6 @@ CASES = {
 }
 
 
-@pytest.mark.daily(8)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(("config", "sizes"), LAYOUTS.values(), ids=LAYOUTS)
 def test_every_layout_equals_a_single_process(config: dict[str, Any], sizes: dict[str, int], case: Case) -> None:
@@ -58,14 +57,12 @@ def test_hsdp_with_one_shard() -> None:
         assert_parity("megatron_fsdp", Case(microbatches=2), world_size=2, config=config, sizes=HSDP)
 
 
-@pytest.mark.slow
 def test_eight_ranks() -> None:
     case = Case(microbatches=2, sequences=16, tied=True)
     for sizes in ({}, HSDP, {"dp_replicate_size": 4}):
         assert_parity("megatron_fsdp", case, world_size=8, sizes=sizes)
 
 
-@pytest.mark.daily(1)
 @pytest.mark.parametrize("config", [{"zero_dp_strategy": 1}, {"outer_dp_sharding_strategy": 1}], ids=str)
 def test_state_moves_to_single_and_back(config: dict[str, Any]) -> None:
     sizes = HSDP if "outer_dp_sharding_strategy" in config else {}

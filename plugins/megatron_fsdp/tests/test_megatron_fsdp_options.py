@@ -20,7 +20,6 @@ BLOCKS = 3
 UNITS = BLOCKS + 1
 
 
-@pytest.mark.daily(5)
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [

@@ -47,7 +47,6 @@ def test_each_rank_of_tp_trains_its_parts_and_no_more() -> None:
         assert part["input_layernorm.weight"] == (36,)
 
 
-@pytest.mark.daily(2)
 @pytest.mark.parametrize("config", [SP | stage for stage in STAGES], ids=str)
 def test_parity_of_every_stage_with_the_sequence_sharded(config: dict[str, Any]) -> None:
     """Tied, accumulating; a part of the vocabulary that two ranks do not divide, so that shards differ along tp."""
@@ -59,7 +58,6 @@ def test_parity_without_data_parallel_ranks(stage: dict[str, Any]) -> None:
     assert_parity("megatron_fsdp", Case(norm_type=1.0, max_norm=5.0), world_size=2, config=stage, sizes=TP2)
 
 
-@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     ("config", "sizes", "case"),
     [
@@ -82,7 +80,6 @@ def test_parity(config: dict[str, Any], sizes: dict[str, int], case: Case) -> No
     assert_parity("megatron_fsdp", case, world_size=4, config=config, sizes=sizes)
 
 
-@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [
@@ -104,7 +101,6 @@ def test_heads_that_ranks_share(config: dict[str, Any]) -> None:
     assert_parity("megatron_fsdp", HARD, world_size=4, config=config, sizes={"tp_size": 4})
 
 
-@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("model_type", "config"),
     [
@@ -120,7 +116,6 @@ def test_models(model_type: str, config: dict[str, Any]) -> None:
     assert_parity("megatron_fsdp", case, world_size=4, config=config, sizes=TP2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("config", [{}, SP, {"zero_dp_strategy": 1}, {"outer_dp_sharding_strategy": 1}], ids=str)
 def test_eight_ranks(config: dict[str, Any]) -> None:
     case = Case(microbatches=2, sequences=16, tied=True)

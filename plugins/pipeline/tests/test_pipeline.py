@@ -78,7 +78,6 @@ def test_every_schedule_over_fsdp2(schedule: str) -> None:
     _over("fsdp2", case, 4, {"pp_schedule": schedule}, dp_size=2)
 
 
-@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     ("strategy", "options", "sizes"),
     [
@@ -110,7 +109,6 @@ FIRST_BLOCK_ALONE = [
 ]
 
 
-@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("model_type", "options", "sizes"),
     [
@@ -151,7 +149,6 @@ DISTRIBUTED: dict[str, Any] = {
 }
 
 
-@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("options", "case"),
     [
@@ -184,7 +181,6 @@ def test_state_of_copies_under_the_distributed_optimizer_is_stored_once_and_resu
         assert all(torch.equal(outcome.weights[name], weight) for name, weight in expected.weights.items())
 
 
-@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     "case",
     [
@@ -202,14 +198,12 @@ def test_cases_over_two_stages_and_two_data_ranks(case: Case) -> None:
     _over("fsdp2", case, 4, dp_size=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_four_ranks_and_nine_blocks(schedule: str, tied: bool) -> None:
     _over("single", Case(layers=9, tied=tied), 4, {"pp_schedule": schedule}, pp_size=4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True, "pp_schedule": "zbv"}], ids=str)
 def test_eight_ranks_on_three_axes(options: dict[str, Any]) -> None:
     _over("fsdp2", DEEP, 8, options, dp_size=2, tp_size=2)
