@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from test_cli import command, write_run
 
-from meshwright.checkpoint.manifest import MANIFEST, _digest, _text
+from meshwright.checkpoint.manifest import MANIFEST, digest, text_of
 
 
 def _losses(directory: Path) -> list[float]:
@@ -35,7 +35,7 @@ def test_a_run_whose_checkpoints_tell_no_order_goes_on_in_the_first_one(tmp_path
 
     # As a release that knew one order alone would have left it, when it was killed after two steps.
     rest = {name: value for name, value in content.items() if name not in ("format", "sha256")}
-    (found / MANIFEST).write_text(_text({**content, "sha256": _digest(rest)}))
+    (found / MANIFEST).write_text(text_of({**content, "sha256": digest(rest)}))
     (directory / "summary.json").unlink()
     (last,) = (directory / "checkpoints").glob("step-*4")
     last.rename(tmp_path / "aside")
