@@ -107,7 +107,7 @@ _bug(
     "meshwright.files.parsing",
     "if key.value in seen:",
     "if False:",
-    "tests/test_runfile.py",
+    "tests/test_runfile.py::test_a_file_that_holds_no_run_is_an_error_that_names_the_file[steps: 1\\nsteps: 2-the key 'steps' is given twice]",
     kind="of a key that is given twice, the first value is dropped without a word",
 )
 _bug(
@@ -123,7 +123,7 @@ _bug(
     "meshwright.files.class_paths",
     "    if refused:\n",
     "    if False:\n",
-    "tests/test_class_paths.py",
+    "tests/test_imports.py::test_refused[class-torch.multiprocessing.Process]",
     kind="a name in a file imports what starts processes",
 )
 _bug(
@@ -191,7 +191,7 @@ _bug(
     "meshwright.mesh.mesh",
     'return self._ranks["dp_replicate"] * self.degrees.dp_shard + self._ranks["dp_shard"]',
     'return self._ranks["dp_replicate"] + self._ranks["dp_shard"]',
-    "tests/test_mesh.py",
+    "tests/test_mesh.py::test_ranks_that_must_see_one_batch_share_a_data_rank[sizes0-expected0]",
     kind="ranks of HSDP see the same batch",
 )
 _bug(
@@ -393,7 +393,7 @@ _bug(
     "meshwright.manager.data_parallel",
     "        self.module.eval()\n",
     "        self.module.train()\n",
-    f"{_TRAIN}",
+    "tests/test_train.py::test_evaluation_draws_no_dropout[{}]",
     kind="evaluation runs in training mode",
 )
 _bug(
@@ -482,7 +482,7 @@ _bug(
     "meshwright.step.token_loss",
     "        logits_BSV = logits_BSV.float()\n",
     "        pass\n",
-    "tests/test_float16.py",
+    "tests/test_batch.py::test_the_loss_of_logits_in_half_precision_is_that_in_float32",
     kind="the loss is computed in the half precision of the logits",
 )
 _bug(
@@ -775,14 +775,14 @@ _bug(
     "meshwright.checkpoint.manifest",
     "        if not is_whole or checksum != digest(content):",
     "        if not is_whole and checksum != digest(content):",
-    "tests/test_checkpoint_damage.py::test_every_bit_of_the_files_of_text_is_told",
+    "tests/test_checkpoint_faults.py::test_what_is_not_whole_is_named_and_an_older_one_is_taken[the manifest is altered]",
     kind="the manifest itself has no checksum",
 )
 _bug(
     "every_manifest_is_altered",
     "meshwright.checkpoint.manifest",
-    "        checksum = content.pop(\"sha256\")\n        if not is_whole or checksum != digest(content):",
-    "        digest = content.pop(\"sha256\")\n        if not is_whole or digest != digest(content):",
+    '        checksum = content.pop("sha256")\n        if not is_whole or checksum != digest(content):',
+    '        digest = content.pop("sha256")\n        if not is_whole or digest != digest(content):',
     "tests/test_checkpoint_directory.py::test_retention_counts_whole_checkpoints_alone_and_removes_no_other",
     kind="a name hides the function of that name, and the error is taken for damage",
 )
@@ -805,7 +805,7 @@ _bug(
 _bug(
     "named_before_it_is_whole",
     "meshwright.checkpoint.directory",
-    "    writing = beside(final, \"writing\")\n    try:\n        recover(final)\n",
+    '    writing = beside(final, "writing")\n    try:\n        recover(final)\n',
     "    writing = final\n    try:\n",
     "tests/test_checkpoint_directory.py::test_a_crash_at_any_instant_of_a_save_leaves_the_old_or_the_new_checkpoint"
     "[before]",
@@ -931,7 +931,7 @@ _bug(
     "meshwright.data.prepare",
     '        "eval_fraction": config.eval_fraction,\n',
     "",
-    f"{_DATA}::test_what_changes_the_tokens_makes_a_new_entry",
+    "tests/test_data.py::test_what_changes_the_tokens_makes_a_new_entry[<lambda>0]",
     kind="the key of the cache does not know what is held out",
 )
 _bug(
@@ -947,7 +947,7 @@ _bug(
     "meshwright.data.prepare",
     "        if not _sizes(directory).items() >= meta.sizes.items():",
     "        if False:",
-    f"{_DATA}::test_damaged_entry_is_rebuilt",
+    "tests/test_data.py::test_damaged_entry_is_rebuilt[no tokenizer]",
     kind="a cache entry that lacks something is used",
 )
 _bug(
@@ -1062,7 +1062,7 @@ _bug(
     "meshwright.train.loop",
     "spawn_key=(step, data_rank)",
     "spawn_key=(0, data_rank)",
-    f"{_TRAIN}",
+    "tests/test_train.py::test_each_step_and_each_data_rank_has_random_numbers_of_its_own",
     kind="every step draws the same dropout",
 )
 _bug(
@@ -1070,7 +1070,7 @@ _bug(
     "meshwright.train.loop",
     "step_seed(loop.seed, step, manager.mesh.data_rank)",
     "step_seed(loop.seed, step, 0)",
-    f"{_TRAIN}",
+    "tests/test_train.py::test_each_step_and_each_data_rank_has_random_numbers_of_its_own",
     kind="ranks with other data draw the same dropout",
 )
 _bug(
@@ -1118,7 +1118,7 @@ _bug(
     "meshwright.train.fate",
     "    if not config.overwrite:\n",
     "    if False:\n",
-    f"{_RUN}",
+    "tests/test_cli.py::test_bad_input_is_one_error_before_anything_is_started_or_written[results in the way]",
     kind="results of an earlier run are replaced unasked",
 )
 _bug(
@@ -1193,7 +1193,7 @@ _bug(
     "meshwright_fsdp2.manager",
     "        self._sharding.reshard()\n\n    @contextmanager\n    def around_step",
     "        pass\n\n    @contextmanager\n    def around_step",
-    f"{_F}/test_fsdp2_options.py::test_evaluation_and_unshard_leave_shards_and_the_reshard_policy_as_they_were",
+    "plugins/fsdp2/tests/test_fsdp2_options.py::test_evaluation_and_unshard_leave_shards_and_the_reshard_policy_as_they_were[None]",
     kind="weights that were gathered before a step are used after it",
 )
 _bug(
@@ -1217,7 +1217,7 @@ _bug(
     "meshwright_fsdp2.policies",
     "    return replace(policy, output_dtype=None)\n",
     "    return policy\n",
-    f"{_F}/test_fsdp2_options.py::test_precision[{{'mp_policy': {{'param_dtype': 'bfloat16', 'output_dtype': 'float32'}}}}",
+    "plugins/fsdp2/tests/test_fsdp2_options.py::test_precision[{'mp_policy': {'param_dtype': 'bfloat16', 'output_dtype': 'float32'}}-{'product': torch.bfloat16, 'weight': torch.bfloat16, 'residual': torch.bfloat16, 'logits': torch.float32, 'reduced': torch.bfloat16}]",
     kind="each block casts the residual stream",
 )
 
@@ -1392,6 +1392,14 @@ _bug(
     kind="tied weights count twice in the norm",
 )
 _bug(
+    "dropout_in_evaluation_of_stages",
+    "meshwright_pipeline.manager",
+    "            manager.module.eval()\n",
+    "            manager.module.train()\n",
+    "tests/test_train.py::test_evaluation_draws_no_dropout[{'pp_size': 2}]",
+    kind="evaluation runs in training mode",
+)
+_bug(
     "norm_of_a_stage",
     "meshwright_pipeline.manager",
     'norm = joined_norm(norms, norm_type, self.mesh.group("pp"), self.mesh.device)',
@@ -1412,7 +1420,7 @@ _bug(
     "meshwright_pipeline.manager",
     "is_last = start + length >= len(batches)",
     "is_last = True",
-    f"{_P}/test_pipeline.py",
+    "plugins/pipeline/tests/test_pipeline.py::test_over_other_strategies_and_axes[fsdp2-{'pp_batch_size': 4, 'pp_microbatch_size': 2}-{'dp_size': 2}]",
     kind="gradients that are summed already are reduced again",
 )
 _bug(
@@ -1429,7 +1437,7 @@ _bug(
     "meshwright_pipeline.run.batches",
     'idle = Idle(pieces[0], labels=torch.full_like(pieces[0]["labels"], IGNORED_LABEL))',
     "idle = Idle(pieces[0])",
-    f"{_P}/test_pipeline.py",
+    "plugins/pipeline/tests/test_pipeline.py::test_over_other_strategies_and_axes[fsdp2-{'pp_batch_size': 4, 'pp_microbatch_size': 2}-{'dp_size': 2}]",
     kind="microbatches that fill up a run are trained on",
 )
 _bug(
@@ -1453,6 +1461,6 @@ _bug(
     "meshwright_pipeline.run.users_loss",
     "    if not torch.allclose(both.double(), sum(parts, torch.zeros_like(both)).double(), rtol=1e-3, atol=0):",
     "    if False:",
-    f"{_P}/test_pipeline.py",
+    "plugins/pipeline/tests/test_pipeline.py::test_what_cannot_be_done_is_refused_on_all_ranks[single-{}-{'loss_fn': <function _mean>}-Case(model_type='llama', tied=False, layers=None, steps=3, s-['ConfigError', 'for two sequences', 'must return the sum']]",
     kind="a mean over tokens is taken for a sum",
 )

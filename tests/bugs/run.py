@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import astuple
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -107,10 +108,8 @@ def run_tests(ids: Sequence[str], bug: Bug | None, log: Path, *, limit_s: float 
         os._exit(_run(ids, theirs, log))
     theirs.close()
     found: Outcomes = {}
-    try:
+    with suppress(EOFError):
         found = ours.recv() if ours.poll(limit_s) else {}
-    except EOFError:
-        pass
     _end(pid)
     return {each: found.get(each, ("not run", 0.0)) for each in ids}
 
@@ -181,8 +180,8 @@ def table(results: dict[str, Any]) -> str:
         "# Planted bugs, and the tests that notice",
         "",
         "Mistakes as real code has had them, each planted alone into one module, in all processes of a test:",
-        "`python tests/bugs/run.py`. The tests that are named fail under it, and pass without it; they are the cheapest",
-        "that do, not the only ones. Seconds are those of the tests with the bug, on a machine with two cores.",
+        "`python tests/bugs/run.py`. The tests that are named fail under it, and pass without it; they are cheap ones, and",
+        "not the only ones that do. Seconds are those of the tests with the bug, on a machine with two cores.",
         "",
         f"{len(BUGS)} bugs, {len(caught)} caught, {len(tried) - len(caught)} not, {len(BUGS) - len(tried)} not tried.",
         "",
