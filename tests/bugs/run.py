@@ -21,6 +21,7 @@ import multiprocessing.forkserver
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -153,7 +154,7 @@ def see_them_pass(ids: Sequence[str], results: dict[str, Any], log: Path) -> Non
             if outcome == "passed":
                 results["tests"][test] = round(seconds, 1)
             else:
-                print(f"{outcome} without a bug: {test} (see {log})", flush=True)
+                print(f"{outcome} without a bug: {test}", flush=True)
         write_results(results)
 
 
@@ -212,37 +213,41 @@ def main() -> None:
     if not arguments.tests and not arguments.again:
         chosen = [bug for bug in chosen if not is_done(bug, results)]
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as scratch:
-        _prepare(Path(scratch))
-        for bug in chosen if arguments.tests else ():
-            found = run_tests(arguments.tests, bug, Path(scratch) / f"{bug.name}.log")
-            print(f"{bug.name}:", *(f"\n  {outcome} {test}" for test, (outcome, _) in found.items()), flush=True)
-        if arguments.tests:
-            return
-        log = Path(tempfile.gettempdir()) / "meshwright-bugs.log"
-        see_them_pass([test for bug in chosen for test in bug.caught_by], results, log)
-        chosen = [bug for bug in chosen if all(test in results["tests"] for test in bug.caught_by)]
-        for bug in sorted(chosen, key=lambda each: sum(results["tests"][test] for test in each.caught_by)):
-            if time.perf_counter() - start > arguments.until:
-                break
-            try_bug(bug, results, Path(scratch) / f"{bug.name}.log")
-            became = results["bugs"][bug.name]
-            print(f"{time.perf_counter() - start:6.0f} s  {bug.name}: {became['status']}", flush=True)
-            if became["status"] != "caught":
-                print(*(f"    {outcome} {test}" for test, outcome in became["outcomes"].items()), sep="\n", flush=True)
+    if PLANTED not in os.environ:
+        with tempfile.TemporaryDirectory() as scratch:
+            sys.exit(_with_hook(Path(scratch)))
+    _prepare()
+    log = Path(os.environ[PLANTED]).with_suffix(".log")
+    for bug in chosen if arguments.tests else ():
+        found = run_tests(arguments.tests, bug, log)
+        print(f"{bug.name}:", *(f"\n  {outcome} {test}" for test, (outcome, _) in found.items()), flush=True)
+    if arguments.tests:
+        return
+    see_them_pass([test for bug in chosen for test in bug.caught_by], results, log)
+    chosen = [bug for bug in chosen if all(test in results["tests"] for test in bug.caught_by)]
+    for bug in sorted(chosen, key=lambda each: sum(results["tests"][test] for test in each.caught_by)):
+        if time.perf_counter() - start > arguments.until:
+            break
+        try_bug(bug, results, log)
+        became = results["bugs"][bug.name]
+        print(f"{time.perf_counter() - start:6.0f} s  {bug.name}: {became['status']}", flush=True)
+        if became["status"] != "caught":
+            print(*(f"    {outcome} {test}" for test, outcome in became["outcomes"].items()), sep="\n", flush=True)
     caught = sum(is_caught(bug, results) for bug in BUGS)
     print(f"{caught} of {len(BUGS)} caught, {sum(not is_done(bug, results) for bug in BUGS)} not tried")
 
 
-def _prepare(scratch: Path) -> None:
-    """Import what tests import, and start the process that ranks are forked from; both know where bugs are told."""
-    if PLANTED not in os.environ:
-        file = tempfile.NamedTemporaryFile(prefix="meshwright-bug-", delete=False)  # noqa: SIM115
-        file.close()
-        path = os.pathsep.join(each for each in (str(HOOK), os.environ.get("PYTHONPATH")) if each)
-        environment = {**os.environ, PLANTED: file.name, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        # Python looks for the hook at its start.
-        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
+def _with_hook(scratch: Path) -> int:
+    """Run this program again, since Python looks for the hook at its start; bugs are told in a file."""
+    file = scratch / "planted.json"
+    file.touch()
+    path = os.pathsep.join(each for each in (str(HOOK), os.environ.get("PYTHONPATH")) if each)
+    environment = {**os.environ, PLANTED: str(file), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *sys.argv], env=environment).returncode
+
+
+def _prepare() -> None:
+    """Import what tests import, and start the process that ranks are forked from."""
     multiprocessing.set_forkserver_preload([*PRELOAD])
     multiprocessing.forkserver.ensure_running()
     for module in PRELOAD:
