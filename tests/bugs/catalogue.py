@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 _PARITY = "tests/test_parity.py::test_ragged_masks_with_different_token_counts_per_rank"
 _FSDP2, _DDP = f"{_PARITY}[fsdp2-2]", f"{_PARITY}[ddp-2]"
+_PLAIN = "tests/test_parity.py::test_one_process_is_a_loop_of_plain_torch"
 _CP = "tests/test_context_parallel.py::test_parity_of_architectures[llama-cp2-allgather]"
 _ULYSSES = "tests/test_context_parallel.py::test_parity_of_architectures[gpt2-cp2-ulysses]"
 _DOCUMENTS = "tests/test_context_parallel.py::test_documents_and_padding"
@@ -369,7 +370,7 @@ _bug(
     "meshwright.manager.data_parallel",
     "            self.gradients.scale(norm, max_norm)\n",
     "            self.gradients.scale(norm, max_norm)\n            norm = self.gradients.total_norm(norm_type)\n",
-    _DDP,
+    _PLAIN,
     kind="the norm that is reported is that of clipped gradients",
 )
 _bug(
@@ -436,14 +437,6 @@ _bug(
     f"{_BUCKETED}::test_what_cannot_act_on_this_mesh_or_model_is_refused_on_all_ranks[config2-ModelError: "
     "reduce_dtype=float32 is coarser]",
     kind="gradients are summed in a coarser dtype than they have",
-)
-_bug(
-    "frozen_parameters_decay",
-    "meshwright.manager.stateful",
-    "for name, p in self.model.named_parameters() if p.requires_grad]",
-    "for name, p in self.model.named_parameters()]",
-    "tests/test_state.py::test_full_state_goes_on_where_it_was_taken[frozen-2-single-1-sizes0]",
-    kind="the optimizer is given what does not train",
 )
 _bug(
     "gradients_stay_after_the_step",
@@ -1078,7 +1071,7 @@ _bug(
     "meshwright.train.optim",
     '{"params": kept, "weight_decay": 0.0}]',
     '{"params": kept, "weight_decay": weight_decay}]',
-    f"{_OPTIM}::test_parameters_shrink_exactly_where_decay_is_asked_for[0.0-AdamW]",
+    f"{_OPTIM}::test_parameters_shrink_exactly_where_decay_is_asked_for[0.1-AdamW]",
     kind="what was exempt is decayed",
 )
 _bug(

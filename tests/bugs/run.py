@@ -249,7 +249,11 @@ def _with_hook(scratch: Path) -> int:
 def _prepare() -> None:
     """Import what tests import, and start the process that ranks are forked from."""
     multiprocessing.set_forkserver_preload([*PRELOAD])
+    # What ranks write is no part of any test's output.
+    silent, kept = os.open(os.devnull, os.O_WRONLY), os.dup(2)
+    os.dup2(silent, 2)
     multiprocessing.forkserver.ensure_running()
+    os.dup2(kept, 2)
     for module in PRELOAD:
         __import__(module)
 
