@@ -63,6 +63,9 @@ class Bug:
 
 BUGS: list[Bug] = []
 
+NOT_TRIED: set[str] = set()
+"""Those that `run.py` has still to plant; none may be added."""
+
 
 def _bug(name: str, module: str, old: str, new: str, *caught_by: str, kind: str) -> None:
     BUGS.append(Bug(name, module, old, new, caught_by, kind))
@@ -896,7 +899,7 @@ _bug(
     "export_drops_a_tied_weight",
     "meshwright.checkpoint.export",
     "            if name not in tied and not is_left_out_of_files(self._model, name)",
-    "            if first[id(value)] == name and name in tied or name not in first.values()",
+    "            if name not in {*tied, *tied.values()} and not is_left_out_of_files(self._model, name)",
     "tests/test_export.py::test_weights_are_converted_and_files_bounded",
     kind="an export lacks a weight that has two names",
 )
@@ -948,7 +951,7 @@ _bug(
     "meshwright.data.order",
     "return position + (step - first) * self.batch_size",
     "return position + (step - first) * self.batch_size + (step > first)",
-    f"{_DATA}::test_batches_are_cut_from_one_stream_whatever_the_batch_size",
+    f"{_DATA}::test_order_stays_what_it_was_in_earlier_releases",
     kind="a step begins one sequence late",
 )
 _bug(
