@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from meshwright import BatchError, MeshwrightError, StrategyError, count_tokens
+from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager
@@ -157,6 +158,14 @@ def _misuse(strategy: str) -> list[str]:
             call()
         texts.append(str(caught.value))
     return texts
+
+
+def test_the_loss_of_logits_in_half_precision_is_that_in_float32() -> None:
+    logits = torch.randn(2, 5, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
+    labels = torch.arange(10).view(2, 5)
+    loss = token_loss_sum(logits, labels)
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, token_loss_sum(logits.float(), labels))
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2"])

@@ -6,8 +6,9 @@ import json
 import os
 import re
 import shutil
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ from meshwright import (
     resolve,
     save_checkpoint,
 )
-from meshwright.checkpoint import newest_checkpoint, read_manifest
+from meshwright.checkpoint import newest_checkpoint, read_manifest, saving
 from meshwright.checkpoint.index import INDEX
-from meshwright.checkpoint.manifest import MANIFEST, step_directory, steps_in
+from meshwright.checkpoint.manifest import MANIFEST, StoredFile, step_directory, steps_in
 from meshwright.checkpoint.payload import write_tensors
 from meshwright.cli import main as cli
 from meshwright.strategy.contract import StrategyManager
@@ -293,9 +294,18 @@ def _asynchronous_contents(root: str) -> tuple[bool, bool]:
     manager = _manager()
     train_steps(manager, CASE, range(1))
     expected = full_weights(manager)
-    with Checkpointer(manager, root) as saver:
-        saver.save(1)
-        train_steps(manager, CASE, range(1, 2))
+    write, has_moved = saving.write_tensors, threading.Event()
+
+    def write_late(path: Path, tensors: Iterable[torch.Tensor]) -> StoredFile:
+        has_moved.wait(60)
+        return write(path, tensors)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(saving, "write_tensors", write_late)
+        with Checkpointer(manager, root) as saver:
+            saver.save(1)
+            train_steps(manager, CASE, range(1, 2))
+            has_moved.set()
     moved = not torch.equal(full_weights(manager)["lm_head.weight"], expected["lm_head.weight"])
     load_checkpoint(manager, step_directory(Path(root), 1))
     found = full_weights(manager)

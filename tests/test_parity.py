@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 from meshwright.testing import Case, assert_parity, compare, pool
 from meshwright.testing.case import Outcome, global_batch, share
+from meshwright.testing.models import case_model
 from meshwright.testing.parity import (
     build_manager,
     difference,
@@ -37,6 +39,33 @@ LAYOUTS = [
     pytest.param("fsdp2", 4, {"dp_replicate_size": 4}, id="fsdp2-4x1"),
 ]
 WIDE_LAYOUTS = [layout for layout in LAYOUTS if layout.id in ("ddp-4", "fsdp2-4", "fsdp2-2x2")]
+
+
+def _plainly(case: Case) -> Outcome:
+    """The case in a loop of plain torch, which shares nothing with what all others are compared with."""
+    model = case_model(case.model_type, tied=case.tied, seed=0, dtype=torch.float64).train()
+    named = dict(model.named_parameters())
+    norms = [parameter for name, parameter in named.items() if "norm" in name]
+    others = [parameter for name, parameter in named.items() if "norm" not in name]
+    groups = [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    outcome = Outcome([], [], [], weights)
+    for step in range(case.steps):
+        batch = global_batch(case, step)
+        logits = model(input_ids=batch["input_ids"]).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+        loss.backward()
+        outcome.losses.append(loss.item())
+        outcome.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return outcome
+
+
+def test_one_process_is_a_loop_of_plain_torch() -> None:
+    case = Case(tied=True)
+    assert difference([_plainly(case)], reference(case)).worst <= 1e-9
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "sizes"), LAYOUTS)

@@ -534,3 +534,13 @@ def test_a_damaged_line_of_metrics_costs_only_that_line(bad: bytes, tmp_path: Pa
     # The last line of a run that was killed is nothing to be told of.
     path.write_bytes(b"\n".join([*lines[:2], bad]))
     assert read_metrics(path, until=4, steps=4) == results[:2]
+
+
+def test_metrics_end_at_the_step_that_a_run_goes_on_from(tmp_path: Path) -> None:
+    first = [StepResult(step, 4, 2.5, 1.0, 0.1, 8, 0.5, rank=0) for step in (1, 2, 3, 4)]
+    again = [StepResult(step, 4, 1.5, 1.0, 0.1, 8, 0.5, rank=0) for step in (2, 3)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(as_record(result)) + "\n" for result in first))
+    assert read_metrics(path, until=2, steps=4) == first[:2]
+    path.write_text("".join(json.dumps(as_record(result)) + "\n" for result in [*first, *again]))
+    assert read_metrics(path, until=4, steps=4) == [first[0], *again]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright import Loop, Registry, StepResult, TrainingError, fit, hookimpl
+from meshwright import Loop, Registry, StepResult, TrainingError, count_tokens, fit, hookimpl
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
@@ -92,6 +92,46 @@ def _fit_at_once() -> list[float]:
 
 def test_a_run_in_two_parts_is_the_run_at_once() -> None:
     assert pool(2).run(_fit_in_parts) == pool(2).run(_fit_at_once)
+
+
+def _seeds() -> list[int]:
+    case, found = Case(), []
+    manager = build_manager("ddp", {}, {}, case)
+
+    def batches(step: int) -> Any:
+        found.append(torch.initial_seed())
+        return share(case, step, manager.mesh.data_rank, manager.mesh.data_size)
+
+    fit(manager, _scheduler(manager), _loop(manager, case, steps=3, seed=5, batches=batches, held_out=()))
+    return found
+
+
+def test_each_step_and_each_data_rank_has_random_numbers_of_its_own() -> None:
+    one, other = pool(2).run(_seeds)
+    assert len({*one, *other}) == 6
+
+
+def _evaluated(sizes: dict[str, int]) -> tuple[list[float], bool]:
+    """Losses of one batch without dropout and twice with it; and whether training mode has come back."""
+    case = Case()
+    manager = build_manager("single", {}, sizes, case)
+    batches = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
+    num_tokens = count_tokens(batches, manager.mesh)
+    losses = [float(manager.eval_loss(batches, num_tokens=num_tokens))]
+    modules = [module for part in manager.model_parts for module in part.modules()]
+    for module in modules:
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+        module.train()
+    losses += [float(manager.eval_loss(batches, num_tokens=num_tokens)) for _ in range(2)]
+    return losses, all(module.training for module in modules)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"pp_size": 2}], ids=str)
+def test_evaluation_draws_no_dropout(sizes: dict[str, int]) -> None:
+    for losses, is_training in pool(sizes.get("pp_size", 1)).run(_evaluated, sizes):
+        assert len(set(losses)) == 1
+        assert is_training
 
 
 def _poisoned() -> tuple[str, bool, int]:

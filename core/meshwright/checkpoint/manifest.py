@@ -112,8 +112,8 @@ def _manifest(directory: Path) -> Manifest:
                 f"{directory} has format {version!r}, but this meshwright reads those up to {FORMAT}. Load it with the "
                 f"version that has written it: {content.get('versions')}."
             )
-        digest = content.pop("sha256")
-        if not is_whole or digest != digest(content):
+        checksum = content.pop("sha256")
+        if not is_whole or checksum != digest(content):
             raise ValueError("its checksum is another")
         if version == 1:
             content["has_optimizer"] = None not in (content.pop("groups"), content.pop("values"))

@@ -1,0 +1,1526 @@
+"""Mistakes as real code has had them, each a change of one text in one module, with the tests that notice.
+
+`run.py` plants them. A bug changes what a run computes, keeps, refuses or says, and leaves code that can be imported;
+what stops the program at once teaches nothing about its tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_PARITY = "tests/test_parity.py::test_ragged_masks_with_different_token_counts_per_rank"
+_FSDP2, _DDP = f"{_PARITY}[fsdp2-2]", f"{_PARITY}[ddp-2]"
+_PLAIN = "tests/test_parity.py::test_one_process_is_a_loop_of_plain_torch"
+_CP = "tests/test_context_parallel.py::test_parity_of_architectures[llama-cp2-allgather]"
+_ULYSSES = "tests/test_context_parallel.py::test_parity_of_architectures[gpt2-cp2-ulysses]"
+_DOCUMENTS = "tests/test_context_parallel.py::test_documents_and_padding"
+_TP = "tests/test_tensor_parallel.py"
+_STYLES = "tests/test_tensor_parallel_styles.py"
+_CHAINS = f"{_STYLES}::test_collectives_and_their_gradients_are_those_of_whole_tensors"
+_SEQUENCE = "tests/test_tensor_parallel_sequence.py::test_plans_of_the_user"
+_EXPERTS = "tests/test_expert_parallel.py"
+_ROUTERS = "tests/test_router_loss.py"
+_FAULTS = "tests/test_checkpoint_faults.py"
+_LAYOUTS = "tests/test_checkpoint.py::test_any_layout_goes_on_from_what_any_other_has_saved"
+_DATA = "tests/test_data.py"
+_TRAIN = "tests/test_train.py"
+_OPTIM = "tests/test_optim.py"
+_RUN = "tests/test_run_directory.py"
+_REGISTRY = "tests/test_registry.py"
+_F = "plugins/fsdp2/tests"
+_D = "plugins/ddp/tests"
+_M = "plugins/megatron_fsdp/tests"
+_P = "plugins/pipeline/tests"
+_COUNTS = f"{_F}/test_fsdp2_counts.py"
+_UNUSED = f"{_F}/test_fsdp2.py::test_ranks_that_use_different_parameters_and_parameters_that_none_uses"
+_BUCKETED = f"{_D}/test_ddp_bucketed.py"
+_SCHEDULES = f"{_P}/test_schedules.py::test_orders_are_those_of_torch_wherever_torch_takes_the_numbers"
+_STAGES = f"{_P}/test_pipeline.py::test_every_schedule_over_fsdp2"
+_TWO_BY_TWO = f"{_P}/test_pipeline.py::test_cases_over_two_stages_and_two_data_ranks"
+_ZERO = f"{_M}/test_megatron_fsdp.py::test_every_layout_equals_a_single_process"
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A bug.
+
+    Attributes:
+        name: identifier.
+        module: whose source is changed.
+        old: text that occurs once in it.
+        new: what takes its place.
+        caught_by: ids of tests that fail under it, the cheapest ones.
+        kind: the mistake that it stands for.
+    """
+
+    name: str
+    module: str
+    old: str
+    new: str
+    caught_by: tuple[str, ...]
+    kind: str
+
+
+BUGS: list[Bug] = []
+
+NOT_TRIED: set[str] = {
+    "an_average_stays",
+    "another_run_goes_on",
+    "averages_are_not_made_up_for",
+    "bias_of_every_rank",
+    "checksums_unread",
+    "copies_count_in_the_norm",
+    "copies_train_apart",
+    "dead_rank_not_told",
+    "documents_see_each_other",
+    "documents_under_a_causal_mask",
+    "dropout_differs_along_tp",
+    "each_rank_its_own_copy",
+    "error_of_one_rank_alone",
+    "every_microbatch_is_reduced",
+    "export_drops_a_tied_weight",
+    "failed_saves_are_forgotten",
+    "finished_runs_train_anew",
+    "gradients_of_experts_averaged",
+    "groups_wait_half_an_hour",
+    "idle_microbatches_count",
+    "loss_of_local_tokens",
+    "loss_of_one_data_rank",
+    "loss_summed_in_float32",
+    "masters_are_not_written",
+    "masters_in_half_precision",
+    "mean_over_ranks",
+    "mean_over_tokens",
+    "nan_is_trained_on",
+    "never_the_last_microbatch",
+    "nobody_used_it_and_it_decays",
+    "norm_of_a_stage",
+    "norm_of_local_shards",
+    "old_weights_in_forward",
+    "one_instance_alone",
+    "order_off_by_one",
+    "other_batches_on_tp",
+    "other_data_at_the_old_place",
+    "padding_is_attended",
+    "partial_gradients_pass",
+    "plain_partial_gradients",
+    "rates_of_old_groups",
+    "read_from_the_first_row",
+    "reduce_dtype_ignored",
+    "reduced_before_the_weights",
+    "reduced_in_every_run",
+    "rotary_part_is_partial",
+    "router_loss_of_each_microbatch",
+    "router_loss_of_the_local_batch",
+    "routing_weights_forgotten",
+    "rows_of_other_ranks",
+    "saved_while_it_trains",
+    "state_of_one_rank",
+    "step_counters_lost",
+    "the_last_block_is_freed",
+    "tied_weights_count_twice",
+    "tokens_of_the_first_step",
+    "tokens_of_tp_come_twice",
+    "torch_averages",
+    "unused_parameters_get_zeros",
+    "vocabulary_begins_at_zero",
+    "weights_from_before_the_step",
+    "whole_windows",
+    "wrong_plans_train",
+}
+"""Those that `run.py` has still to plant; none may be added."""
+
+
+def _bug(name: str, module: str, old: str, new: str, *caught_by: str, kind: str) -> None:
+    BUGS.append(Bug(name, module, old, new, caught_by, kind))
+
+
+# -- base, files, launch, cli
+
+_bug(
+    "unknown_keys_pass",
+    "meshwright.base.validation",
+    'extra="forbid"',
+    'extra="ignore"',
+    f"{_DATA}::test_unknown_key_error_names_the_nearest_key",
+    kind="an option that is misspelt is dropped without a word",
+)
+_bug(
+    "words_pass_for_numbers",
+    "meshwright.base.validation",
+    "strict=True,\n        validate",
+    "strict=False,\n        validate",
+    "tests/test_runfile.py::test_no_value_is_taken_for_one_of_another_type[nproc: true-nproc: Input should be a valid "
+    "integer (got True)]",
+    kind="a value of another type is taken for a number",
+)
+_bug(
+    "equal_whatever_they_say",
+    "meshwright.base.validation",
+    "and self._data() == other._data()",
+    "and True",
+    "tests/test_configs.py::test_configs_that_differ_in_an_option_are_not_equal",
+    kind="configs that differ in an option are equal",
+)
+_bug(
+    "json_loses_dtypes",
+    "meshwright.base.validation",
+    'return str(value).removeprefix("torch.")',
+    "return None",
+    "tests/test_configs.py::test_objects_are_kept_in_dicts_and_named_in_json",
+    kind="a round trip through JSON loses a field",
+)
+_bug(
+    "keys_given_twice",
+    "meshwright.files.parsing",
+    "if key.value in seen:",
+    "if False:",
+    "tests/test_runfile.py::test_a_file_that_holds_no_run_is_an_error_that_names_the_file[steps: 1\\nsteps: 2-the key 'steps' is given twice]",
+    kind="of a key that is given twice, the first value is dropped without a word",
+)
+_bug(
+    "tags_of_yaml_are_built",
+    "meshwright.files.parsing",
+    'if getattr(event, "tag", None) is not None:',
+    "if False:",
+    "tests/test_runfile.py::test_tags_are_refused[!!timestamp x]",
+    kind="a file says what is made of its values",
+)
+_bug(
+    "refused_modules_are_imported",
+    "meshwright.files.class_paths",
+    "    if refused:\n",
+    "    if False:\n",
+    "tests/test_imports.py::test_refused[class-torch.utils.cpp_extension.BuildExtension]",
+    kind="a name in a file imports what starts processes",
+)
+_bug(
+    "nodes_with_one_task_count",
+    "meshwright.launch.slurm",
+    "counts += [int(count)] * int(times or 1)",
+    "counts += [int(count)]",
+    "tests/test_slurm.py::test_a_task_of_a_step_gets_the_variables_of_torchrun",
+    kind="nodes of a cluster are counted wrongly, and ranks get each other's devices",
+)
+_bug(
+    "worlds_of_one",
+    "meshwright.launch.slurm",
+    '        if environment.get(name, "1") not in ("", "1"):',
+    "        if False:",
+    "tests/test_slurm.py::test_several_processes_that_cannot_find_each_other_are_refused[environment2-one of 2 "
+    "processes (OMPI_COMM_WORLD_SIZE)]",
+    kind="several processes train alone, each in a world of one",
+)
+_bug(
+    "exit_code_lost",
+    "meshwright.launch.rank",
+    "return cls(error.exit_code, text, echo, timed_out)",
+    "return cls(1, text, echo, timed_out)",
+    "tests/test_launch.py::TestOutsideAWorld::test_user_error_is_one_line",
+    kind="wrong input ends with the exit code of a crash",
+)
+_bug(
+    "dead_rank_not_told",
+    "meshwright.launch.local",
+    'sys.stderr.write(f"rank {rank} was killed by {_signal_name(-failure.exitcode)}{hint}\\n")',
+    "del hint",
+    "tests/test_launch.py::test_killed_rank_is_named_with_its_signal",
+    kind="a rank that was killed is not named",
+)
+_bug(
+    "errors_end_well",
+    "meshwright.cli.errors",
+    "raise SystemExit(error.exit_code) from None",
+    "raise SystemExit(0) from None",
+    "tests/test_cli.py::test_bad_input_is_one_error_before_anything_is_started_or_written[unknown key]",
+    kind="exit code 0 for a run that was refused",
+)
+_bug(
+    "every_rank_tells",
+    "meshwright.cli.errors",
+    'if os.environ.get("LOCAL_RANK", "0") == "0":',
+    "if True:",
+    "tests/test_cli.py::test_only_the_first_rank_of_each_node_tells_the_error",
+    kind="one error is told by every rank",
+)
+_bug(
+    "commands_are_replaced",
+    "meshwright.cli.main",
+    "taken = set(get_group(own).commands) & set(get_group(app).commands)",
+    "taken: set[str] = set(get_group(own).commands) - set(get_group(own).commands)",
+    f"{_REGISTRY}::test_a_command_that_exists_cannot_be_replaced",
+    kind="a plugin hides a command of another",
+)
+
+# -- mesh, tensors
+
+_bug(
+    "data_ranks_collide",
+    "meshwright.mesh.mesh",
+    'return self._ranks["dp_replicate"] * self.degrees.dp_shard + self._ranks["dp_shard"]',
+    'return self._ranks["dp_replicate"] + self._ranks["dp_shard"]',
+    "tests/test_mesh.py::test_ranks_that_must_see_one_batch_share_a_data_rank[sizes3-expected3]",
+    kind="ranks of HSDP see the same batch",
+)
+_bug(
+    "tokens_of_all_ranks_count",
+    "meshwright.mesh.mesh",
+    'return all(self._ranks[axis] == 0 for axis in ("pp", "cp", "tp"))',
+    "return True",
+    "tests/test_batch.py::test_tokens_are_those_after_the_shift_and_count_once_for_ranks_that_share_a_batch",
+    kind="tokens count once for each rank that shares a batch",
+)
+_bug(
+    "view_without_cp",
+    "meshwright.mesh.sizes",
+    '"dp_cp": ("dp_replicate", "dp_shard", "cp"),',
+    '"dp_cp": ("dp_replicate", "dp_shard"),',
+    "tests/test_mesh.py::test_views_join_neighbouring_axes",
+    kind="the wrong group: dp in the place of dp_cp",
+)
+_bug(
+    "error_of_one_rank_alone",
+    "meshwright.mesh.world",
+    "            error = caught\n        self.raise_together(error)",
+    "            raise caught\n        self.raise_together(error)",
+    "tests/test_mesh.py::test_an_error_of_one_rank_is_raised_on_all_with_one_text",
+    kind="an error is raised on one rank, and its peers wait",
+)
+_bug(
+    "groups_wait_half_an_hour",
+    "meshwright.mesh.world",
+    "return dist.new_group(backend=backend, timeout=group_timeout())",
+    "return dist.new_group(backend=backend)",
+    "tests/test_timeouts.py::test_every_process_group_waits_as_long_as_the_run_asks_for[ddp]",
+    kind="the timeout of a run is not passed on to the groups that it makes",
+)
+_bug(
+    "norm_of_local_shards",
+    "meshwright.tensors.norms",
+    "        dist.all_reduce(result, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)",
+    "        pass",
+    "tests/test_norms.py::test_norm_and_scale_over_mixed_placements[2.0]",
+    kind="a norm over the local shards",
+)
+_bug(
+    "copies_count_in_the_norm",
+    "meshwright.tensors.norms",
+    "for axis, placement in enumerate(tensor.placements) if is_sharded(placement))",
+    "for axis, placement in enumerate(tensor.placements) if placement is not None)",
+    "tests/test_norms.py::test_norm_and_scale_over_mixed_placements[2.0]",
+    kind="replicated gradients are counted once for each copy",
+)
+_bug(
+    "small_gradients_grow",
+    "meshwright.tensors.norms",
+    "(max_norm / (total_norm + 1e-6)).clamp(max=1.0)",
+    "max_norm / (total_norm + 1e-6)",
+    "tests/test_norms.py::test_gradients_below_the_limit_stay_as_they_are",
+    kind="clipping scales small gradients up",
+)
+_bug(
+    "half_precision_norms",
+    "meshwright.tensors.norms",
+    "torch.float64 if wide else torch.promote_types(tensors[0].dtype, torch.float32)",
+    "torch.float64 if wide else tensors[0].dtype",
+    "tests/test_norms.py::test_half_precision_is_summed_in_float32",
+    kind="a sum of squares in half precision",
+)
+_bug(
+    "wide_sums_forget",
+    "meshwright.tensors.wide_sums",
+    "            wide.add_(waiting)",
+    "            pass",
+    f"{_D}/test_ddp.py::test_a_parameter_without_gradient_in_some_microbatches_keeps_the_gradient_of_the_others[float64]",
+    kind="gradients of all microbatches but the last are lost",
+)
+_bug(
+    "stretches_begin_a_row_late",
+    "meshwright.tensors.pieces",
+    "    first, last = -(-start // row), end // row",
+    "    first, last = start // row, end // row",
+    "tests/test_pieces.py::test_a_stretch_is_few_rectangles_which_are_its_elements",
+    kind="the part of a parameter that a rank owns begins in the wrong row",
+)
+
+# -- model
+
+_bug(
+    "other_dropout_again",
+    "meshwright.model.recompute",
+    "preserve_rng_state=True",
+    "preserve_rng_state=False",
+    "tests/test_recompute.py::test_dropout_is_drawn_again_alike_and_a_block_in_two_places_is_wrapped_once[full]",
+    kind="recomputation draws other dropout than the forward did",
+)
+_bug(
+    "evaluation_is_recomputed",
+    "meshwright.model.recompute",
+    "if not (block.training and torch.is_grad_enabled()):",
+    "if False:",
+    "tests/test_recompute.py::test_evaluation_is_not_touched",
+    kind="what is for training acts in evaluation, too",
+)
+_bug(
+    "ties_are_lost",
+    "meshwright.model.weights",
+    "        for name in names[1:]:",
+    "        for name in names[:0]:",
+    "tests/test_deferred.py::test_sharded_on_meta_and_trained_bit_for_bit_as_without[single-1-{}-True]",
+    kind="tied weights come apart where a model gets its memory",
+)
+_bug(
+    "pickles_are_loaded_whole",
+    "meshwright.model.pretrained.files",
+    "weights_only=True, mmap",
+    "weights_only=False, mmap",
+    "tests/test_pretrained.py::test_a_pickle_that_holds_more_than_tensors_is_an_error",
+    kind="a pickle of somebody else runs",
+)
+
+# -- strategy
+
+_bug(
+    "the_first_alias_wins",
+    "meshwright.strategy.registry",
+    "        if len(claimants) > 1:",
+    "        if len(claimants) > 2:",
+    f"{_REGISTRY}::test_an_alias_of_two_strategies_stands_for_neither_whatever_the_order[one]",
+    kind="the order of installation decides what an alias means",
+)
+_bug(
+    "a_broken_plugin_breaks_all",
+    "meshwright.strategy.registry",
+    "plugin = entry_point.load()\n        except (Exception, SystemExit) as error:",
+    "plugin = entry_point.load()\n        except ImportError as error:",
+    f"{_REGISTRY}::test_a_broken_plugin_is_told_at_its_name_and_in_the_list_and_the_others_work[error at import]",
+    kind="a plugin that cannot be imported takes the others with it",
+)
+_bug(
+    "options_ignored",
+    "meshwright.strategy.stack",
+    "        stack = Stack(_layer(named, config))",
+    "        stack = Stack(_layer(named, {}))",
+    "tests/test_stack.py::test_options_reach_the_named_strategy_and_its_wrapper",
+    kind="the options of a run do not reach its strategy",
+)
+_bug(
+    "unclaimed_axes_pass",
+    "meshwright.strategy.stack",
+    "        if axis not in stack.claims:",
+    "        if axis not in stack.claims and False:",
+    "tests/test_stack.py::test_an_axis_that_nobody_claims_is_an_error_with_who_could_and_what_to_change"
+    "[shards-sizes0-4-texts0]",
+    kind="validation that is there but does not run",
+)
+
+# -- step, manager
+
+_bug(
+    "loss_of_local_tokens",
+    "meshwright.manager.forward",
+    "loss = self._loss_sum(logits, targets_BS) / num_tokens",
+    "loss = self._loss_sum(logits, targets_BS) / (targets_BS >= 0).sum().clamp(min=1)",
+    _DDP,
+    kind="divided by the tokens of the rank, not of the global batch",
+)
+_bug(
+    "loss_over_dp_alone",
+    "meshwright.manager.forward",
+    'total = sum_of_shares(losses, [self._mesh.group("dp_cp")], losses[0].device)',
+    'total = sum_of_shares(losses, [self._mesh.group("dp")], losses[0].device)',
+    _CP,
+    kind="the wrong group: dp in the place of dp_cp",
+)
+_bug(
+    "norm_after_clipping",
+    "meshwright.manager.data_parallel",
+    "            self.gradients.scale(norm, max_norm)\n",
+    "            self.gradients.scale(norm, max_norm)\n            norm = self.gradients.total_norm(norm_type)\n",
+    _PLAIN,
+    kind="the norm that is reported is that of clipped gradients",
+)
+_bug(
+    "reduced_in_every_microbatch",
+    "meshwright.manager.data_parallel",
+    "is_last = index == len(microbatches) - 1",
+    "is_last = True",
+    f"{_D}/test_ddp.py::test_gradients_are_reduced_once_a_step_however_many_microbatches[3-config0]",
+    kind="gradients that are summed already are reduced again",
+)
+_bug(
+    "never_the_last_microbatch",
+    "meshwright.manager.data_parallel",
+    "is_last = index == len(microbatches) - 1",
+    "is_last = index == len(microbatches)",
+    _DDP,
+    kind="gradients are not reduced in the last microbatch",
+)
+_bug(
+    "dropout_in_evaluation",
+    "meshwright.manager.data_parallel",
+    "        self.module.eval()\n",
+    "        self.module.train()\n",
+    "tests/test_train.py::test_evaluation_draws_no_dropout[{}]",
+    kind="evaluation runs in training mode",
+)
+_bug(
+    "stale_gradients_are_added",
+    "meshwright.manager.data_parallel",
+    "        check_nothing_pending(self.trainable())\n",
+    "",
+    "tests/test_batch.py::test_calls_out_of_order_are_told[single]",
+    kind="gradients of an earlier step join those of the next",
+)
+_bug(
+    "unused_parameters_get_zeros",
+    "meshwright.manager.gradients",
+    "if is_used and parameter.grad is None:",
+    "if parameter.grad is None:",
+    "tests/test_conformance.py::test_strategy_passes[ddp-dp_replicate=4-unused_parameters]",
+    kind="decay and momentum move parameters that nobody used",
+)
+_bug(
+    "each_rank_its_own_copy",
+    "meshwright.manager.start",
+    'for axis in ("pp", "dp", "cp", "tp"):',
+    'for axis in ("pp", "cp", "tp"):',
+    "tests/test_parity.py::test_copies_built_from_different_seeds_start_from_the_first_rank[ddp]",
+    kind="copies start from different weights",
+)
+_bug(
+    "dropout_differs_along_tp",
+    "meshwright.manager.start",
+    '    dist.broadcast(seed, group=mesh.group("tp"), group_src=0)\n',
+    "",
+    "tests/test_loading.py::test_ranks_that_share_layers_share_the_random_state_of_dropout",
+    kind="ranks that hold the same activations draw different dropout",
+)
+_bug(
+    "coarse_sums_pass",
+    "meshwright.manager.start",
+    "if torch.promote_types(dtype, parameter.dtype) != dtype:",
+    "if False:",
+    f"{_BUCKETED}::test_what_cannot_act_on_this_mesh_or_model_is_refused_on_all_ranks[config2-ModelError: "
+    "reduce_dtype=float32 is coarser]",
+    kind="gradients are summed in a coarser dtype than they have",
+)
+_bug(
+    "gradients_stay_after_the_step",
+    "meshwright.manager.stateful",
+    "        optimizer.zero_grad(set_to_none=True)\n",
+    "",
+    _PLAIN,
+    kind="gradients are not dropped after the step",
+)
+_bug(
+    "labels_not_shifted",
+    "meshwright.step.token_loss",
+    "return F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED_LABEL)",
+    "return labels_BS",
+    "tests/test_batch.py::test_tokens_are_those_after_the_shift_and_count_once_for_ranks_that_share_a_batch",
+    kind="labels are not shifted, and the model learns to copy",
+)
+_bug(
+    "labels_shifted_twice",
+    "meshwright.step.token_loss",
+    "return F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED_LABEL)",
+    "return F.pad(labels_BS[:, 2:], (0, 2), value=IGNORED_LABEL)",
+    "tests/test_batch.py::test_tokens_are_those_after_the_shift_and_count_once_for_ranks_that_share_a_batch",
+    kind="labels are shifted by the data and by the loss",
+)
+_bug(
+    "mean_over_tokens",
+    "meshwright.step.token_loss",
+    'ignore_index=IGNORED_LABEL, reduction="sum")',
+    'ignore_index=IGNORED_LABEL, reduction="mean")',
+    _DDP,
+    kind="a mean in the place of a sum",
+)
+_bug(
+    "loss_in_half_precision",
+    "meshwright.step.token_loss",
+    "        logits_BSV = logits_BSV.float()\n",
+    "        pass\n",
+    "tests/test_batch.py::test_the_loss_of_logits_in_half_precision_is_that_in_float32",
+    kind="the loss is computed in the half precision of the logits",
+)
+_bug(
+    "loss_summed_in_float32",
+    "meshwright.step.token_loss",
+    "total = torch.zeros((), dtype=torch.float64, device=device)",
+    "total = torch.zeros((), dtype=torch.float32, device=device)",
+    _DDP,
+    kind="sums over ranks lose digits",
+)
+_bug(
+    "no_target_at_all",
+    "meshwright.step.batch",
+    "if defect is None and tokens < 1:",
+    "if defect is None and tokens < 0:",
+    "tests/test_batch.py::test_step_without_any_target_is_refused",
+    kind="a step without targets divides by zero",
+)
+_bug(
+    "documents_see_each_other",
+    "meshwright.step.batch",
+    "return [_without_mask(batch) if _restarts(batch) else batch for batch in microbatches]",
+    "return [*microbatches]",
+    "tests/test_packing.py::test_documents_in_one_row_with_a_mask_of_ones_train_as_in_rows_of_their_own[single-sizes0]",
+    kind="positions of one document are seen by the next",
+)
+_bug(
+    "other_batches_on_tp",
+    "meshwright.step.batch",
+    "        if low != -high and low != _NEUTRAL:",
+    "        if False:",
+    "tests/test_batch.py::test_ranks_that_share_a_batch_must_have_the_same_tokens[0]",
+    kind="ranks that share a batch read different ones without a word",
+)
+_bug(
+    "router_loss_of_the_local_batch",
+    "meshwright.step.router_loss",
+    "        dist.all_reduce(every, group=group)\n",
+    "",
+    f"{_ROUTERS}::test_statistics_are_those_of_all_ranks[1-True-megatron_fsdp-2-{{}}-{{}}-2]",
+    kind="the router loss is that of the local batch",
+)
+_bug(
+    "router_loss_of_each_microbatch",
+    "meshwright.step.router_loss",
+    "(self._coefficient / microbatches)",
+    "self._coefficient",
+    f"{_ROUTERS}::test_statistics_are_those_of_all_ranks[1-True-megatron_fsdp-2-{{}}-{{}}-2]",
+    kind="the router loss grows with the number of microbatches",
+)
+_bug(
+    "padding_is_routed",
+    "meshwright.step.router_loss",
+    "dtype=dtype) if mask is None else mask.flatten().to(dtype)",
+    "dtype=dtype)",
+    f"{_ROUTERS}::test_the_loss_is_that_of_the_models_own_forward[True-mixtral]",
+    kind="masked tokens count in statistics",
+)
+
+# -- parallel.tensor
+
+_bug(
+    "partial_gradients_pass",
+    "meshwright.parallel.tensor.collectives",
+    'return all_reduce(grad, "sum", ctx.group), None',
+    "return grad, None",
+    f"{_CHAINS}[copy-reduce-0]",
+    kind="gradients of what is used in parts are not summed",
+)
+_bug(
+    "gathered_gradients_are_summed",
+    "meshwright.parallel.tensor.collectives",
+    "return _own(grad, ctx.dim, ctx.group), None, None, None",
+    'return _own(all_reduce(grad, "sum", ctx.group), ctx.dim, ctx.group), None, None, None',
+    f"{_CHAINS}[split-gather-0]",
+    kind="gradients grow with the number of ranks",
+)
+_bug(
+    "uneven_chunks",
+    "meshwright.parallel.tensor.collectives",
+    "    step = -(-size // count)\n",
+    "    step = max(1, size // count)\n",
+    f"{_STYLES}::test_chunks_are_those_of_torch",
+    kind="a vocabulary that the ranks do not divide is cut in another way than its weights",
+)
+_bug(
+    "bias_of_every_rank",
+    "meshwright.parallel.tensor.styles",
+    "return _summed(parallel, module, output) + bias",
+    "return _summed(parallel, module, output + bias)",
+    f"{_TP}::test_models[conv1d-with-a-derived-plan-gpt2-False]",
+    kind="the bias of a row-parallel layer is added by every rank",
+)
+_bug(
+    "rows_of_other_ranks",
+    "meshwright.parallel.tensor.styles",
+    "            rows = torch.where(here[..., None], rows, 0.0)\n",
+    "",
+    f"{_TP}::test_options[foreach-False]",
+    kind="ids of other ranks' entries of the vocabulary are looked up, too",
+)
+_bug(
+    "rotary_part_is_partial",
+    "meshwright.parallel.tensor.styles",
+    "return torch.cat([latent, Copy.apply(rope, parallel.group)], dim=-1)",
+    "return torch.cat([latent, rope], dim=-1)",
+    f"{_TP}::test_models[latent-attention-deepseek_v2-False]",
+    kind="one branch of a layer lacks the sum of its gradients",
+)
+_bug(
+    "vocabulary_begins_at_zero",
+    "meshwright.parallel.tensor.head_loss",
+    "logits_BSL, targets_BS, sum(sizes[: self._mesh.get_local_rank()]), self._mesh.get_group()",
+    "logits_BSL, targets_BS, 0 * sum(sizes), self._mesh.get_group()",
+    f"{_TP}::test_options[foreach-False]",
+    kind="every rank takes its entries of the vocabulary for the first ones",
+)
+_bug(
+    "highest_logit_of_the_shard",
+    "meshwright.parallel.tensor.sharded_loss",
+    '        highest_N = all_reduce(highest_N, "max", group)\n',
+    "",
+    f"{_STYLES}::test_loss_of_sharded_logits_is_that_of_whole_ones[2-7-torch.float64-1.0-ragged]",
+    kind="each shard is shifted by a maximum of its own",
+)
+_bug(
+    "masked_targets_get_gradients",
+    "meshwright.parallel.tensor.sharded_loss",
+    "grad_NL = softmax_NL * kept_N[:, None]",
+    "grad_NL = softmax_NL.clone()",
+    f"{_STYLES}::test_loss_of_sharded_logits_is_that_of_whole_ones[2-7-torch.float64-1.0-ragged]",
+    kind="masks are ignored in backward",
+)
+_bug(
+    "key_heads_of_the_first_rank",
+    "meshwright.parallel.tensor.heads",
+    "read = [(rank * count + index) // groups for index in range(count)]",
+    "read = [index // groups for index in range(count)]",
+    f"{_TP}::test_key_heads_that_the_ranks_do_not_divide[three_kv_heads-2]",
+    kind="all ranks compute with the first rank's key heads",
+)
+_bug(
+    "norms_meet_a_part",
+    "meshwright.parallel.tensor.placements",
+    "        partial |= parts.on_shard\n",
+    "        pass\n",
+    f"{_SEQUENCE}[one-layer]",
+    kind="gradients of replicated norms are not summed under sequence parallelism",
+)
+_bug(
+    "plain_partial_gradients",
+    "meshwright.parallel.tensor.local_parameters",
+    "local = Copy.apply(parameter, self._mesh.get_group()) if cut.partial else parameter",
+    "local = parameter",
+    f"{_TP}::test_models_with_plain_parameters[apertus-False]",
+    kind="gradients of what meets a part of the activations are not summed",
+)
+_bug(
+    "wrong_plans_train",
+    "meshwright.parallel.tensor.parallel",
+    "differs = (high + low).abs() > 1e-2 * high",
+    "differs = (high + low).abs() > 1e2 * high",
+    f"{_TP}::test_a_plan_that_leaves_out_a_norm_of_heads_is_refused_with_nothing_trained[q_norm]",
+    kind="a plan that forgets a parameter is not found",
+)
+
+# -- parallel.context
+
+_bug(
+    "tail_of_another_rank",
+    "meshwright.parallel.context.positions",
+    "return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]], dim)",
+    "return torch.cat([chunks[rank], chunks[ranks + rank]], dim)",
+    "tests/test_context_parallel.py::test_each_rank_has_a_chunk_of_the_head_and_one_of_the_tail[2]",
+    kind="ranks disagree on who has which positions",
+)
+_bug(
+    "queries_begin_elsewhere",
+    "meshwright.parallel.context.positions",
+    "return self.rank * chunk, (2 * self.size - 1 - self.rank) * chunk",
+    "return self.rank * chunk, (self.size + self.rank) * chunk",
+    _CP,
+    kind="the causal mask of the second chunk is that of another",
+)
+_bug(
+    "keys_of_own_queries",
+    "meshwright.parallel.context.exchange",
+    "return reduce_scatter(parts, 0, ctx.group)[0], None",
+    "return parts[dist.get_rank(ctx.group)], None",
+    _CP,
+    kind="gradients of keys are those of the rank's own queries",
+)
+_bug(
+    "heads_in_another_order",
+    "meshwright.parallel.context.exchange",
+    "return torch.cat(received.unbind(0), 2)",
+    "return torch.cat(received.flip(0).unbind(0), 2)",
+    _ULYSSES,
+    kind="heads come back in the order of other ranks",
+)
+_bug(
+    "positions_begin_at_zero",
+    "meshwright.parallel.context.parallel",
+    '"position_ids": self.own(whole.expand(count, length)),',
+    '"position_ids": whole.expand(count, length)[:, : length // self.share.size],',
+    _CP,
+    kind="position ids do not follow the division of the sequence",
+)
+_bug(
+    "labels_shifted_within_parts",
+    "meshwright.parallel.context.parallel",
+    "TARGETS: self.own(targets(labels)),",
+    "TARGETS: targets(self.own(labels)),",
+    _CP,
+    kind="labels are shifted after the sequence was divided",
+)
+_bug(
+    "documents_under_a_causal_mask",
+    "meshwright.parallel.context.parallel",
+    "        is_causal = is_causal and not is_documents\n",
+    "",
+    f"{_DOCUMENTS}[llama-documents-ulysses]",
+    kind="documents of a row see each other where the sequence is divided",
+)
+_bug(
+    "padding_is_attended",
+    "meshwright.parallel.context.parallel",
+    "is_whole = attention_mask is None or bool(attention_mask.all())",
+    "is_whole = True",
+    f"{_DOCUMENTS}[gpt2-padded-allgather]",
+    kind="the attention mask of the batch is ignored",
+)
+_bug(
+    "whole_windows",
+    "meshwright.parallel.context.parallel",
+    "is_whole and (local_size is None or kv_length < local_size)",
+    "is_whole",
+    "tests/test_context_parallel.py::test_parity_of_architectures[mixtral-cp2-ulysses]",
+    kind="a sliding window is taken for plain causal attention",
+)
+_bug(
+    "unknown_tensors_stay_whole",
+    "meshwright.parallel.context.parallel",
+    "            if name not in _DIVIDED:",
+    "            if False:",
+    "tests/test_context_parallel.py::test_what_cannot_be_divided_in_a_batch_is_refused",
+    kind="what is not known to be divided is passed on as it is",
+)
+
+# -- parallel.expert
+
+_bug(
+    "routing_weights_forgotten",
+    "meshwright.parallel.expert.dispatch",
+    "weighted = placed.view(tokens, choices, -1) * weights_TK[..., None]",
+    "weighted = placed.view(tokens, choices, -1) * weights_TK.mean()",
+    f"{_EXPERTS}::test_parity_of_types_that_differ[{{'ep_size': 4}}-qwen3_moe]",
+    kind="answers of experts are not weighed by the router",
+)
+_bug(
+    "gradients_of_experts_averaged",
+    "meshwright.parallel.expert.dispatch",
+    "return all_to_all(grad, ctx.group, ctx.receives, ctx.sends), None, None, None",
+    "return all_to_all(grad / dist.get_world_size(ctx.group), ctx.group, ctx.receives, ctx.sends), None, None, None",
+    f"{_EXPERTS}::test_parity_of_types_that_differ[{{'ep_size': 4}}-qwen3_moe]",
+    kind="gradients of experts are averaged over the ranks that share them",
+)
+_bug(
+    "tokens_of_tp_come_twice",
+    "meshwright.parallel.expert.parallel",
+    'self._tp_group = mesh.group("tp") if mesh.degrees.tp > 1 else None',
+    "self._tp_group = None",
+    f"{_EXPERTS}::test_parity_of_types_that_differ[{{'ep_size': 2, 'tp_size': 2}}-qwen3_moe]",
+    kind="experts train on the tokens of all ranks that have the same ones",
+)
+
+# -- checkpoint
+
+_bug(
+    "checksums_unread",
+    "meshwright.checkpoint.manifest",
+    "        if stored != manifest.files[name]:\n            raise _changed(directory, name)\n\n\ndef read_verified",
+    "        if stored.size != manifest.files[name].size:\n            raise _changed(directory, name)\n\n\n"
+    "def read_verified",
+    f"{_FAULTS}::test_what_is_not_whole_is_named_and_an_older_one_is_taken[a bit is flipped]",
+    kind="a checkpoint is loaded without a look at its checksums",
+)
+_bug(
+    "manifest_without_a_checksum",
+    "meshwright.checkpoint.manifest",
+    "        if not is_whole or checksum != digest(content):",
+    "        if not is_whole and checksum != digest(content):",
+    "tests/test_checkpoint_faults.py::test_what_is_not_whole_is_named_and_an_older_one_is_taken[the manifest is altered]",
+    kind="the manifest itself has no checksum",
+)
+_bug(
+    "every_manifest_is_altered",
+    "meshwright.checkpoint.manifest",
+    '        checksum = content.pop("sha256")\n        if not is_whole or checksum != digest(content):',
+    '        digest = content.pop("sha256")\n        if not is_whole or digest != digest(content):',
+    "tests/test_checkpoint_directory.py::test_retention_counts_whole_checkpoints_alone_and_removes_no_other",
+    kind="a name hides the function of that name, and the error is taken for damage",
+)
+_bug(
+    "files_outside_of_the_checkpoint",
+    "meshwright.checkpoint.manifest",
+    'or path.is_absolute() or ".." in path.parts',
+    "or path.is_absolute()",
+    "tests/test_checkpoint_formats.py::test_a_manifest_names_files_of_the_checkpoint_alone[../outside]",
+    kind="a file names others beside its directory",
+)
+_bug(
+    "removed_before_the_new_is_there",
+    "meshwright.checkpoint.directory",
+    "        shutil.rmtree(old, ignore_errors=True)\n        final.rename(old)\n",
+    "        shutil.rmtree(final)\n",
+    "tests/test_checkpoint_directory.py::test_a_failed_rename_leaves_the_old_checkpoint_under_its_name",
+    kind="the old checkpoint is removed before the new one has its name",
+)
+_bug(
+    "named_before_it_is_whole",
+    "meshwright.checkpoint.directory",
+    '    writing = beside(final, "writing")\n    try:\n        recover(final)\n',
+    "    writing = final\n    try:\n",
+    "tests/test_checkpoint_directory.py::test_a_crash_at_any_instant_of_a_save_leaves_the_old_or_the_new_checkpoint"
+    "[before]",
+    kind="a checkpoint is written in place",
+)
+_bug(
+    "retention_takes_one_too_many",
+    "meshwright.checkpoint.directory",
+    "            if kept > keep_last:",
+    "            if kept >= keep_last:",
+    f"{_FAULTS}::test_retention[1-2-kept1]",
+    kind="retention deletes the newest checkpoint",
+)
+_bug(
+    "retention_after_a_rollback",
+    "meshwright.checkpoint.directory",
+    "        if step > newest or (kept",
+    "        if (kept",
+    "tests/test_checkpoint_directory.py::test_retention_never_removes_what_was_just_saved_nor_what_is_of_later_steps",
+    kind="after going back, new checkpoints are deleted as soon as they are written",
+)
+_bug(
+    "torn_ones_count",
+    "meshwright.checkpoint.directory",
+    "    except CheckpointError:\n        return False\n    return True",
+    "    except CheckpointError:\n        return True\n    return True",
+    "tests/test_checkpoint_directory.py::test_retention_counts_whole_checkpoints_alone_and_removes_no_other",
+    kind="a torn checkpoint counts, and the last whole one is deleted",
+)
+_bug(
+    "rate_frozen_after_loading",
+    "meshwright.checkpoint.schedule",
+    '_OF_GROUPS = {"base_lrs": "initial_lr", "_last_lr": "lr"}',
+    '_OF_GROUPS = {"base_lrs": "lr", "_last_lr": "lr"}',
+    "tests/test_checkpoint_schedule.py::test_each_group_goes_on_with_its_own_rate[[0, 1]-lambda]",
+    kind="after resume the learning rate follows from the one that was reached",
+)
+_bug(
+    "a_row_is_written_by_nobody",
+    "meshwright.checkpoint.ownership",
+    "start, end = size * index // count, size * (index + 1) // count",
+    "start, end = size // count * index, size // count * (index + 1)",
+    "tests/test_checkpoint_ownership.py::test_every_element_is_written_once_by_a_rank_that_has_it",
+    kind="what the ranks do not divide is saved by none of them",
+)
+_bug(
+    "read_from_the_first_row",
+    "meshwright.checkpoint.payload",
+    "first = self.offsets[0] - self.stored.offsets[0] if self.sizes else 0",
+    "first = 0",
+    f"{_LAYOUTS}[single-fsdp2-3]",
+    kind="every rank reads the first rows of a tensor",
+)
+_bug(
+    "step_counters_lost",
+    "meshwright.checkpoint.optimizer",
+    '            found.values.update(decoded(content["values"]))\n',
+    "",
+    f"{_LAYOUTS}[single-ddp]",
+    kind="the optimizer counts its steps anew",
+)
+_bug(
+    "saved_while_it_trains",
+    "meshwright.checkpoint.saving",
+    'each.to("cpu", copy=True, memory_format=torch.contiguous_format)',
+    'each.to("cpu", copy=False)',
+    f"{_FAULTS}::test_an_asynchronous_checkpoint_is_of_the_step_it_was_asked_for",
+    kind="a checkpoint holds weights of a later step",
+)
+_bug(
+    "failed_saves_are_forgotten",
+    "meshwright.checkpoint.checkpointer",
+    "        error, self._error = self._error, None\n",
+    "        error, self._error = None, None\n",
+    f"{_FAULTS}::test_a_full_disk_stops_the_run_or_not_and_harms_no_checkpoint[stop-True]",
+    kind="training goes on though nothing could be saved",
+)
+_bug(
+    "random_state_of_the_first_rank",
+    "meshwright.checkpoint.loading",
+    "random_to_load(stored, dist.get_rank())",
+    "random_to_load(stored, 0)",
+    f"{_FAULTS}::test_random_generators_go_on_on_the_same_mesh",
+    kind="all ranks draw the same random numbers after resume",
+)
+_bug(
+    "export_in_another_dtype",
+    "meshwright.checkpoint.export",
+    "        if self._dtype is not None and dtype.is_floating_point:",
+    "        if self._dtype is None and dtype.is_floating_point:",
+    "tests/test_export.py::test_weights_are_converted_and_files_bounded",
+    kind="weights are exported in the wrong dtype",
+)
+_bug(
+    "export_drops_a_tied_weight",
+    "meshwright.checkpoint.export",
+    "            if name not in tied and not is_left_out_of_files(self._model, name)",
+    "            if name not in {*tied, *tied.values()} and not is_left_out_of_files(self._model, name)",
+    "tests/test_export.py::test_all_ranks_or_one_process_write_what_save_pretrained_would[fsdp2-tp2-tied]",
+    kind="an export lacks a weight that has two names",
+)
+_bug(
+    "exported_before_it_is_described",
+    "meshwright.checkpoint.export",
+    "        export.describe(writing)\n        writing.rename(output.resolve())\n",
+    "        writing.rename(output.resolve())\n        export.describe(output.resolve())\n",
+    "tests/test_export.py::test_an_export_that_is_cut_off_leaves_nothing_under_its_name",
+    kind="an export has its name before it is whole",
+)
+
+# -- data
+
+_bug(
+    "cache_without_the_tokenizer",
+    "meshwright.data.prepare",
+    '        parts["tokenizer"] = {\n',
+    '        parts["transformers of"] = {} and {\n',
+    f"{_DATA}::test_given_tokenizer_is_used_and_its_change_makes_a_new_entry",
+    kind="the key of the cache does not know the tokenizer",
+)
+_bug(
+    "cache_without_the_fraction",
+    "meshwright.data.prepare",
+    '        "eval_fraction": config.eval_fraction,\n',
+    "",
+    "tests/test_data.py::test_what_changes_the_tokens_makes_a_new_entry[<lambda>1]",
+    kind="the key of the cache does not know what is held out",
+)
+_bug(
+    "a_corpus_that_changes",
+    "meshwright.data.prepare",
+    "    corpus.check_unchanged()\n",
+    "",
+    f"{_DATA}::test_corpus_that_changes_while_it_is_read_leaves_no_entry",
+    kind="a file that is still written is kept as the corpus",
+)
+_bug(
+    "damaged_entries_are_used",
+    "meshwright.data.prepare",
+    "        if not _sizes(directory).items() >= meta.sizes.items():",
+    "        if False:",
+    "tests/test_data.py::test_damaged_entry_is_rebuilt[no tokenizer]",
+    kind="a cache entry that lacks something is used",
+)
+_bug(
+    "order_off_by_one",
+    "meshwright.data.order",
+    "return position + (step - first) * self.batch_size",
+    "return position + (step - first) * self.batch_size + (step > first)",
+    f"{_DATA}::test_order_stays_what_it_was_in_earlier_releases",
+    kind="a step begins one sequence late",
+)
+_bug(
+    "epochs_repeat",
+    "meshwright.data.order",
+    "seed=self.seed, epoch=epoch)",
+    "seed=self.seed, epoch=0)",
+    f"{_DATA}::test_epochs_and_seeds_differ",
+    kind="every epoch has the order of the first",
+)
+_bug(
+    "one_batch_for_all",
+    "meshwright.data.order",
+    "share = order.indices(step).reshape(data_size, -1)[data_rank]",
+    "share = order.indices(step).reshape(data_size, -1)[0]",
+    f"{_DATA}::test_ranks_share_the_same_global_batch_at_any_size",
+    kind="all ranks train on the same batch",
+)
+_bug(
+    "evaluated_twice",
+    "meshwright.data.order",
+    "masked=rows >= count)",
+    "masked=rows < 0)",
+    f"{_DATA}::test_evaluation_covers_each_sequence_once_and_pads_with_masked_ones",
+    kind="sequences that fill up an evaluation count",
+)
+_bug(
+    "packing_drops_the_last",
+    "meshwright.data.packing",
+    "count = len(tokens) // seq_len",
+    "count = max(0, len(tokens) - 1) // seq_len",
+    f"{_DATA}::test_sequences_are_the_stream_cut_without_its_tail",
+    kind="packing drops the last sequence",
+)
+_bug(
+    "documents_run_together",
+    "meshwright.data.tokenizer",
+    "np.array([*document, eos], dtype)",
+    "np.array([*document], dtype)",
+    f"{_DATA}::test_stream_holds_each_document_and_an_eos",
+    kind="no eos token stands between documents",
+)
+_bug(
+    "mostly_held_out",
+    "meshwright.data.split",
+    'return "held_out" if place < fraction else "train"',
+    'return "held_out" if place > fraction else "train"',
+    f"{_DATA}::test_split_holds_out_about_the_fraction",
+    kind="what is to be held out is trained on",
+)
+_bug(
+    "both_processes_build",
+    "meshwright.data.cache",
+    "            entry = load(directory)  # another process may have built it meanwhile\n",
+    "",
+    f"{_DATA}::test_of_two_processes_one_builds_and_both_get_the_result",
+    kind="a check is not made again under the lock",
+)
+_bug(
+    "byte_order_marks_are_text",
+    "meshwright.data.corpus",
+    'return content.decode("utf-8-sig")',
+    'return content.decode("utf-8")',
+    f"{_DATA}::test_text_files_are_read_exactly_apart_from_a_byte_order_mark",
+    kind="marks of files are trained on",
+)
+
+# -- train
+
+_bug(
+    "rate_stands_still",
+    "meshwright.train.loop",
+    "    scheduler.step()\n",
+    "",
+    f"{_TRAIN}::test_observers_see_every_step_while_they_are_registered",
+    kind="the learning rate does not follow its schedule",
+)
+_bug(
+    "rate_of_the_next_step_is_told",
+    "meshwright.train.loop",
+    "learning_rate=float(scheduled[0]),",
+    "learning_rate=float(scheduler.get_last_lr()[0]),",
+    f"{_TRAIN}::test_observers_see_every_step_while_they_are_registered",
+    kind="the rate that is reported is not the one that was used",
+)
+_bug(
+    "nan_is_trained_on",
+    "meshwright.train.loop",
+    "if not (math.isfinite(loss_value) and math.isfinite(norm_value)):",
+    "if False:",
+    f"{_TRAIN}::test_a_loss_that_is_not_finite_stops_all_ranks_before_the_parameters_change",
+    kind="a loss that is not finite reaches the parameters",
+)
+_bug(
+    "last_step_not_due",
+    "meshwright.train.loop",
+    "return done == steps or (every is not None and done % every == 0)",
+    "return every is not None and done % every == 0",
+    f"{_TRAIN}::test_observers_see_every_step_while_they_are_registered",
+    kind="nothing is evaluated or saved after the last step",
+)
+_bug(
+    "dropout_of_the_first_step",
+    "meshwright.train.loop",
+    "spawn_key=(step, data_rank)",
+    "spawn_key=(0, data_rank)",
+    "tests/test_train.py::test_each_step_and_each_data_rank_has_random_numbers_of_its_own",
+    kind="every step draws the same dropout",
+)
+_bug(
+    "one_dropout_for_all_ranks",
+    "meshwright.train.loop",
+    "step_seed(loop.seed, step, manager.mesh.data_rank)",
+    "step_seed(loop.seed, step, 0)",
+    "tests/test_train.py::test_each_step_and_each_data_rank_has_random_numbers_of_its_own",
+    kind="ranks with other data draw the same dropout",
+)
+_bug(
+    "biases_decay",
+    "meshwright.train.optim",
+    '{"params": kept, "weight_decay": 0.0}]',
+    '{"params": kept, "weight_decay": weight_decay}]',
+    f"{_OPTIM}::test_parameters_shrink_exactly_where_decay_is_asked_for[0.1-AdamW]",
+    kind="what was exempt is decayed",
+)
+_bug(
+    "decay_by_default",
+    "meshwright.train.optim",
+    'decay = {"weight_decay": 0.0} if "weight_decay" in inspect.signature(cls).parameters else {}',
+    "decay: dict[str, float] = {}",
+    f"{_OPTIM}::test_parameters_shrink_exactly_where_decay_is_asked_for[0.0-AdamW]",
+    kind="the default of an optimizer acts where the run asks for none",
+)
+_bug(
+    "schedule_a_step_behind",
+    "meshwright.train.optim",
+    '"last_epoch": step, "_step_count": step + 1,',
+    '"last_epoch": step - 1, "_step_count": step,',
+    f"{_RUN}::test_every_schedule_is_put_where_its_steps_lead",
+    kind="after resume the schedule is a step behind",
+)
+_bug(
+    "metrics_of_steps_that_are_gone",
+    "meshwright.train.report",
+    "        if result.step <= until:\n            found.append(result)",
+    "        found.append(result)",
+    f"{_RUN}::test_metrics_end_at_the_step_that_a_run_goes_on_from",
+    kind="metrics are not cut off at the step that a run goes on from",
+)
+_bug(
+    "finished_runs_train_anew",
+    "meshwright.train.fate",
+    "    return source == AUTO or before.resumption.source == source\n",
+    "    return False\n",
+    f"{_RUN}::test_a_finished_run_says_so_and_touches_nothing[True]",
+    kind="a finished run is removed and trained anew",
+)
+_bug(
+    "replaced_unasked",
+    "meshwright.train.fate",
+    "    if not config.overwrite:\n",
+    "    if False:\n",
+    "tests/test_cli.py::test_bad_input_is_one_error_before_anything_is_started_or_written[results in the way]",
+    kind="results of an earlier run are replaced unasked",
+)
+_bug(
+    "another_run_goes_on",
+    "meshwright.train.resume",
+    "    if refused:\n",
+    "    if False:\n",
+    "tests/test_resume.py::test_a_finished_run_is_not_touched_and_another_run_not_continued",
+    kind="a run goes on from a checkpoint of another",
+)
+_bug(
+    "other_data_at_the_old_place",
+    "meshwright.train.resume",
+    'if any(name == "seed" or name.startswith("data.") for name in self.changed):',
+    "if False:",
+    f"{_RUN}::test_other_data_begin_at_their_start_and_the_position_is_remembered",
+    kind="the beginning of new data is skipped",
+)
+
+# -- fsdp2
+
+_bug(
+    "mean_over_ranks",
+    "meshwright_fsdp2.sharding",
+    "    unit.set_gradient_divide_factor(1.0)\n    unit.set_force_sum_reduction_for_comms(True)\n",
+    "    pass\n",
+    _FSDP2,
+    kind="a mean over ranks in the place of a sum",
+)
+_bug(
+    "missing_gradients_are_left_out",
+    "meshwright_fsdp2.sharding",
+    "module.set_reduce_scatter_unused_params(True, recurse=False)",
+    "module.set_reduce_scatter_unused_params(False, recurse=False)",
+    f"{_UNUSED}[sizes0-ranks-config2]",
+    kind="gradients of different parameters are added up",
+)
+_bug(
+    "shards_forget_cp",
+    "meshwright_fsdp2.unit_options",
+    'shard = "dp_shard_cp" if mesh.degrees.cp > 1 else "dp_shard"',
+    'shard = "dp_shard"',
+    _CP,
+    kind="gradients are not summed over the ranks that share a sequence",
+)
+_bug(
+    "the_last_block_is_freed",
+    "meshwright_fsdp2.unit_options",
+    "reshard = not unit.is_last if self.reshard_after_forward is None",
+    "reshard = True if self.reshard_after_forward is None",
+    f"{_COUNTS}::test_gathers_parameters_for_forward_and_freed_ones_again_for_backward[plain-None-2]",
+    kind="a default differs from the reference",
+)
+_bug(
+    "nobody_used_it_and_it_decays",
+    "meshwright_fsdp2.usage",
+    "            if not is_used:\n                parameter.grad = None",
+    "            if not is_used and parameter.grad is None:\n                parameter.grad = None",
+    f"{_UNUSED}[sizes0-None-config1]",
+    kind="parameters without a gradient are decayed",
+)
+_bug(
+    "summed_once_unasked",
+    "meshwright_fsdp2.manager",
+    "root.set_requires_gradient_sync(is_last or defer is not True)",
+    "root.set_requires_gradient_sync(is_last)",
+    f"{_COUNTS}::test_reduce_scatters_gradients_once_a_step_or_once_a_microbatch[False-3-2]",
+    kind="an option is ignored",
+)
+_bug(
+    "weights_from_before_the_step",
+    "meshwright_fsdp2.manager",
+    "        self._sharding.reshard()\n\n    @contextmanager\n    def around_step",
+    "        pass\n\n    @contextmanager\n    def around_step",
+    "plugins/fsdp2/tests/test_fsdp2_options.py::test_evaluation_and_unshard_leave_shards_and_the_reshard_policy_as_they_were[None]",
+    kind="weights that were gathered before a step are used after it",
+)
+_bug(
+    "autocast_dropped",
+    "meshwright_fsdp2.manager",
+    "        if self.config.autocast_dtype is not None:",
+    "        if False:",
+    f"{_F}/test_fsdp2_options.py::test_autocast_acts_when_the_module_is_called_by_hand",
+    kind="autocast is dropped",
+)
+_bug(
+    "reduce_dtype_ignored",
+    "meshwright_fsdp2.policies",
+    "        policy = replace(policy, reduce_dtype=getattr(torch, config.reduce_dtype))\n",
+    "        pass\n",
+    f"{_COUNTS}::test_gradients_travel_in_the_reduce_dtype_and_parameters_in_their_own",
+    kind="the dtype of sums is ignored",
+)
+_bug(
+    "blocks_cast_the_residual",
+    "meshwright_fsdp2.policies",
+    "    return replace(policy, output_dtype=None)\n",
+    "    return policy\n",
+    "plugins/fsdp2/tests/test_fsdp2_options.py::test_precision[{'mp_policy': {'param_dtype': 'bfloat16', 'output_dtype': 'float32'}}-{'product': torch.bfloat16, 'weight': torch.bfloat16, 'residual': torch.bfloat16, 'logits': torch.float32, 'reduced': torch.bfloat16}]",
+    kind="each block casts the residual stream",
+)
+
+# -- ddp
+
+_bug(
+    "shard_off_by_one",
+    "meshwright_ddp.bucket_ranges",
+    "return start + rank * size, start + (rank + 1) * size",
+    "return start + rank * size, start + (rank + 1) * size - 1",
+    f"{_D}/test_ddp_layout.py::test_every_element_is_owned_once",
+    kind="the shard of the distributed optimizer is off by one",
+)
+_bug(
+    "buckets_end_late",
+    "meshwright_ddp.bucket_ranges",
+    "position - bucket_start >= bucket_size",
+    "position - bucket_start > bucket_size",
+    f"{_D}/test_ddp_layout.py::test_only_the_last_parameter_of_a_bucket_brings_it_to_its_size",
+    kind="the boundary of a bucket is off by one",
+)
+_bug(
+    "parameters_unaligned",
+    "meshwright_ddp.bucket_ranges",
+    "        start = _round_up(position, start_multiple)\n",
+    "        start = position\n",
+    f"{_D}/test_ddp_layout.py::test_parameters_and_buckets_are_aligned",
+    kind="parameters lie elsewhere than in the reference",
+)
+_bug(
+    "reduced_before_it_is_ready",
+    "meshwright_ddp.buckets",
+    "        self.missing = len(self.slots)\n",
+    "        self.missing = len(self.slots) - 1\n",
+    f"{_BUCKETED}::test_parity[{{'engine': 'bucketed', 'overlap_grad_reduce': True, 'bucket_size': 3000}}]",
+    kind="a bucket is reduced before all of its gradients are there",
+)
+_bug(
+    "averages_are_not_made_up_for",
+    "meshwright_ddp.buckets",
+    "Scaling(groups.ranks, average=True)",
+    "Scaling(1.0, average=True)",
+    f"{_BUCKETED}::test_parity[{{'engine': 'bucketed', 'overlap_grad_reduce': True, 'bucket_size': 3000, "
+    "'average_in_collective': True}]",
+    kind="a mean over ranks in the place of a sum",
+)
+_bug(
+    "buffers_keep_the_last_step",
+    "meshwright_ddp.gradient_sync",
+    "            slot.local.copy_(gradient)\n",
+    "            slot.local.add_(gradient)\n",
+    f"{_BUCKETED}::test_parity[{{'engine': 'bucketed'}}]",
+    kind="gradients of the step before are still in the buffer",
+)
+_bug(
+    "unused_ones_keep_theirs",
+    "meshwright_ddp.gradient_sync",
+    "                slot.gradient.zero_()\n",
+    "                pass\n",
+    f"{_BUCKETED}::test_parity_where_parameters_and_tokens_differ_between_ranks[routed-ranks-2.0-{{'engine': "
+    "'bucketed', 'overlap_grad_reduce': True, 'bucket_size': 3000}]",
+    kind="a rank that did not use a parameter adds its gradient of an earlier step",
+)
+_bug(
+    "masters_are_not_written",
+    "meshwright_ddp.optimizer",
+    "                shard.values.copy_(shard.tensor.detach())\n",
+    "                pass\n",
+    f"{_D}/test_ddp_optimizer.py::test_bf16_training_is_that_of_float32_masters_to_the_last_bit[overlap0-True]",
+    kind="the model does not get what the optimizer has stepped",
+)
+_bug(
+    "masters_in_half_precision",
+    "meshwright_ddp.optimizer",
+    "    if parameter.dtype in HALF:\n",
+    "    if False:\n",
+    f"{_D}/test_ddp_optimizer.py::test_bf16_training_is_that_of_float32_masters_to_the_last_bit[overlap0-True]",
+    kind="parameters are kept in the wrong dtype",
+)
+_bug(
+    "gathered_before_the_step",
+    "meshwright_ddp.parameter_gather",
+    "            gather.is_stale = True\n",
+    "            gather.is_stale = False\n",
+    f"{_BUCKETED}::test_parity[{{'engine': 'bucketed', 'use_distributed_optimizer': True}}]",
+    kind="parameters are gathered before the step, and not after it",
+)
+_bug(
+    "one_instance_alone",
+    "meshwright_ddp.reduction",
+    "        if self._groups.across is not None:\n",
+    "        if False:\n",
+    f"{_BUCKETED}::test_what_each_rank_holds_after_the_reduction[2-True-scaling4-False-first4]",
+    kind="gradients are summed within one instance of the optimizer alone",
+)
+_bug(
+    "torch_averages",
+    "meshwright_ddp.torch_engine",
+    "        self.module.register_comm_hook(state, hook)\n",
+    "        del state, hook\n",
+    _DDP,
+    kind="a mean over ranks in the place of a sum",
+)
+
+# -- megatron_fsdp
+
+_bug(
+    "an_average_stays",
+    "meshwright_megatron_fsdp.reduction",
+    "self._factor = mesh.data_size * mesh.degrees.cp if config.average_in_collective else 1",
+    "self._factor = 1",
+    f"{_M}/test_megatron_fsdp_options.py::test_gradients_are_summed_unless_average_in_collective[True]",
+    kind="a mean over ranks in the place of a sum",
+)
+_bug(
+    "old_weights_in_forward",
+    "meshwright_megatron_fsdp.manager",
+    "        self._fsdp.zero_grad_buffer()\n        self._install()\n",
+    "        self._fsdp.zero_grad_buffer()\n",
+    f"{_ZERO}[ZeRO 1-accumulation, tied]",
+    kind="the model does not get what the optimizer has stepped",
+)
+_bug(
+    "every_microbatch_is_reduced",
+    "meshwright_megatron_fsdp.reduction",
+    "self._fsdp.is_last_microbatch = is_last and self._config.overlap_grad_reduce",
+    "self._fsdp.is_last_microbatch = self._config.overlap_grad_reduce",
+    f"{_ZERO}[ZeRO 1-accumulation, tied]",
+    kind="gradients that are summed already are reduced again",
+)
+_bug(
+    "state_of_one_rank",
+    "meshwright_megatron_fsdp.shards",
+    "            dist.all_reduce(flat, group=slot.group)\n",
+    "",
+    f"{_M}/test_megatron_fsdp_tensor.py::test_state_moves_to_single_and_back[{{}}]",
+    kind="a whole state holds the parts of one rank",
+)
+
+# -- pipeline
+
+_bug(
+    "backward_in_another_order",
+    "meshwright_pipeline.schedule.rules",
+    "            if rule.last_first and kind is Kind.BACKWARD:",
+    "            if kind is Kind.BACKWARD:",
+    f"{_SCHEDULES}[GPipe]",
+    kind="microbatches run in the wrong order",
+)
+_bug(
+    "a_longer_lead",
+    "meshwright_pipeline.schedule.rules",
+    "lead = (1 if chunks == 1 else 2) * (ranks - 1 - rank)",
+    "lead = 2 * (ranks - 1 - rank)",
+    f"{_SCHEDULES}[1F1B]",
+    kind="a rank holds more microbatches than the schedule says",
+)
+_bug(
+    "copies_train_apart",
+    "meshwright_pipeline.manager",
+    "        self._copies.sum_gradients()\n",
+    "",
+    f"{_STAGES}[1F1B]",
+    kind="copies of a tied weight on several stages are not summed",
+)
+_bug(
+    "tied_weights_count_twice",
+    "meshwright_pipeline.state.copies",
+    "for name, holders in shared.items() if stage in holders[1:]]",
+    "for name, holders in shared.items() if stage in holders[:0]]",
+    f"{_STAGES}[1F1B]",
+    kind="tied weights count twice in the norm",
+)
+_bug(
+    "dropout_in_evaluation_of_stages",
+    "meshwright_pipeline.manager",
+    "            manager.module.eval()\n",
+    "            manager.module.train()\n",
+    "tests/test_train.py::test_evaluation_draws_no_dropout[{'pp_size': 2}]",
+    kind="evaluation runs in training mode",
+)
+_bug(
+    "norm_of_a_stage",
+    "meshwright_pipeline.manager",
+    'norm = joined_norm(norms, norm_type, self.mesh.group("pp"), self.mesh.device)',
+    "norm = torch.stack(norms).norm(norm_type)",
+    f"{_STAGES}[1F1B]",
+    kind="each stage clips by the norm of its own parameters",
+)
+_bug(
+    "loss_of_one_data_rank",
+    "meshwright_pipeline.manager",
+    'groups = [self.mesh.group(axis) for axis in ("dp_cp", "pp")]',
+    'groups = [self.mesh.group("pp")]',
+    f"{_STAGES}[1F1B]",
+    kind="the loss is that of one rank's batch",
+)
+_bug(
+    "reduced_in_every_run",
+    "meshwright_pipeline.manager",
+    "is_last = start + length >= len(batches)",
+    "is_last = True",
+    "plugins/pipeline/tests/test_pipeline.py::test_over_other_strategies_and_axes[fsdp2-{'pp_batch_size': 4, 'pp_microbatch_size': 2}-{'dp_size': 2}]",
+    kind="gradients that are summed already are reduced again",
+)
+_bug(
+    "tokens_of_the_first_step",
+    "meshwright_pipeline.run.stage",
+    "        self._num_tokens, self._microbatches = num_tokens, microbatches\n",
+    "        self._num_tokens = self._num_tokens if self._num_tokens > 1 else num_tokens\n"
+    "        self._microbatches = microbatches\n",
+    f"{_STAGES}[1F1B]",
+    kind="the loss is divided by the tokens of another step",
+)
+_bug(
+    "idle_microbatches_count",
+    "meshwright_pipeline.run.batches",
+    'idle = Idle(pieces[0], labels=torch.full_like(pieces[0]["labels"], IGNORED_LABEL))',
+    "idle = Idle(pieces[0])",
+    "plugins/pipeline/tests/test_pipeline.py::test_over_other_strategies_and_axes[fsdp2-{'pp_batch_size': 4, 'pp_microbatch_size': 2}-{'dp_size': 2}]",
+    kind="microbatches that fill up a run are trained on",
+)
+_bug(
+    "reduced_before_the_weights",
+    "meshwright_pipeline.run.actions",
+    "action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):",
+    "action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):",
+    f"{_STAGES}[ZBVZeroBubble]",
+    kind="gradients are reduced before those of the weights are there",
+)
+_bug(
+    "rates_of_old_groups",
+    "meshwright_pipeline.state.optimizer",
+    "return [group for manager in self._managers for group in manager.optimizer.param_groups]",
+    'return self.__dict__.setdefault("_kept", [g for m in self._managers for g in m.optimizer.param_groups])',
+    f"{_P}/test_pipeline_optimizer.py::test_rates_reach_every_stage_after_loading[checkpoint]",
+    kind="the learning rate is frozen after resume, while the scheduled one is reported",
+)
+_bug(
+    "any_loss_passes",
+    "meshwright_pipeline.run.users_loss",
+    "    if not torch.allclose(both.double(), sum(parts, torch.zeros_like(both)).double(), rtol=1e-3, atol=0):",
+    "    if False:",
+    "plugins/pipeline/tests/test_pipeline.py::test_what_cannot_be_done_is_refused_on_all_ranks[single-{}-{'loss_fn': <function _mean>}-Case(model_type='llama', tied=False, layers=None, steps=3, s-['ConfigError', 'for two sequences', 'must return the sum']]",
+    kind="a mean over tokens is taken for a sum",
+)
