@@ -213,6 +213,22 @@ def meaning_of_what_was_written(source: Source) -> Iterator[str]:
             yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
+def names_that_hide_what_is_called(source: Source) -> Iterator[str]:
+    """A local value under the name of a function of the module, which the same function calls: the value is called."""
+    functions = {node.name for node in source.tree.body if isinstance(node, ast.FunctionDef)} | set(source.imports)
+    for function in ast.walk(source.tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+        stored = {node.id for node in names if isinstance(node.ctx, ast.Store)} & functions
+        calls = {
+            node.func.id
+            for node in ast.walk(function)
+            if isinstance(node, ast.Call) and called(node) in stored and isinstance(node.func, ast.Name)
+        }
+        yield from (f"line {function.lineno}: {name} in {function.name}" for name in sorted(calls))
+
+
 def model_class_names(source: Source) -> Iterator[str]:
     yield from MODEL_CLASS.findall(source.text)
 
@@ -289,6 +305,10 @@ RULES: dict[Callable[[Source], Iterator[str]], list[tuple[str, str, str]]] = {
         ("meshwright", "mesh", "from transformers import CONFIG_MAPPING\nCONFIG_MAPPING['mine'] = 1"),
         ("meshwright", "mesh", "from torch import nn\ndel nn.Linear"),
         ("meshwright", "mesh", "import torch\ntorch._dynamo.config.x = True"),
+    ],
+    names_that_hide_what_is_called: [
+        ("meshwright", "mesh", "def size(x):\n    return x\n\ndef f(x):\n    size = size(x)\n    return size"),
+        ("meshwright", "mesh", "from .sizes import size\n\ndef f(x):\n    for size in x:\n        size(x)"),
     ],
     assert_statements: [("meshwright", "mesh", "def f(x):\n    assert x > 0, 'bad'")],
     meaning_of_what_was_written: [("meshwright_ddp", "config", "def f(c):\n    return 'x' in c.model_fields_set")],

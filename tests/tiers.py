@@ -75,9 +75,9 @@ def _sets(tests: Iterable[str], times: Mapping[str, float]) -> Iterable[str]:
 
 def known_to_catch() -> list[list[str]]:
     """For each planted bug and each option, the tests that catch it."""
-    bugs = json.loads(BUGS.read_text(encoding="utf-8")) if BUGS.is_file() else {}
+    bugs = json.loads(BUGS.read_text(encoding="utf-8"))["bugs"]
     options = json.loads(OPTIONS.read_text(encoding="utf-8"))
-    found = [[test for test, is_caught in each["tests"].items() if is_caught] for each in bugs.values()]
+    found = [[test for test, end in each["outcomes"].items() if end != "passed"] for each in bugs.values()]
     return found + [[each["by"]] for each in options.values() if each.get("by")]
 
 
