@@ -55,6 +55,7 @@ def _switches() -> dict[str, Any]:
         found["torch.is_grad_enabled()"] = torch.is_grad_enabled()
         found["torch.are_deterministic_algorithms_enabled()"] = torch.are_deterministic_algorithms_enabled()
         found["torch.get_num_threads()"] = torch.get_num_threads()
+        found["torch.distributed.is_initialized()"] = torch.distributed.is_initialized()
     if "transformers" in sys.modules:
         found["the verbosity of transformers"] = logging.getLogger("transformers").level
     return found
