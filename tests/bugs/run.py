@@ -34,6 +34,9 @@ from typing import Any
 
 from catalogue import BUGS, Bug
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import tiers
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 HOOK = HERE.parent / "mutation"
@@ -175,25 +178,31 @@ def try_bug(bug: Bug, results: dict[str, Any], log: Path) -> None:
 
 def table(results: dict[str, Any]) -> str:
     """The page of docs."""
+    seconds, first = tiers.read()
     tried = [bug for bug in BUGS if is_done(bug, results)]
     caught = [bug for bug in tried if is_caught(bug, results)]
+    early = [bug for bug in caught if any(tiers.is_first(test, seconds, first) for test in bug.caught_by)]
     lines = [
         "# Planted bugs, and the tests that notice",
         "",
         "Mistakes as real code has had them, each planted alone into one module, in all processes of a test:",
         "`python tests/bugs/run.py`. The tests that are named fail under it, and pass without it; they are cheap ones, and",
-        "not the only ones that do. Seconds are those of the tests with the bug, on a machine with two cores.",
+        "not the only ones that do. A bug is caught by the first tier, `make test`, if one of them is in it; all of them",
+        "are in the full one, `make test-full`. Seconds are those of the tests with the bug, on a machine with two cores.",
         "",
-        f"{len(BUGS)} bugs, {len(caught)} caught, {len(tried) - len(caught)} not, {len(BUGS) - len(tried)} not tried.",
+        f"{len(BUGS)} bugs, {len(caught)} caught by the full tier, {len(early)} of them by the first; "
+        f"{len(tried) - len(caught)} not, {len(BUGS) - len(tried)} not tried.",
         "",
-        "| bug | what it stands for | module | caught by | s |",
-        "|---|---|---|---|---|",
+        "| bug | what it stands for | module | caught by | first | full | s |",
+        "|---|---|---|---|---|---|---|",
     ]
     for bug in sorted(BUGS, key=lambda each: (each.module, each.name)):
         tests = ", ".join(dict.fromkeys(f"`{test.partition('[')[0]}`" for test in bug.caught_by))
-        seconds = f"{results['bugs'][bug.name]['seconds']:.0f}" if is_done(bug, results) else "not tried"
+        taken = f"{results['bugs'][bug.name]['seconds']:.0f}" if is_done(bug, results) else "not tried"
         told = tests if is_caught(bug, results) or not is_done(bug, results) else f"**missed** by {tests}"
-        lines.append(f"| {bug.name} | {bug.kind} | `{bug.module}` | {told} | {seconds} |")
+        cells = [bug.name, bug.kind, f"`{bug.module}`", told]
+        cells += ["yes" if bug in those else "no" for those in (early, caught)]
+        lines.append(f"| {' | '.join(cells)} | {taken} |")
     return "\n".join(lines) + "\n"
 
 

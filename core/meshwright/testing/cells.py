@@ -199,7 +199,8 @@ class Cell:
             for number, strategy in enumerate(strategies):
                 steps = range(bounds[number], bounds[number + 1])
                 mine = strategy == self.strategy
-                setting = (dict(self.config), dict(self.sizes), self.case) if mine else ({}, {}, self.case)
+                whole = replace(self.case, microbatches=1, shares=None)
+                setting = (dict(self.config), dict(self.sizes), self.case) if mine else ({}, {}, whole)
                 places = (f"{root}/{number - 1}" if number else None, f"{root}/{number}")
                 ranks = self.ranks if mine else 1
                 parts = self._run(ranks, train_resumed, strategy, *setting, steps, *places, self.device)

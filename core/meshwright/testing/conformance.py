@@ -150,10 +150,12 @@ def _cases(spec: StrategySpec, degrees: Degrees, main: bool, fixed: Mapping[str,
     if has_experts:
         base = replace(base, model_type=EXPERTS)
     yield _entry("ragged masks", base)
-    yield _entry("resume", replace(base, steps=11, schedule=DECAYING, rates=RATES), kind="resume")
+    resumed = replace(base, steps=11, schedule=DECAYING, rates=RATES)
+    yield _entry("resume", resumed, kind="resume")
+    uneven = (*range(1, data_ranks), 12 - sum(range(1, data_ranks))) if 1 < data_ranks <= 4 else None
+    yield _entry("all at once", _at_once(resumed, uneven), kind="resume")
     if not main:
         return
-    uneven = (*range(1, data_ranks), 12 - sum(range(1, data_ranks))) if data_ranks <= 4 else None
     alone = "there is no other data rank to differ from" if data_ranks == 1 else None
     cases = {
         "accumulation 2": replace(base, microbatches=2, sequences=24),
@@ -195,6 +197,12 @@ def _cases(spec: StrategySpec, degrees: Degrees, main: bool, fixed: Mapping[str,
         if ROUNDS_ANEW in spec.config_cls.model_fields[option].metadata:
             case = replace(case, model_type="gpt2")  # which has no parts in float32
         yield _entry(f"{option}={value}", case, {option: value}, reason=reason)
+
+
+def _at_once(resumed: Case, shares: tuple[int, ...] | None) -> Case:
+    """Resumed and accumulating, over ragged masks and uneven shares, with tied weights, a moving rate and clipping."""
+    doubled = tuple(2 * share for share in shares) if shares else None
+    return replace(resumed, tied=True, microbatches=2, sequences=24, shares=doubled)
 
 
 def _entry(
