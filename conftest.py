@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-TIERS = Path(__file__).parent / "tests" / "tiers.json"
+import tiers
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,11 +33,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for value in getattr(getattr(item, "callspec", None), "params", {}).values():
             if _has_set(value) and str(value) in item.nodeid:
                 raise pytest.UsageError(f"{item.nodeid} is named by a set, which has another order in each process.")
-    tiers = json.loads(TIERS.read_text(encoding="utf-8")) if TIERS.is_file() else {"seconds": {}, "first": []}
-    seconds, first = tiers["seconds"], set(tiers["first"])
+    seconds, first = tiers.read()
     files: dict[Path, float] = defaultdict(float)
     for item in items:
-        if item.get_closest_marker("zoo") is None and (item.nodeid in first or item.nodeid not in seconds):
+        if item.get_closest_marker("zoo") is None and tiers.is_first(item.nodeid, seconds, first):
             item.add_marker(pytest.mark.first)
         files[item.path] += seconds.get(item.nodeid, 0.0)
     items.sort(key=lambda item: -files[item.path])

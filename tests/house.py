@@ -152,7 +152,7 @@ def circles(modules: Mapping[str, Module]) -> list[list[str]]:
 
 def first_sentence(module: Module) -> str:
     text = (ast.get_docstring(module.tree) or "").split("\n\n")[0].replace("\n", " ")
-    return re.split(r"(?<=[.:]) (?=[A-Z])", text)[0]
+    return re.split(r"(?<=\.) (?=[A-Z])", text)[0]
 
 
 def table(modules: Mapping[str, Module]) -> str:

@@ -73,25 +73,24 @@ class StatefulManager(StrategyManager):
     # -- the optimizer
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
-        self._require_model()
-        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        self.parameter_names = {parameter: name for name, parameter in named}
-        self._optimizer = self.made(factory, named)
-        return self._optimizer
-
-    def made(self, factory: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-        """The factory's optimizer, if it steps these parameters as it would step whole ones. Collective.
-
-        Args:
-            named: what is trained, as `parts` knows it.
+        """The factory's optimizer, if it steps what is trained as it would step whole parameters. Collective.
 
         Raises:
             StrategyError: on all ranks alike; names the optimizer.
             ConfigError: of the factory of a run file, likewise.
         """
+        self._require_model()
+        named = self.named_trainable()
+        self.parameter_names = {parameter: name for name, parameter in named}
         optimizer = self.mesh.world.together(lambda: call_factory(factory, named))
         check_optimizer(optimizer, self.parts, self.mesh.world)
+        self._optimizer = optimizer
         return optimizer
+
+    def named_trainable(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """What the optimizer trains, by name, as `parts` knows it; for strategies to replace that train parts of their
+        own."""
+        return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
     def optimizer_step(self) -> None:
         optimizer = self.optimizer

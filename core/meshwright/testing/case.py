@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -67,6 +67,10 @@ class Case:
 
     def __hash__(self) -> int:
         return hash(repr(self))
+
+    def undivided(self, microbatches: int = 1) -> Case:
+        """The case as one rank runs it, each step in so many microbatches."""
+        return replace(self, shares=None, microbatches=microbatches)
 
     @property
     def tolerance(self) -> float:

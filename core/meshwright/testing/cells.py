@@ -175,7 +175,7 @@ class Cell:
         ):
             mine = strategy == self.strategy
             config, sizes = (dict(self.config), dict(self.sizes)) if mine else ({}, {})
-            case = self.case if mine else replace(self.case, microbatches=1, shares=None)
+            case = self.case if mine else self.case.undivided()
             found = train(ranks, strategy, config, sizes, case, steps)
             if isinstance(found, str):
                 return self._refused(found, steps)
@@ -199,8 +199,8 @@ class Cell:
             for number, strategy in enumerate(strategies):
                 steps = range(bounds[number], bounds[number + 1])
                 mine = strategy == self.strategy
-                whole = replace(self.case, microbatches=1, shares=None)
-                setting = (dict(self.config), dict(self.sizes), self.case) if mine else ({}, {}, whole)
+                own = (dict(self.config), dict(self.sizes), self.case)
+                setting = own if mine else ({}, {}, self.case.undivided())
                 places = (f"{root}/{number - 1}" if number else None, f"{root}/{number}")
                 ranks = self.ranks if mine else 1
                 parts = self._run(ranks, train_resumed, strategy, *setting, steps, *places, self.device)

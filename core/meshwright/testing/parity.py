@@ -224,8 +224,7 @@ def unshard_between_steps(
 @functools.lru_cache(maxsize=256)
 def reference(case: Case, device: str = "cpu", microbatches: int = 1) -> Outcome:
     """The case under `single`, on one rank, each step in so many microbatches."""
-    whole = Case(**{**vars(case), "shares": None, "microbatches": microbatches})
-    return pool(1).run(train_case, "single", {}, {}, whole, device, device=device)[0]
+    return pool(1).run(train_case, "single", {}, {}, case.undivided(microbatches), device, device=device)[0]
 
 
 def compare(

@@ -77,8 +77,8 @@ def train_resumed(
 @functools.lru_cache(maxsize=64)
 def uninterrupted(case: Case, device: str = "cpu") -> Part:
     """The case under `single`, on one rank, in one part."""
-    whole = Case(**{**vars(case), "shares": None, "microbatches": 1})
-    (part,) = pool(1).run(train_resumed, "single", {}, {}, whole, range(case.steps), None, None, device, device=device)
+    case = case.undivided()
+    (part,) = pool(1).run(train_resumed, "single", {}, {}, case, range(case.steps), None, None, device, device=device)
     return part
 
 

@@ -124,11 +124,14 @@ class DDPManager(DataParallelManager):
         if shards is None or engine is None:
             return super().build_optimizer(factory)
         shards.read()
-        self.parameter_names = {shard.tensor: shard.name for shard in shards}
-        optimizer = self.made(factory, [(shard.name, shard.tensor) for shard in shards])
+        optimizer = super().build_optimizer(factory)
         optimizer.register_step_post_hook(lambda *_: engine.shards_were_stepped())
-        self._optimizer = optimizer
         return optimizer
+
+    def named_trainable(self) -> Sequence[tuple[str, nn.Parameter]]:
+        if self._shards is None:
+            return super().named_trainable()
+        return [(shard.name, shard.tensor) for shard in self._shards]
 
     @contextmanager
     def unshard(self) -> Iterator[Sequence[nn.Module]]:
