@@ -119,12 +119,11 @@ class DataParallelManager(StatefulManager):
         check_reduce_dtype(model, getattr(self.config, "reduce_dtype", None))
         self.layout = model_layout(model)
         config = getattr(model, "config", None)
-        vocab_size = getattr(config, "vocab_size", None)
         # A pipeline adds it over its stages.
         router_loss = RouterLoss(config) if asks_for_router_loss(model) and not self.in_pipeline else None
         options = {in_parts: forward_options(model, in_parts=in_parts) for in_parts in (False, True)}
-        # Innermost, so before anything is sharded.
-        head = RowHead(model, self.layout.head) if self.layout.head else None
+        # Sharding changes the class. Innermost of what is put around, so before anything is sharded.
+        name, head = type(model).__name__, RowHead(model, self.layout.head) if self.layout.head else None
         self.model = model
         self.module = self._sharded(model, equal_weights(model, weights, self.mesh))
         self.gradients = self.make_gradients()
@@ -136,12 +135,11 @@ class DataParallelManager(StatefulManager):
             row_loss=RowLoss(
                 head,
                 getattr(self.config, "loss_chunk_rows", None),
-                vocab_size=vocab_size,
                 is_divided=any(axis.divides_vocabulary for axis in self.axes),
-                model=type(model).__name__,
+                model=name,
             ),
             router_loss=router_loss,
-            vocab_size=vocab_size,
+            vocab_size=getattr(config, "vocab_size", None),
             after_trial=self.after_eval,
         )
         self._parallelized = True

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -37,22 +38,27 @@ _LEAST_ROWS = 512
 _TRIED_ROWS = 3
 
 
+def _same_random_state() -> AbstractContextManager[None]:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[torch.accelerator.current_device_index()], device_type=accelerator.type)
+
+
 class RowLoss:
     """The token loss of one model.
 
     Args:
         head: of the model; None: no head is known.
         given: the option `loss_chunk_rows`.
-        vocab_size: of the model; None: unknown.
         is_divided: whether ranks share the vocabulary, and rows are taken at any size, so that no rank has it whole.
         model: what it is called.
     """
 
-    def __init__(
-        self, head: RowHead | None, given: int | None, *, vocab_size: int | None, is_divided: bool, model: str
-    ) -> None:
+    def __init__(self, head: RowHead | None, given: int | None, *, is_divided: bool, model: str) -> None:
         self._head, self._given, self._is_divided, self._model = head, given, is_divided, model
-        self._is_wanted = given > 0 if given is not None else (vocab_size or 0) >= _LEAST_VOCABULARY
+        entries = head.entries if head is not None else None
+        self._is_wanted = given > 0 if given is not None else (entries or 0) >= _LEAST_VOCABULARY
         self._takes_rows: bool | None = None if self._is_wanted or (is_divided and head is not None) else False
         self._dtype = torch.float32
 
@@ -69,8 +75,14 @@ class RowLoss:
         Args:
             run: with a few tokens; nothing remains of it.
         """
+
+        def alike() -> Any:
+            # What a run draws, such as the hidden states that a stage of a pipeline is tried with, it draws again.
+            with _same_random_state():
+                return run()
+
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            defect = self._defect(run)
+            defect = self._defect(alike)
         self._takes_rows = bool(world.reduce_ints([defect is None], dist.ReduceOp.MIN)[0])
         if not self._takes_rows and self._is_wanted and world.rank == 0:
             warnings.warn(

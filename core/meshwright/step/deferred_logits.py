@@ -85,6 +85,9 @@ class DeferredLogits(Tensor):
             answer = super().__torch_function__(func, types, tuple(args), options)
             if not isinstance(answer, Tensor):
                 return answer
+        if name == "view_as" and all(each is args[0] for each in args):
+            # By which strategies tell what a module gives from what it was given.
+            return args[0]
         places = [index for index, each in enumerate(args) if isinstance(each, DeferredLogits)]
         rest = [each for index, each in enumerate(args) if index not in places] + list(options.values())
         operation = name.removeprefix("__").removesuffix("__")

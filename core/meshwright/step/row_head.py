@@ -38,11 +38,13 @@ class RowHead:
         name: of the head.
 
     Attributes:
+        entries: of the whole vocabulary; None: the head does not tell.
         waiting: what `token_loss` takes.
     """
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self._name, self._head = name, model.get_submodule(name)
+        self.entries: int | None = getattr(self._head, "out_features", None)
         self._is_linear = type(self._head) is nn.Linear and "forward" not in vars(self._head)
         self._answer: tuple[int, torch.dtype] | None = None
         self._consume: Consume | None = None

@@ -139,7 +139,8 @@ class _Chunk:
     """
 
     def __init__(self, projection: Projection, rows_CH: Tensor, tensors: Sequence[Tensor], needs: Sequence[bool]):
-        self._linear, self._tensors, self._needs = projection.is_linear, tensors, needs
+        self.projection, self.needs = projection, needs
+        self._linear, self._tensors = projection.is_linear, tensors
         records = not self._linear and any(needs)
         self._rows_CH = rows_CH.detach().requires_grad_() if records and needs[0] else rows_CH
         with torch.set_grad_enabled(records):
@@ -160,18 +161,18 @@ class _Chunk:
         gradient_CL = gradient_CL.to(self._logits_CL.dtype)
         if not self._linear:
             inputs = [self._rows_CH, *self._tensors]
-            asked = [index for index, needed in enumerate(self._needs) if needed]
+            asked = [index for index, needed in enumerate(self.needs) if needed]
             found = torch.autograd.grad(
                 self._logits_CL, [inputs[index] for index in asked], gradient_CL, allow_unused=True
             )
             for index, each in zip(asked, found, strict=True):
                 sums.add(index, each, part)
             return
-        if self._needs[0] and sums.hidden_NH is not None:
+        if self.needs[0] and sums.hidden_NH is not None:
             torch.mm(gradient_CL, self._tensors[0], out=sums.hidden_NH[part])
-        if self._needs[1]:
+        if self.needs[1]:
             sums.add_product(gradient_CL.t(), self._rows_CH)
-        if len(self._needs) > 2 and self._needs[2]:
+        if len(self.needs) > 2 and self.needs[2]:
             sums.add(2, gradient_CL.sum(0), part)
 
 
@@ -205,6 +206,16 @@ class Sums:
         return [self.hidden_NH, *self._tensors]
 
 
+def _add_loss(chunk: _Chunk, part: slice, targets_C: Tensor, weights_C: Tensor, sums: Sums) -> Tensor:
+    """The weighted log-probabilities of a chunk, summed; their gradients join the others."""
+    vocabulary = chunk.projection.vocabulary
+    measures, exponentials = measure(chunk.wide(), targets_C, vocabulary, ["log_probability"])
+    if any(chunk.needs):
+        weights: dict[Statistic, Tensor] = {"log_probability": -weights_C}
+        chunk.add(exponentials.gradient(measures, targets_C, vocabulary, weights), part, sums)
+    return (weights_C * measures.values("log_probability", targets_C)).sum()
+
+
 # -- autograd
 
 
@@ -226,14 +237,9 @@ class _Loss(torch.autograd.Function):
         sums, total = Sums(hidden_NH, needs), weights_N.new_zeros(())
         for part in _parts(hidden_NH.shape[0], chunk_rows):
             chunk = _Chunk(projection, hidden_NH[part], tensors, needs)
-            targets_C, weights_C = targets_N[part], weights_N[part]
-            measures, exponentials = measure(chunk.wide(), targets_C, projection.vocabulary, ["log_probability"])
-            total -= (weights_C * measures.values("log_probability", targets_C)).sum()
-            if any(needs):
-                weights: dict[Statistic, Tensor] = {"log_probability": -weights_C}
-                gradient_CL = exponentials.gradient(measures, targets_C, projection.vocabulary, weights)
-                chunk.add(gradient_CL, part, sums)
-            del chunk, exponentials
+            total -= _add_loss(chunk, part, targets_N[part], weights_N[part], sums)
+            # Its logits must not outlive it until the next chunk has others.
+            del chunk
         ctx.sums = sums
         if waiting is not None and any(needs):
             waiting.add(sums)
@@ -267,6 +273,7 @@ class _Statistics(torch.autograd.Function):
         for part in _parts(hidden_NH.shape[0], chunk_rows):
             chunk = _Chunk(projection, hidden_NH[part], tensors, [False] * (1 + len(tensors)))
             measures, _ = measure(chunk.wide(), ids_N[part], projection.vocabulary, names)
+            del chunk, _
             found.append(torch.stack([measures.values(name, ids_N[part]) for name in names]))
             expected_C = measures.log_sum if measures.expected is None else measures.expected
             kept.append(torch.stack([measures.log_sum, expected_C]))
@@ -286,4 +293,5 @@ class _Statistics(torch.autograd.Function):
             measures = Measures(kept[0, part], kept[0, part], kept[1, part])
             weights = dict(zip(ctx.names, grad_KN[:, part], strict=True))
             chunk.add(Exponentials(chunk.wide()).gradient(measures, ids_N[part], vocabulary, weights), part, sums)
+            del chunk
         return (None,) * 4 + tuple(sums.all)
