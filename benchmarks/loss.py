@@ -99,17 +99,19 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
         }
         del gradients
     expected = None
-    times: dict[str, list[float]] = {name: [] for name in every}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in every}
     for index in range(arguments.rounds):
         for name, contestant in list(every.items())[:: 1 if index % 2 == 0 else -1]:
-            started = time.perf_counter()
+            wall, cpu = time.perf_counter(), time.process_time()
             inputs.run(contestant)
-            times[name].append(time.perf_counter() - started)
+            times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
     first = times["whole logits"]
     for name, seconds in times.items():
         if seconds:
-            ratios = [one / other for one, other in zip(seconds, first, strict=True)]
-            found[name] |= {"seconds": statistics.median(seconds), "time_ratio": statistics.median(ratios)}
+            for index, kind in enumerate(("time", "cpu_time")):
+                ratios = [one[index] / other[index] for one, other in zip(seconds, first, strict=True)]
+                found[name] |= {f"{kind}_ratio": statistics.median(ratios)}
+            found[name] |= {"seconds": statistics.median(wall for wall, _ in seconds)}
         found[name]["peak_ratio"] = found["whole logits"]["peak_mib"] / found[name]["peak_mib"]
     return found
 

@@ -146,6 +146,11 @@ class _Chunk:
         with torch.set_grad_enabled(records):
             self._logits_CL = projection.call(self._rows_CH, tensors)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the logits."""
+        return self._logits_CL.dtype
+
     def wide(self) -> Tensor:
         """The logits, in memory that may be written; once."""
         logits_CL = self._logits_CL.detach()
@@ -158,7 +163,6 @@ class _Chunk:
 
     def add(self, gradient_CL: Tensor, part: slice, sums: Sums) -> None:
         """Add what a gradient of the logits makes of the gradients of rows and tensors."""
-        gradient_CL = gradient_CL.to(self._logits_CL.dtype)
         if not self._linear:
             inputs = [self._rows_CH, *self._tensors]
             asked = [index for index, needed in enumerate(self.needs) if needed]
@@ -212,7 +216,7 @@ def _add_loss(chunk: _Chunk, part: slice, targets_C: Tensor, weights_C: Tensor, 
     measures, exponentials = measure(chunk.wide(), targets_C, vocabulary, ["log_probability"])
     if any(chunk.needs):
         weights: dict[Statistic, Tensor] = {"log_probability": -weights_C}
-        chunk.add(exponentials.gradient(measures, targets_C, vocabulary, weights), part, sums)
+        chunk.add(exponentials.gradient(measures, targets_C, vocabulary, weights, chunk.dtype), part, sums)
     return (weights_C * measures.values("log_probability", targets_C)).sum()
 
 
@@ -292,6 +296,7 @@ class _Statistics(torch.autograd.Function):
             # What ranks have exchanged in forward is known.
             measures = Measures(kept[0, part], kept[0, part], kept[1, part])
             weights = dict(zip(ctx.names, grad_KN[:, part], strict=True))
-            chunk.add(Exponentials(chunk.wide()).gradient(measures, ids_N[part], vocabulary, weights), part, sums)
-            del chunk
+            exponentials = Exponentials(chunk.wide())
+            chunk.add(exponentials.gradient(measures, ids_N[part], vocabulary, weights, chunk.dtype), part, sums)
+            del chunk, exponentials
         return (None,) * 4 + tuple(sums.all)

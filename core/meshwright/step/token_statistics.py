@@ -74,33 +74,45 @@ class Exponentials:
         return self.highest_C * self.values_CL.sum(-1) - torch.special.entr(self.values_CL).sum(-1)
 
     def gradient(
-        self, measures: Measures, ids_C: Tensor, vocabulary: Vocabulary, weights: Mapping[Statistic, Tensor]
+        self,
+        measures: Measures,
+        ids_C: Tensor,
+        vocabulary: Vocabulary,
+        weights: Mapping[Statistic, Tensor],
+        dtype: torch.dtype,
     ) -> Tensor:
         """The gradient of the sum of weight x statistic over rows with respect to the logits, (C, L), in the memory of
-        the exponentials, which are lost.
+        the exponentials, which are lost, if that has the dtype.
 
         Args:
             measures: of the same rows.
             ids_C: int64.
             weights: of each row, (C,), for some of the statistics.
+            dtype: of the gradient, which is rounded once.
         """
+        values_CL, none_C = self.values_CL, torch.zeros_like(self.highest_C)
         factor_C = (self.highest_C - measures.log_sum).exp_()
-        values_CL, none_C = self.values_CL, torch.zeros_like(factor_C)
         chosen_C = torch.where(ids_C != IGNORED_LABEL, weights.get("log_probability", none_C), 0.0)
-        by_probability_C = (weights.get("logsumexp", none_C) - chosen_C) * factor_C
+        by_value_C = (weights.get("logsumexp", none_C) - chosen_C) * factor_C
+        more_CL = None
         if "entropy" in weights and measures.expected is not None:
             by_entropy_C = weights["entropy"] * factor_C
-            entropies_CL = torch.special.entr(values_CL).mul_(by_entropy_C[:, None])
-            by_probability_C = by_probability_C - by_entropy_C * (self.highest_C - measures.expected)
-            values_CL.mul_(by_probability_C[:, None]).add_(entropies_CL)
-        else:
-            values_CL.mul_(by_probability_C[:, None])
-        if values_CL.shape[1]:
-            here_C, local_C = _local(ids_C, vocabulary, values_CL.shape[1])
-            values_CL.scatter_add_(1, local_C[:, None], torch.where(here_C, chosen_C, 0.0)[:, None])
+            by_value_C = by_value_C - by_entropy_C * (self.highest_C - measures.expected)
+            more_CL = torch.special.entr(values_CL).mul_(by_entropy_C[:, None])
         if "mean_logit" in weights:
-            values_CL.add_((weights["mean_logit"] / vocabulary.size(values_CL.shape[1]))[:, None])
-        return values_CL
+            mean_C = weights["mean_logit"] / vocabulary.size(values_CL.shape[1])
+            more_CL = mean_C[:, None] if more_CL is None else more_CL.add_(mean_C[:, None])
+        here_C, local_C = _local(ids_C, vocabulary, values_CL.shape[1])
+        found_CL = values_CL if dtype == values_CL.dtype else torch.empty_like(values_CL, dtype=dtype)
+        if more_CL is not None:
+            torch.add(values_CL.mul_(by_value_C[:, None]), more_CL, out=values_CL)
+            by_value_C = torch.ones_like(by_value_C)
+        if not values_CL.shape[1]:
+            return found_CL
+        # p - 1 before it is rounded: where p is almost 1, nothing would be left of the difference.
+        own_C = values_CL.gather(1, local_C[:, None])[:, 0] * by_value_C + torch.where(here_C, chosen_C, 0.0)
+        torch.mul(values_CL, by_value_C[:, None], out=found_CL)
+        return found_CL.scatter_(1, local_C[:, None], own_C.to(dtype)[:, None])
 
 
 def measure(
