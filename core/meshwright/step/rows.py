@@ -26,7 +26,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..base.errors import StrategyError
-from ..strategy.contract import IGNORED_LABEL
 from .token_statistics import Exponentials, Measures, Statistic, measure
 from .vocabulary import WHOLE, Vocabulary
 
@@ -105,14 +104,14 @@ def token_loss(
         waiting: of losses with the same weights, those gradients that were made ahead and no backward has taken; these
             will be added.
     """
-    weights_N = (targets_N != IGNORED_LABEL).to(_wide(rows.hidden_NH.dtype)) / num_tokens
+    factor = torch.ones((), dtype=_wide(rows.hidden_NH.dtype), device=targets_N.device) / num_tokens
     inputs = (rows.hidden_NH, *rows.tensors)
     has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
     if has_gradient and waiting:
         (values,) = token_statistics(rows, targets_N, ["log_probability"], chunk_rows=chunk_rows).values()
-        return -(weights_N * values).sum()
+        return -values.sum() * factor
     needs = [has_gradient and each.requires_grad for each in inputs]
-    loss: Tensor = _Loss.apply(rows.projection, targets_N, weights_N, chunk_rows, needs, waiting, *inputs)
+    loss: Tensor = _Loss.apply(rows.projection, targets_N, factor, chunk_rows, needs, waiting, *inputs)
     return loss
 
 
@@ -210,14 +209,14 @@ class Sums:
         return [self.hidden_NH, *self._tensors]
 
 
-def _add_loss(chunk: _Chunk, part: slice, targets_C: Tensor, weights_C: Tensor, sums: Sums) -> Tensor:
-    """The weighted log-probabilities of a chunk, summed; their gradients join the others."""
+def _add_loss(chunk: _Chunk, part: slice, targets_C: Tensor, factor: Tensor, sums: Sums) -> Tensor:
+    """The sum of a chunk's log-probabilities; `factor` times the gradients of the loss join the others."""
     vocabulary = chunk.projection.vocabulary
     measures, exponentials = measure(chunk.wide(), targets_C, vocabulary, ["log_probability"])
     if any(chunk.needs):
-        weights: dict[Statistic, Tensor] = {"log_probability": -weights_C}
+        weights: dict[Statistic, Tensor] = {"log_probability": -factor.expand(targets_C.shape)}
         chunk.add(exponentials.gradient(measures, targets_C, vocabulary, weights, chunk.dtype), part, sums)
-    return (weights_C * measures.values("log_probability", targets_C)).sum()
+    return measures.values("log_probability", targets_C).sum()
 
 
 # -- autograd
@@ -231,23 +230,23 @@ class _Loss(torch.autograd.Function):
         ctx: Any,
         projection: Projection,
         targets_N: Tensor,
-        weights_N: Tensor,
+        factor: Tensor,
         chunk_rows: int,
         needs: Sequence[bool],
         waiting: WeakSet[Any] | None,
         hidden_NH: Tensor,
         *tensors: Tensor,
     ) -> Tensor:
-        sums, total = Sums(hidden_NH, needs), weights_N.new_zeros(())
+        sums, total = Sums(hidden_NH, needs), factor.new_zeros(())
         for part in _parts(hidden_NH.shape[0], chunk_rows):
             chunk = _Chunk(projection, hidden_NH[part], tensors, needs)
-            total -= _add_loss(chunk, part, targets_N[part], weights_N[part], sums)
+            total -= _add_loss(chunk, part, targets_N[part], factor, sums)
             # Its logits must not outlive it until the next chunk has others.
             del chunk
         ctx.sums = sums
         if waiting is not None and any(needs):
             waiting.add(sums)
-        return total
+        return total.mul_(factor)
 
     @staticmethod
     @once_differentiable
