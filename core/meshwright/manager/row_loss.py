@@ -142,6 +142,10 @@ class RowLoss:
 
         def loss(logits: DeferredLogits) -> Tensor:
             check(logits.shape, targets_BS)
+            if logits.shape[:-1] != targets_BS.shape:
+                raise ModelError(
+                    f"{self._model} gives logits {tuple(logits.shape)} for targets {tuple(targets_BS.shape)}."
+                )
             rows = self._rows(logits)
             return token_loss(
                 rows, targets_BS.flatten(), num_tokens, chunk_rows=self._chunk_rows(rows), waiting=head.waiting
@@ -157,16 +161,20 @@ class RowLoss:
             names: of the statistics.
         """
 
-        def values(rows: Rows) -> Tensor:
-            found = token_statistics(rows, ids_BS.flatten(), names, chunk_rows=self._chunk_rows(rows))
+        def values(rows: Rows, chunk_rows: int) -> Tensor:
+            found = token_statistics(rows, ids_BS.flatten(), names, chunk_rows=chunk_rows)
             return torch.stack([*found.values()])
+
+        def by_rows(logits: DeferredLogits) -> Tensor:
+            rows = self._rows(logits)
+            return values(rows, self._chunk_rows(rows))
 
         head = self._head_for(ids_BS)
         if head is None:
             outputs = run()
-            found_KN = values(Rows.of_logits(outputs.logits))
+            found_KN = values(Rows.of_logits(outputs.logits), self._given or _LEAST_ROWS)
         else:
-            found_KN, outputs = self._asked(head, run, lambda logits: values(self._rows(logits)))
+            found_KN, outputs = self._asked(head, run, by_rows)
         return dict(zip(names, found_KN.unflatten(1, ids_BS.shape), strict=True)), outputs
 
     def _head_for(self, targets_BS: Tensor) -> RowHead | None:

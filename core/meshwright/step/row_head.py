@@ -95,7 +95,9 @@ class RowHead:
         for (_, name), tensor in zip(slots, tensors, strict=True):
             if isinstance(tensor, DTensor) or tensor.untyped_storage().nbytes() < tensor.nbytes:
                 raise RowsError(f"{self._name}.{name} is gathered for the forward of {self._name} alone")
-        if self._is_linear and source.only_casts:
+        if self._is_linear and source.only_casts and [name for _, name in slots] in (["weight"], ["weight", "bias"]):
+            # As autocast does, which leaves float64 alone.
+            is_cast = is_cast and source.hidden.dtype is not torch.float64
             given = [each.to(dtype) if is_cast else each for each in (source.hidden, *tensors)]
             return Rows.linear(given[0], given[1], *given[2:], vocabulary=source.vocabulary)
 
