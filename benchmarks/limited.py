@@ -1,8 +1,8 @@
 """Ten steps of a model with 131,072 entries on two ranks whose memory is limited: by rows, and with whole logits.
 
 Each rank may have so many MiB of memory of its own (RLIMIT_DATA) beyond what it has when it begins. By rows the steps
-are run; with whole logits (loss_chunk_rows=0) they are expected to fail for want of memory. The exit code is 1 if either
-is not so. Linux only.
+are run; with whole logits (loss_chunk_rows=0) they are expected to fail for want of memory. The exit code is 1 if one
+of this is not so. Linux only.
 """
 
 from __future__ import annotations
