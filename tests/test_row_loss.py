@@ -16,13 +16,17 @@ from transformers.modeling_outputs import CausalLMOutput
 from meshwright import ModelError, open_world
 from meshwright.manager.row_loss import RowLoss
 from meshwright.parallel.tensor.collectives import chunk_sizes
+from meshwright.step.forward_options import forward_options
 from meshwright.step.row_head import RowHead
+from meshwright.step.token_loss import target_loss_sum
+from meshwright.strategy.ask import model_layout
 from meshwright.testing import Case, Outcome, pool
 from meshwright.testing.case import global_batch
 from meshwright.testing.memory import measure_memory
 from meshwright.testing.models import case_vocab
 from meshwright.testing.observe import Observer, tensors_in
 from meshwright.testing.parity import build_manager, difference, reference, train_case
+from meshwright.testing.zoo import zoo_model, zoo_reason, zoo_types, zoo_vocab
 
 CHUNK = 5
 FEW = 8
@@ -169,6 +173,25 @@ def test_what_is_done_to_logits_is_done_to_rows_or_told(name: str) -> None:
     assert (of_loss <= tolerance, of_gradients <= tolerance) == (True, True)
     expected = [] if reason is None else [f"the loss of Bag needs whole logits, rows x vocabulary ({reason}"]
     assert [text[: len(start)] for text, start in zip(told, expected, strict=True)] == expected
+
+
+WHOLE = {"prophetnet", "inkling2_text"}
+"""Types of transformers that look at their logits before they return them."""
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("model_type", zoo_types())
+def test_nearly_all_models_of_transformers_give_their_logits_by_rows(model_type: str) -> None:
+    if zoo_reason(model_type) is not None:
+        pytest.skip("does not train as a causal LM")
+    model = zoo_model(model_type, seed=0, dtype=torch.float64, tied=None).eval()
+    ids_BS, options = torch.arange(16)[None] % 7 % zoo_vocab(model_type), forward_options(model, in_parts=True)
+    loss = RowLoss(RowHead(model, model_layout(model).head or ""), CHUNK, is_divided=False, model=model_type)
+    with open_world("cpu") as world, pytest.warns() if model_type in WHOLE else nullcontext():
+        loss.choose(lambda: model(input_ids=ids_BS, **options), world)
+        answer, _ = loss.share(lambda: model(input_ids=ids_BS, **options), ids_BS, torch.tensor(7), lambda *_: None)
+    whole = target_loss_sum(model(input_ids=ids_BS, **options).logits, ids_BS) / 7
+    torch.testing.assert_close(answer, whole, rtol=1e-6, atol=1e-6, check_dtype=False)
 
 
 def test_a_model_that_changes_its_ways_is_refused() -> None:
