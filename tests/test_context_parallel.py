@@ -36,7 +36,7 @@ ULYSSES, SP = {"cp_attention": "ulysses"}, {"sequence_parallel": True}
 WAYS: list[dict[str, Any]] = [{}, ULYSSES]
 BRIEF = Case(tied=None, steps=2)
 HARD = Case(tied=True, microbatches=2, sequences=24, eval_after=True, unshard_after=True)
-TYPES = ["llama", "qwen3", "mixtral", "gemma2", "gpt_oss", "gpt2"]
+TYPES = ["llama", "qwen3", "mixtral", "mistral", "gemma2", "gpt_oss", "gpt2"]
 
 
 def _ranks(sizes: dict[str, int]) -> int:
@@ -66,7 +66,7 @@ def test_each_rank_has_a_chunk_of_the_head_and_one_of_the_tail(ranks: int) -> No
 @pytest.mark.parametrize("sizes", [CP2, CP4], ids=["cp2", "cp4"])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_parity_of_architectures(model_type: str, sizes: dict[str, int], config: dict[str, Any]) -> None:
-    """Grouped heads, fewer key heads than ranks, routing, sliding windows with softcap, sinks, absolute positions."""
+    """Grouped heads, fewer key heads than ranks, routing, sliding windows, softcap, sinks, absolute positions."""
     if config == ULYSSES and (model_type == "gpt_oss" or (model_type, sizes) == ("gpt2", CP4)):
         pytest.skip("heads that cannot be exchanged: see the refusals")
     case = replace(BRIEF, model_type=model_type)

@@ -157,6 +157,17 @@ def test_the_loss_is_that_of_the_models_own_forward(model_type: str, padded: boo
     assert found.losses == [pytest.approx(own.loss.item(), abs=1e-12)]
 
 
+def test_the_loss_of_a_step_is_the_mean_of_what_its_microbatches_give() -> None:
+    case = Case(model_type="mixtral", tied=None, steps=1, microbatches=2)
+    found = pool(1).run(_train, "single", {}, {}, case, False, 1)[0]
+    microbatches = share(case, 0, 0, 1)
+    tokens = [int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) for batch in microbatches]
+    outputs = [_model(case)(**batch) for batch in microbatches]
+    routers = [COEFFICIENT * each.aux_loss.item() for each in outputs]
+    sums = [(each.loss.item() - mine) * n for each, mine, n in zip(outputs, routers, tokens, strict=True)]
+    assert found.losses == [pytest.approx(sum(sums) / sum(tokens) + sum(routers) / 2, abs=1e-12)]
+
+
 def _refused(kind: str) -> str:
     world = open_world("cpu")
     sizes = {"given stages": {"pp_size": 2}, "another loss under cp": {"cp_size": 2}}.get(kind, {})

@@ -98,7 +98,7 @@ def test_devices_are_those_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
 LOOP_AND_TRAIN = """
 import os, sys
 import meshwright as mw
-from meshwright import cli
+from meshwright.cli import main as cli
 with mw.open_world("cpu") as world:
     print(world.rank, world.size, world.reduce_ints([10 ** world.rank]), flush=True)
 # A process is started once; as the next step it has to find the others anew.

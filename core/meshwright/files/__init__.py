@@ -1,1 +1,1 @@
-"""What a file of a user may hold: YAML and JSON within bounds, and classes by name from an allow-list. No torch."""
+"""Files that users write, YAML and JSON, read within bounds, and classes by name from an allow-list. No torch."""

@@ -103,6 +103,13 @@ def test_over_other_strategies_and_axes(strategy: str, options: dict[str, Any], 
     _over(strategy, Case(layers=5, tied=True, sequences=16), 4, options, **sizes)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_schedule_that_runs_twice_in_a_step_and_is_filled_up(strategy: str) -> None:
+    # Two microbatches on one data rank and six on the other, in runs of two.
+    case = Case(layers=5, tied=True, sequences=16, shares=(4, 12))
+    _over(strategy, case, 4, {"pp_batch_size": 4, "pp_microbatch_size": 2}, dp_size=2)
+
+
 FIRST_BLOCK_ALONE = [
     ["model.embed_tokens", "model.layers.0"],
     [*(f"model.layers.{index}" for index in (1, 2, 3)), "model.norm", "lm_head"],
