@@ -17,8 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from meshwright import StrategyError, count_tokens
+from meshwright import StrategyError, count_tokens, open_world
+from meshwright.manager.row_loss import RowLoss
 from meshwright.parallel.tensor import parallelize_tensors
+from meshwright.step.row_head import RowHead
+from meshwright.step.token_loss import targets
 from meshwright.testing import Case, Cell, pool
 from meshwright.testing.case import global_batch, share
 from meshwright.testing.collectives import measure_collectives
@@ -161,15 +164,19 @@ def _messages(model_type: str, sequence_parallel: bool) -> tuple[list[dict[str, 
     prepare()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = case_model(model_type, tied=False, seed=0, dtype=torch.float64)
+    head = RowHead(model, "lm_head")
     parallel = parallelize_tensors(model, mesh, sequence_parallel=sequence_parallel)
+    loss = RowLoss(head, None, is_divided=parallel.divides_vocabulary, model=model_type)
     batch = global_batch(Case(), 0)
     losses: list[Tensor] = []
 
-    def forward() -> None:
-        logits = lambda: model(input_ids=batch["input_ids"], use_cache=False).logits  # noqa: E731
-        losses.append(parallel.token_loss_sum(logits, batch["labels"]))
+    loss.choose(lambda: model(input_ids=batch["input_ids"][:1, :8], use_cache=False), open_world("cpu"))
 
-    parallel.choose_loss(lambda: model(input_ids=batch["input_ids"][:1, :8], use_cache=False).logits)
+    def forward() -> None:
+        run = lambda: model(input_ids=batch["input_ids"], use_cache=False)  # noqa: E731
+        given = targets(batch["labels"]), torch.tensor(7)
+        losses.append(loss.share(run, *given, parallel.check_logits)[0])
+
     parts = [measure_collectives(work) for work in (forward, lambda: losses[-1].backward(), parallel.add_gradients)]
     kinds = ("all_reduce", "all_gather", "reduce_scatter")
     assert all(each.kind in kinds for part in parts for each in part)
@@ -184,8 +191,8 @@ LOGITS_BSV_BYTES = 12 * 16 * 131 * 8
 
 def test_two_all_reduces_per_block_and_direction_and_no_whole_logits() -> None:
     for counts, largest in pool(2).run(_messages, "llama", False):
-        # Forward: the embedding, the blocks, and the highest logits and the sums of the loss.
-        assert counts[0] == {"all_reduce": 1 + 2 * BLOCKS + 2, "all_gather": 0, "reduce_scatter": 0}
+        # Forward: the embedding and the blocks; and three numbers of each position for the loss.
+        assert counts[0] == {"all_reduce": 1 + 2 * BLOCKS, "all_gather": 1, "reduce_scatter": 0}
         # Backward: the head and the blocks.
         assert counts[1] == {"all_reduce": 1 + 2 * BLOCKS, "all_gather": 0, "reduce_scatter": 0}
         assert set(counts[2].values()) == {0}
@@ -194,8 +201,8 @@ def test_two_all_reduces_per_block_and_direction_and_no_whole_logits() -> None:
 
 def test_an_all_gather_and_a_reduce_scatter_in_place_of_each_under_sequence_parallelism() -> None:
     for counts, largest in pool(2).run(_messages, "llama", True):
-        # The exit of the stack gathers.
-        assert counts[0] == {"all_reduce": 1 + 2, "all_gather": 2 * BLOCKS + 1, "reduce_scatter": 2 * BLOCKS}
+        # The exit of the stack gathers, and the loss.
+        assert counts[0] == {"all_reduce": 1, "all_gather": 2 * BLOCKS + 1 + 1, "reduce_scatter": 2 * BLOCKS}
         # Backward, its entry does.
         assert counts[1] == {"all_reduce": 1, "all_gather": 2 * BLOCKS + 1, "reduce_scatter": 2 * BLOCKS}
         # The norms of blocks have met a part of the positions.

@@ -20,8 +20,9 @@ from meshwright.parallel.tensor.collectives import (
     chunk_sizes,
     gather,
 )
-from meshwright.parallel.tensor.sharded_loss import sharded_token_loss_sum
-from meshwright.step.token_loss import token_loss_sum
+from meshwright.parallel.tensor.sharded_vocabulary import ShardedVocabulary
+from meshwright.step.rows import Rows, token_loss
+from meshwright.step.token_loss import targets, token_loss_sum
 from meshwright.strategy.contract import IGNORED_LABEL
 from meshwright.testing import pool
 from meshwright.testing.collectives import measure_collectives
@@ -169,6 +170,12 @@ def _logits(shape: tuple[int, int], vocab: int, dtype: torch.dtype, scale: float
     return (torch.randn(*shape, vocab, generator=generator, dtype=torch.float64) * scale).to(dtype)
 
 
+def _of_shards(logits_BSL: Tensor, labels_BS: Tensor, vocab: int) -> Tensor:
+    vocabulary = ShardedVocabulary.over(dist.group.WORLD, vocab)
+    rows = Rows.of_logits(logits_BSL, vocabulary=vocabulary)
+    return token_loss(rows, targets(labels_BS).flatten(), torch.tensor(1), chunk_rows=10)
+
+
 def _sharded_loss(vocab: int, dtype: torch.dtype, scale: float, masked: str) -> tuple[Tensor, Tensor, int]:
     """Loss, gradient of this rank's logits, bytes communicated."""
     whole_BSV = _logits((3, 9), vocab, dtype, scale)
@@ -180,7 +187,7 @@ def _sharded_loss(vocab: int, dtype: torch.dtype, scale: float, masked: str) -> 
     losses: list[Tensor] = []
 
     def work() -> None:
-        losses.append(sharded_token_loss_sum(logits_BSL, labels_BS, start, dist.group.WORLD))
+        losses.append(_of_shards(logits_BSL, labels_BS, vocab))
         (losses[0] / 7).backward()
 
     traffic = measure_collectives(work)
@@ -222,8 +229,8 @@ def test_loss_of_sharded_logits_is_that_of_whole_ones(
         assert loss.dtype == expected.dtype
         assert grad.dtype == dtype
         torch.testing.assert_close(loss, expected.detach(), rtol=min(rtol, 1e-6), atol=min(atol, 1e-6))
-        # Three numbers per position, whatever the vocabulary.
-        assert sent == 3 * 3 * 9 * expected.element_size()
+        # Three numbers of each rank per position, whatever the vocabulary.
+        assert sent == ranks * 3 * 3 * 9 * expected.element_size()
     torch.testing.assert_close(grad_BSV, whole_BSV.grad, rtol=rtol, atol=atol)
 
 
@@ -236,7 +243,7 @@ def _loss_without_mercy() -> list[float]:
         logits_BSL[:] = -torch.inf
     logits_BSL.requires_grad_()
     labels_BS = torch.zeros(1, 3, dtype=torch.int64)
-    loss = sharded_token_loss_sum(logits_BSL, labels_BS, 2 * rank, dist.group.WORLD)
+    loss = _of_shards(logits_BSL, labels_BS, 4)
     loss.backward()
     assert logits_BSL.grad is not None
     return [float(loss), float(logits_BSL.grad.abs().max())]

@@ -188,28 +188,6 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
         module._forward_hooks.update(after)
 
 
-def is_elementwise(result: Tensor, source: Tensor) -> bool:
-    """Whether a tensor comes from another by operations that treat every element alike, as far as autograd tells.
-
-    Copies, hyperbolic tangents, products and quotients with scalars are known. Private because a product's node does
-    not tell the shape of its factor but by what it saves.
-    """
-    if result.shape != source.shape:
-        return False
-    node = result.grad_fn
-    while node is not None and node is not source.grad_fn:
-        inputs = [each for each, _ in node.next_functions if each is not None]
-        factors = [getattr(node, name, None) for name in ("_saved_self", "_saved_other")]
-        if node.name() in ("MulBackward0", "DivBackward0"):
-            alike = all(factor is None or factor.dim() == 0 for factor in factors)
-        else:
-            alike = node.name() in ("ToCopyBackward0", "TanhBackward0", "AliasBackward0")
-        if not alike or len(inputs) != 1:
-            return False
-        node = inputs[0]
-    return node is not None
-
-
 def storage_of(tensor: Tensor) -> tuple[int, Any]:
     """A key that is the same for all views of one storage, and what must be kept alive for it to stay so.
 

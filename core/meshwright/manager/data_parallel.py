@@ -21,12 +21,14 @@ from ..model.layout import ModelLayout
 from ..model.weights import Weights, fill, materialize
 from ..step.forward_options import forward_options
 from ..step.router_loss import RouterLoss
+from ..step.row_head import RowHead
 from ..strategy.ask import model_layout
 from ..strategy.contract import Batch
 from ..tensors.norms import check_clip
 from .call_order import check_new, check_nothing_pending
 from .forward import Forward
 from .gradients import Gradients
+from .row_loss import RowLoss
 from .start import asks_for_router_loss, check_reduce_dtype, check_trainable, equal_weights, share_random_state
 from .stateful import StatefulManager
 
@@ -120,6 +122,8 @@ class DataParallelManager(StatefulManager):
         # A pipeline adds it over its stages.
         router_loss = RouterLoss(config) if asks_for_router_loss(model) and not self.in_pipeline else None
         options = {in_parts: forward_options(model, in_parts=in_parts) for in_parts in (False, True)}
+        # Sharding changes the class. Innermost of what is put around, so before anything is sharded.
+        name, head = type(model).__name__, RowHead(model, self.layout.head) if self.layout.head else None
         self.model = model
         self.module = self._sharded(model, equal_weights(model, weights, self.mesh))
         self.gradients = self.make_gradients()
@@ -128,6 +132,12 @@ class DataParallelManager(StatefulManager):
             self.mesh,
             self.axes,
             options=options[self.in_pipeline or any(axis.divides_sequences for axis in self.axes)],
+            row_loss=RowLoss(
+                head,
+                getattr(self.config, "loss_chunk_rows", None),
+                is_divided=any(axis.divides_vocabulary for axis in self.axes),
+                model=name,
+            ),
             router_loss=router_loss,
             vocab_size=getattr(config, "vocab_size", None),
             after_trial=self.after_eval,
@@ -166,7 +176,7 @@ class DataParallelManager(StatefulManager):
             self.module.train()
         losses = []
         with self.forward.around_step(), self.around_step(microbatches):
-            self.forward.try_out(microbatches, training=True)
+            self.forward.try_out(microbatches)
             for index, batch in enumerate(microbatches):
                 is_last = index == len(microbatches) - 1
                 with self.sync_gradients(is_last=is_last):
@@ -184,7 +194,7 @@ class DataParallelManager(StatefulManager):
         self.module.eval()
         try:
             with self.forward.around_step(), self.around_step(microbatches), torch.no_grad():
-                self.forward.try_out(microbatches, training=False)
+                self.forward.try_out(microbatches)
                 losses = [self._loss(batch, num_tokens, len(microbatches)) for batch in microbatches]
         finally:
             self.module.train(was_training)

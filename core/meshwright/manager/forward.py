@@ -21,8 +21,10 @@ from ..step.axis import Axis, Trial
 from ..step.batch import check_step
 from ..step.forward_options import with_router_logits
 from ..step.router_loss import Notes, RouterLoss, find_routers
-from ..step.token_loss import split_targets, sum_of_shares, target_loss_sum
+from ..step.token_loss import split_targets, sum_of_shares
+from ..step.token_statistics import Statistic
 from ..strategy.contract import Batch
+from .row_loss import RowLoss
 
 _FEW_TOKENS = 8
 
@@ -35,6 +37,7 @@ class Forward:
         mesh: of the ranks that train it.
         axes: in the order in which they divide a microbatch.
         options: what the module is always called with, from `forward_options`.
+        row_loss: how the token loss is computed.
         router_loss: to be added to the token loss; None: none, or a pipeline adds it.
         vocab_size: token ids must be below it; None: unknown.
         after_trial: called after forwards that no backward follows.
@@ -47,11 +50,13 @@ class Forward:
         axes: Sequence[Axis],
         *,
         options: Mapping[str, Any],
+        row_loss: RowLoss,
         router_loss: RouterLoss | None,
         vocab_size: int | None,
         after_trial: Callable[[], None],
     ) -> None:
         self._module, self._mesh, self._axes, self._options = module, mesh, axes, options
+        self._row_loss = row_loss
         self._router_loss, self._vocab_size, self._after_trial = router_loss, vocab_size, after_trial
         self._router_loss_is_checked = False
         self._router_notes: Notes | None = None
@@ -134,30 +139,35 @@ class Forward:
             Scalar, with a gradient.
         """
         inputs, targets_BS = split_targets(self.on_device(batch))
-        outputs: list[Any] = []
-
-        def logits() -> Tensor:
-            outputs.append(self.outputs(inputs))
-            given: Tensor = outputs[0].logits
-            return given
-
         with nullcontext() if self._router_notes is None else self._router_notes.noting() as noted:
-            loss = self._loss_sum(logits, targets_BS) / num_tokens
+            loss, outputs = self._row_loss.share(
+                functools.partial(self.outputs, inputs), targets_BS, num_tokens, self._check_logits
+            )
         if self._router_loss is None:
             return loss
         router_loss, mask = self._router_loss, self.own_mask(inputs)
         if noted is None and not self._router_loss_is_checked:
-            self._mesh.world.together(lambda: router_loss.check(outputs[0], mask))
+            self._mesh.world.together(lambda: router_loss.check(outputs, mask))
             self._router_loss_is_checked = True
-        sums = router_loss.sums(outputs[0].router_logits if noted is None else noted, mask)
+        sums = router_loss.sums(outputs.router_logits if noted is None else noted, mask)
         return loss + router_loss.share(sums, group=self._mesh.group("dp_cp"), microbatches=microbatches)
 
-    def _loss_sum(self, logits: Callable[[], Tensor], targets_BS: Tensor) -> Tensor:
+    def statistics(self, batch: Batch, names: Sequence[Statistic]) -> dict[str, Tensor]:
+        """Statistics of the tokens of one microbatch, with gradients; see `meshwright.step.token_statistics`.
+
+        Args:
+            batch: as `divide` gives it. Log-probabilities are those of its labels, 0 where a position predicts none.
+            names: of the statistics.
+
+        Returns:
+            For each name (B, S): of what follows each position.
+        """
+        inputs, targets_BS = split_targets(self.on_device(batch))
+        return self._row_loss.statistics(functools.partial(self.outputs, inputs), targets_BS, names)[0]
+
+    def _check_logits(self, shape: Sequence[int], targets_BS: Tensor) -> None:
         for axis in self._axes:
-            loss = axis.loss_sum(logits, targets_BS)
-            if loss is not None:
-                return loss
-        return target_loss_sum(logits(), targets_BS)
+            axis.check_logits(shape, targets_BS)
 
     def sum_over_ranks(self, losses: Sequence[Tensor]) -> Tensor:
         """The loss of a step from the shares of this rank's microbatches; scalar, equal on all ranks. Collective."""
@@ -168,18 +178,19 @@ class Forward:
 
     # -- before the first step
 
-    def try_out(self, microbatches: Sequence[Batch], *, training: bool) -> None:
-        """Before the first step: let axes find out what only a few tokens through the model can tell them. Collective.
+    def try_out(self, microbatches: Sequence[Batch], *, takes_loss: bool = True) -> None:
+        """Before the first step: find out what only a few tokens through the model can tell of it. Collective.
 
         Args:
             microbatches: as they were given.
-            training: before a step, not an evaluation.
+            takes_loss: whether this part of the model will be asked for a loss.
 
         Raises:
             ModelError, BatchError: on all ranks; the model, or a microbatch, cannot be divided.
         """
-        is_open = [axis for axis in self._axes if axis.is_open(training=training)]
-        if not is_open:
+        is_open = [axis for axis in self._axes if axis.is_open()]
+        loss_is_open = takes_loss and self._row_loss.is_open
+        if not is_open and not loss_is_open:
             return
         was_training = self._module.training
         self._module.eval()
@@ -188,6 +199,9 @@ class Forward:
                 self._mesh.world.raise_together(axis.try_out(self._trial(axis, microbatches[0])))
             if any(axis.divides_sequences for axis in is_open) and self._router_loss is not None:
                 self._mesh.world.raise_together(self._find_routers(microbatches[0], self._router_loss))
+            if loss_is_open:
+                few = self._few(microbatches[0])
+                self._row_loss.choose(functools.partial(self.outputs, few), self._mesh.world)
         finally:
             self._module.train(was_training)
             self._after_trial()
@@ -196,7 +210,7 @@ class Forward:
 
     def _trial(self, axis: Axis, batch: Batch) -> Trial:
         others = math.prod(other.sequence_multiple for other in self._axes if other is not axis)
-        return Trial(self.on_device(batch), functools.partial(self._few, batch), self.outputs, others)
+        return Trial(self.on_device(batch), self.outputs, others)
 
     def _few(self, batch: Batch) -> Batch:
         """A few tokens of one sequence, divided, without labels."""

@@ -3,6 +3,7 @@
 [Note: order of forwards] What is put around first runs innermost. From the model's own code outwards:
 
 - STAGE: ends a forward where the next stage of a pipeline begins;
+- LOSS: lets the head put off its logits, and the model return their loss;
 - WEIGHTS: lets linear layers put off the gradients of their weights;
 - EXPERTS: sends tokens to the ranks of their experts and back;
 - TENSOR: communication around the layers of a tensor-parallel plan, and local tensors in place of parameters;
@@ -32,13 +33,14 @@ class Layer(IntEnum):
     """What is put around a forward, from the inside outwards; see [Note: order of forwards]."""
 
     STAGE = 0
-    WEIGHTS = 1
-    EXPERTS = 2
-    TENSOR = 3
-    RECOMPUTED = 4
-    COMPILED = 5
-    LOCAL = 6
-    STRATEGY = 7
+    LOSS = 1
+    WEIGHTS = 2
+    EXPERTS = 3
+    TENSOR = 4
+    RECOMPUTED = 5
+    COMPILED = 6
+    LOCAL = 7
+    STRATEGY = 8
 
 
 def put_around(module: nn.Module, layer: Layer, make: Callable[[ForwardMethod], ForwardMethod]) -> None:

@@ -9,7 +9,7 @@ Shapes: B sequences of a microbatch, S tokens each, V entries of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,14 +27,12 @@ class Trial:
 
     Attributes:
         microbatch: of the step, whole, on any device.
-        few: one sequence of it with a few tokens, divided as `Axis.divide` of all axes does, on this rank's device.
         outputs: calls the model with a divided batch that has no labels and gives what it returns. Collective as the
             model's forward is.
         multiple: what the number of positions must be a multiple of, by all other axes.
     """
 
     microbatch: Batch
-    few: Callable[[], Mapping[str, Tensor]]
     outputs: Callable[..., Any]
     multiple: int
 
@@ -46,10 +44,13 @@ class Axis:
         divides_batches: whether `divide` does anything, so that each microbatch is checked before.
         divides_sequences: whether `divide` leaves each rank a part of every sequence, so that what the model's own code
             computes over a sequence is not known to any rank.
+        divides_vocabulary: whether each rank computes a part of the logits, which are gathered only where the model, or
+            who calls it, looks at them; see `meshwright.step.deferred_logits`.
     """
 
     divides_batches: bool = False
     divides_sequences: bool = False
+    divides_vocabulary: bool = False
 
     @property
     def sequence_multiple(self) -> int:
@@ -87,14 +88,16 @@ class Axis:
         """Around forwards on trial, in which this rank computes without the others of the axis where it can."""
         return nullcontext()
 
-    def loss_sum(self, compute_logits: Callable[[], Tensor], targets_BS: Tensor) -> Tensor | None:
-        """The sum of token losses [nats], scalar, where the axis computes it in its own way; None: not.
+    def check_logits(self, shape: Sequence[int], targets_BS: Tensor) -> None:
+        """Refuse logits that are not those of a forward's targets.
 
         Args:
-            compute_logits: runs the model and gives its logits, (B, S, V), or this rank's part of them.
+            shape: of the logits, (B, S, V), or of this rank's part of them.
             targets_BS: int64, the label that each position predicts.
+
+        Raises:
+            ModelError: they are of other positions.
         """
-        return None
 
     def add_losses(self, total: Tensor) -> None:
         """Add up the losses of ranks that see different parts of a microbatch, in place; float64, scalar. Collective.
@@ -112,8 +115,8 @@ class Axis:
 
     # -- before and after the first step
 
-    def is_open(self, *, training: bool) -> bool:
-        """Whether `try_out` has still to be called, before a step of training or an evaluation."""
+    def is_open(self) -> bool:
+        """Whether `try_out` has still to be called."""
         return False
 
     def try_out(self, trial: Trial) -> MeshwrightError | None:

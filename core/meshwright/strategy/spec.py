@@ -31,6 +31,13 @@ class StrategyConfig(FrozenModel):
         "gradients' own. float64 under float32 gradients makes the sum independent of its order, so that every "
         "strategy and world size prints the same losses.",
     )
+    loss_chunk_rows: int | None = Field(
+        None,
+        ge=0,
+        description="Compute the loss for so many positions of a microbatch at a time, so that logits are held for "
+        "these alone. null: half as many as a position has hidden features, at least 512, where logits are large. 0: "
+        "for all at once.",
+    )
 
 
 DistributedConfig = StrategyConfig

@@ -44,7 +44,12 @@ REFERENCE = {
 def test_fields_and_defaults_are_those_of_the_references() -> None:
     # Of later versions of the reference.
     later = {"num_buckets": None, "param_name_patterns_for_fp32_local_accumulation": ()}
-    assert DistributedDataParallelConfig().to_dict() == {**REFERENCE, **later, "reduce_dtype": None}
+    assert DistributedDataParallelConfig().to_dict() == {
+        **REFERENCE,
+        **later,
+        "reduce_dtype": None,
+        "loss_chunk_rows": None,
+    }
     config = DDPConfig().to_dict()
     assert (config["activation_checkpointing"], config["backend"]) == (False, "nccl")
     assert REFERENCE.items() <= config.items()

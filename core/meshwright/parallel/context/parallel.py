@@ -186,7 +186,7 @@ class ContextParallel(Axis):
         finally:
             self.observer = None
 
-    def is_open(self, *, training: bool) -> bool:
+    def is_open(self) -> bool:
         return self._finding is None or self._finding.defect is not None
 
     def try_out(self, trial: Trial) -> ModelError | None:

@@ -26,9 +26,3 @@ class Around(Protocol):
 
     def scatters(self, module: nn.Module, output: Tensor) -> bool:
         """Whether a row-parallel layer's sum is scattered along the sequence."""
-
-    def keeps_sharded(self, module: nn.Module) -> bool:
-        """Whether a layer that gathers its output should not, since it is the head and the loss takes shards."""
-
-    def note_logits(self, module: nn.Module, logits: Tensor) -> None:
-        """Take what a layer has answered, in case it is the head."""

@@ -9,7 +9,7 @@ names. Nothing of the model's own code changes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,15 +23,13 @@ from ..._compat.torch import all_reduce, is_sharded
 from ...base.errors import ModelError, StrategyError
 from ...model.forward_order import Layer, put_around
 from ...model.layout import ModelLayout
-from ...step.axis import Axis, Trial
-from ...step.token_loss import targets
+from ...step.axis import Axis
 from ...strategy.ask import model_layout
 from ...strategy.hooks import StyleName
 from ...tensors.norms import each_norm
 from ...tensors.state import DTENSORS, Parts
 from .collectives import Copies
 from .division import Division
-from .head_loss import HeadLoss
 from .heads import check_heads
 from .local_parameters import LocalParameters, Slot
 from .placements import cuts_of, placements_of
@@ -103,8 +101,7 @@ class TensorParallel(Axis):
         self._blocks: dict[nn.Module, list[Slot]] = {}
         self._stream = Stream(model, parts, self._copies, self.group) if parts is not None else None
         head = self._plan.modules.get(layout.head) if layout.head else None
-        gathers = head in ("colwise_gather_output", "colwise_rep")
-        self._loss = HeadLoss(model.get_submodule(layout.head) if layout.head and gathers else None, mesh)
+        self.divides_vocabulary = head in ("colwise_gather_output", "colwise_rep")
 
     # -- set up
 
@@ -198,27 +195,12 @@ class TensorParallel(Axis):
             finally:
                 self.active = True
 
-    def is_open(self, *, training: bool) -> bool:
-        return training and self._loss.is_open
-
-    def try_out(self, trial: Trial) -> None:
-        self.choose_loss(lambda: trial.outputs(trial.few()).logits)
-
-    def choose_loss(self, compute_logits: Callable[[], Tensor]) -> None:
-        """See `HeadLoss.choose`."""
-        self._loss.choose(compute_logits)
-
-    def token_loss_sum(self, compute_logits: Callable[[], Tensor], labels_BS: Tensor) -> Tensor:
-        """`loss_sum` with labels as the model's input has them."""
-        return self.loss_sum(compute_logits, targets(labels_BS))
-
-    def loss_sum(self, compute_logits: Callable[[], Tensor], targets_BS: Tensor) -> Tensor:
-        """`token_loss.target_loss_sum` of what the model answers, with sharded logits where `choose_loss` said so.
-
-        Raises:
-            ModelError: the model answers with a part of the positions.
-        """
-        return self._loss.sum(compute_logits, targets_BS, self._check_length)
+    def check_logits(self, shape: Sequence[int], targets_BS: Tensor) -> None:
+        if self._stream is not None and shape[1] * self.size == targets_BS.shape[1]:
+            raise ModelError(
+                f"{type(self._model).__name__} did not run {', '.join(sorted(self._stream.parts.last))}, at whose "
+                f"exit the sequence is gathered. Set sequence_parallel=false."
+            )
 
     def add_gradients(self, parameters: Iterable[nn.Parameter] = ()) -> None:
         """Sum the gradients of which each rank has a part, where a strategy has not reduced DTensors itself."""
@@ -277,21 +259,6 @@ class TensorParallel(Axis):
     def scatters(self, module: nn.Module, output: Tensor) -> bool:
         """Whether a row-parallel layer's sum is scattered along the sequence."""
         return self._stream is not None and self._stream.scatters(module, output)
-
-    def keeps_sharded(self, module: nn.Module) -> bool:
-        """Whether a layer that gathers its output should not, since it is the head and the loss takes shards."""
-        return self._loss.keeps_sharded(module)
-
-    def note_logits(self, module: nn.Module, logits: Tensor) -> None:
-        """Tell what a layer has answered, in case it is the head."""
-        self._loss.note(module, logits)
-
-    def _check_length(self, logits: Tensor, targets_BS: Tensor) -> None:
-        if self._stream is not None and logits.shape[1] * self.size == targets_BS.shape[1]:
-            raise ModelError(
-                f"{type(self._model).__name__} did not run {', '.join(sorted(self._stream.parts.last))}, at whose "
-                f"exit the sequence is gathered. Set sequence_parallel=false."
-            )
 
 
 def parallelize_tensors(

@@ -20,7 +20,9 @@ from transformers.pytorch_utils import Conv1D
 
 from ..._compat.torch import own_parameters, packed_shard
 from ...base.errors import ModelError
+from ...step.deferred_logits import DeferredLogits
 from .collectives import Copy, Gather, Reduce, ReduceScatter, Split, chunk_sizes
+from .sharded_vocabulary import ShardedVocabulary
 
 if TYPE_CHECKING:
     from .around import Around
@@ -103,11 +105,9 @@ def _column_linear_gathered(
     parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     output = _column_linear(parallel, module, forward, args, kwargs)
-    if parallel.keeps_sharded(module):
-        return output
-    whole: Tensor = Gather.apply(output, -1, out_features(module), parallel.group)
-    parallel.note_logits(module, whole)
-    return whole
+    if isinstance(output, DeferredLogits):
+        return output.divided(ShardedVocabulary.over(parallel.group, out_features(module)))
+    return Gather.apply(output, -1, out_features(module), parallel.group)
 
 
 def _row_linear(

@@ -210,7 +210,9 @@ class DistributedDataParallelConfig(StrategyConfig):
             raise ValueError("grad_reduce_in_fp32 and reduce_dtype=float64 differ. Leave one out")
 
 
-_BUCKETED_ONLY = tuple(name for name in DistributedDataParallelConfig.model_fields if name != "reduce_dtype")
+_BUCKETED_ONLY = tuple(
+    name for name in DistributedDataParallelConfig.model_fields if name not in StrategyConfig.model_fields
+)
 
 
 class DDPConfig(DistributedDataParallelConfig):
@@ -297,5 +299,5 @@ class DDPConfig(DistributedDataParallelConfig):
                 )
 
 
-_SHARED = ("engine", "activation_checkpointing", "backend", "reduce_dtype")
+_SHARED = ("engine", "activation_checkpointing", "backend", *StrategyConfig.model_fields)
 _TORCH_ONLY = tuple(name for name in DDPConfig.model_fields if name not in (*_BUCKETED_ONLY, *_SHARED))

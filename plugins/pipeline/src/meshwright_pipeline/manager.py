@@ -83,7 +83,7 @@ class PipelineManager(StrategyManager):
             )
         self._model: Stages | None = None
         self._optimizer: Optimizer | None = None
-        self._tried_out: set[bool] = set()
+        self._tried_out = False
 
     # -- the model
 
@@ -150,7 +150,7 @@ class PipelineManager(StrategyManager):
             if not manager.module.training:
                 manager.module.train()
         with self._around(microbatches):
-            self._try_out(pieces[0], training=True)
+            self._try_out(pieces[0])
             losses = self._run(pieces, train=True)
         for manager in managers:
             self.mesh.world.together(manager.finish_gradients)
@@ -165,7 +165,7 @@ class PipelineManager(StrategyManager):
             manager.module.eval()
         try:
             with self._around(microbatches), torch.no_grad():
-                self._try_out(pieces[0], training=False)
+                self._try_out(pieces[0])
                 losses = self._run(pieces, train=False)
         finally:
             for manager, training in zip(managers, before, strict=True):
@@ -212,15 +212,13 @@ class PipelineManager(StrategyManager):
                 contexts.enter_context(manager.around_step(microbatches))
             yield
 
-    def _try_out(self, piece: Batch, *, training: bool) -> None:
+    def _try_out(self, piece: Batch) -> None:
         """See `Forward.try_out`; each stage finds what is wrong with its part, and the last how it takes the loss."""
-        if training in self._tried_out:
+        if self._tried_out:
             return
         for stage in self._stages.values():
-            self.mesh.world.together(
-                lambda stage=stage: stage.try_out(piece, training=training and stage.is_last)  # type: ignore[misc]
-            )
-        self._tried_out.add(training)
+            self.mesh.world.together(lambda stage=stage: stage.try_out(piece))  # type: ignore[misc]
+        self._tried_out = True
 
     def _check_division(self, microbatches: Sequence[Batch]) -> None:
         for manager in self._managers.values():

@@ -132,10 +132,10 @@ class PipelineStage:
         """What the module is called with, and the labels."""
         return batch
 
-    def try_out(self, batch: Batch, *, training: bool) -> None:
+    def try_out(self, batch: Batch) -> None:
         """See `Forward.try_out`."""
         with self._receiving():
-            self.manager.forward.try_out([batch], training=training)
+            self.manager.forward.try_out([batch], takes_loss=self.is_last and self._options.loss is None)
 
     @contextmanager
     def _receiving(self) -> Iterator[None]:

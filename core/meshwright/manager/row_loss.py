@@ -1,0 +1,202 @@
+"""Whether, and in chunks of how many rows, a model's token loss is computed without its logits.
+
+[Note: whole logits] A model is tried once, before its first step: its logits for a few tokens, row by row, must be
+those of its own forward. Where they are not, or a row cannot be computed by itself, the loss takes whole logits; all
+ranks decide alike, and the first one says so. What is computed of rows is in `meshwright.step.rows`.
+
+Shapes: B sequences of a microbatch, S tokens each, N rows in all; V entries of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..base.errors import ModelError
+from ..mesh.world import World
+from ..step.deferred_logits import DeferredLogits, RowsError
+from ..step.row_head import RowHead
+from ..step.rows import Rows, token_loss, token_statistics
+from ..step.token_loss import target_loss_sum
+from ..step.token_statistics import Statistic
+
+Run = Callable[[], Any]
+"""Calls a model, and gives what it returns, with `logits`."""
+
+_LARGE = 2**25
+"""Rows x entries from which logits are computed in chunks: 128 MiB in float32, of which a step would hold three."""
+_LEAST_VOCABULARY = 2**13
+"""Entries from which that can come about, so that a model is tried."""
+_LEAST_ROWS = 512
+"""Of a chunk. Each chunk adds to the gradient of the whole weight, which fewer rows would not make up for."""
+_TRIED_ROWS = 3
+
+
+def _same_random_state() -> AbstractContextManager[None]:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[torch.accelerator.current_device_index()], device_type=accelerator.type)
+
+
+class RowLoss:
+    """The token loss of one model.
+
+    Args:
+        head: of the model; None: no head is known.
+        given: the option `loss_chunk_rows`.
+        is_divided: whether ranks share the vocabulary, and rows are taken at any size, so that no rank has it whole.
+        model: what it is called.
+    """
+
+    def __init__(self, head: RowHead | None, given: int | None, *, is_divided: bool, model: str) -> None:
+        self._head, self._given, self._is_divided, self._model = head, given, is_divided, model
+        entries = head.entries if head is not None else None
+        self._is_wanted = given > 0 if given is not None else (entries or 0) >= _LEAST_VOCABULARY
+        self._takes_rows: bool | None = None if self._is_wanted or (is_divided and head is not None) else False
+        self._dtype = torch.float32
+
+    # -- before the first step
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `choose` has still to be called."""
+        return self._takes_rows is None
+
+    def choose(self, run: Run, world: World) -> None:
+        """Try the model; see [Note: whole logits]. Collective.
+
+        Args:
+            run: with a few tokens; nothing remains of it.
+        """
+
+        def alike() -> Any:
+            # What a run draws, such as the hidden states that a stage of a pipeline is tried with, it draws again.
+            with _same_random_state():
+                return run()
+
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            defect = self._defect(alike)
+        self._takes_rows = bool(world.reduce_ints([defect is None], dist.ReduceOp.MIN)[0])
+        if not self._takes_rows and self._is_wanted and world.rank == 0:
+            warnings.warn(
+                f"the loss of {self._model} needs whole logits, rows x vocabulary "
+                f"({defect or 'on another rank'}): loss_chunk_rows acts on nothing.",
+                stacklevel=2,
+            )
+
+    def _defect(self, run: Run) -> str | None:
+        if self._head is None:
+            return "which layer makes them is not known"
+        whole_BSV = run().logits
+        # What a strategy makes of the dtype of outputs is made of each row.
+        self._dtype = whole_BSV.dtype
+        try:
+            rows_BSV, _ = self._head.ask(run, self._row_by_row)
+            difference = (rows_BSV - whole_BSV).abs().max().item()
+        except (torch.OutOfMemoryError, dist.DistError):
+            raise
+        except Exception as error:
+            # Whatever a model's own code does with logits that are not there.
+            return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        limit = torch.finfo(self._dtype).eps ** 0.5 * whole_BSV.abs().max().item()
+        return None if difference <= limit else f"row by row, they differ by {difference:.3g}"
+
+    def _row_by_row(self, logits: DeferredLogits) -> Tensor:
+        rows = self._rows(logits)
+        few = rows.hidden_NH.split(_TRIED_ROWS)
+        found_NL = torch.cat([rows.projection.call(rows_CH, rows.tensors) for rows_CH in few])
+        return rows.projection.vocabulary.gathered(found_NL).unflatten(0, logits.shape[:-1])
+
+    def _rows(self, logits: DeferredLogits) -> Rows:
+        if self._head is None:
+            raise RowsError("no head is known")
+        return self._head.rows(logits if logits.dtype == self._dtype else logits.to(self._dtype))
+
+    # -- in a step
+
+    def share(
+        self, run: Run, targets_BS: Tensor, num_tokens: Tensor, check: Callable[[torch.Size, Tensor], None]
+    ) -> tuple[Tensor, Any]:
+        """The sum of the cross entropy over unmasked targets [nats], divided by `num_tokens`; and what `run` gave.
+
+        Args:
+            targets_BS: int64, the label that each position predicts.
+            num_tokens: of the step.
+            check: is given the shape of the logits and the targets, to refuse those of other positions.
+
+        Raises:
+            ModelError: the model does not do what it did when it was tried.
+        """
+        head = self._head_for(targets_BS)
+        if head is None:
+            outputs = run()
+            check(outputs.logits.shape, targets_BS)
+            return target_loss_sum(outputs.logits, targets_BS) / num_tokens, outputs
+
+        def loss(logits: DeferredLogits) -> Tensor:
+            check(logits.shape, targets_BS)
+            if logits.shape[:-1] != targets_BS.shape:
+                raise ModelError(
+                    f"{self._model} gives logits {tuple(logits.shape)} for targets {tuple(targets_BS.shape)}."
+                )
+            rows = self._rows(logits)
+            return token_loss(
+                rows, targets_BS.flatten(), num_tokens, chunk_rows=self._chunk_rows(rows), waiting=head.waiting
+            )
+
+        return self._asked(head, run, loss)
+
+    def statistics(self, run: Run, ids_BS: Tensor, names: Sequence[Statistic]) -> tuple[dict[str, Tensor], Any]:
+        """Statistics of tokens, (B, S) for each name, with gradients, see `token_statistics`; and what `run` gave.
+
+        Args:
+            ids_BS: int64, the id whose log-probability is asked for at each position; `IGNORED_LABEL` for none.
+            names: of the statistics.
+        """
+
+        def values(rows: Rows, chunk_rows: int) -> Tensor:
+            found = token_statistics(rows, ids_BS.flatten(), names, chunk_rows=chunk_rows)
+            return torch.stack([*found.values()])
+
+        def by_rows(logits: DeferredLogits) -> Tensor:
+            rows = self._rows(logits)
+            return values(rows, self._chunk_rows(rows))
+
+        head = self._head_for(ids_BS)
+        if head is None:
+            outputs = run()
+            found_KN = values(Rows.of_logits(outputs.logits), self._given or _LEAST_ROWS)
+        else:
+            found_KN, outputs = self._asked(head, run, by_rows)
+        return dict(zip(names, found_KN.unflatten(1, ids_BS.shape), strict=True)), outputs
+
+    def _head_for(self, targets_BS: Tensor) -> RowHead | None:
+        """The head, if so many rows are to be computed without whole logits."""
+        head = self._head
+        if head is None or not self._takes_rows or head.features is None:
+            return None
+        is_large = bool(self._given) or (self._given is None and targets_BS.numel() * head.features >= _LARGE)
+        return head if is_large or self._is_divided else None
+
+    def _chunk_rows(self, rows: Rows) -> int:
+        count, features = rows.hidden_NH.shape
+        if self._given is not None:
+            return self._given or count
+        # Logits half as large as the weight, or all.
+        is_large = self._head is not None and count * (self._head.features or 0) >= _LARGE
+        return max(_LEAST_ROWS, features // 2) if is_large else count
+
+    def _asked(self, head: RowHead, run: Run, consume: Callable[[DeferredLogits], Tensor]) -> tuple[Tensor, Any]:
+        try:
+            return head.ask(run, consume)
+        except RowsError as error:
+            raise ModelError(
+                f"the loss of {self._model} was computed by rows until now, but {error}. Set loss_chunk_rows=0."
+            ) from error

@@ -1,0 +1,301 @@
+"""Loss and statistics of tokens from rows of hidden states, so that logits never live but for a chunk of rows.
+
+[Note: by rows] Rows go through the head in chunks. For the loss, whose gradient is known but for a factor, those of
+hidden states and weights are made while a chunk's logits are there, and backward only scales them. For other uses, and
+while gradients that were made so are still waiting for their backward (in a pipeline, many forwards may come first),
+rows are computed once more in backward, chunk by chunk.
+
+In half precision each product is rounded as it is for whole logits. Only the sum of a weight's gradient over chunks is
+rounded once for each chunk, as that over microbatches is.
+
+Shapes: N rows, one for each position of a microbatch, H features each, C of them in a chunk; V entries of the
+vocabulary, L of them on this rank; K statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from ..base.errors import StrategyError
+from .token_statistics import Exponentials, Measures, Statistic, measure
+from .vocabulary import WHOLE, Vocabulary
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What makes logits of rows.
+
+    Attributes:
+        call: `call(rows_CH, tensors)`: logits (C, L), of which each row depends on that row alone.
+        is_linear: whether it is `F.linear(rows_CH, *tensors)`.
+        vocabulary: how the entries of logits lie over ranks.
+    """
+
+    call: Callable[[Tensor, Sequence[Tensor]], Tensor]
+    is_linear: bool
+    vocabulary: Vocabulary = WHOLE
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of hidden states on their way into logits.
+
+    Attributes:
+        hidden_NH: contiguous.
+        tensors: what takes part besides, and may have gradients: a head's weight, say.
+        projection: of both.
+    """
+
+    hidden_NH: Tensor
+    tensors: tuple[Tensor, ...]
+    projection: Projection
+
+    @classmethod
+    def linear(
+        cls, hidden: Tensor, weight_LH: Tensor, bias_L: Tensor | None = None, *, vocabulary: Vocabulary = WHOLE
+    ) -> Rows:
+        """Rows of (..., H) before a linear head, all of one dtype."""
+        tensors = (weight_LH,) if bias_L is None else (weight_LH, bias_L)
+        hidden_NH = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+        return cls(hidden_NH, tensors, Projection(lambda x, given: F.linear(x, *given), True, vocabulary))
+
+    @classmethod
+    def of_logits(cls, logits: Tensor, *, vocabulary: Vocabulary = WHOLE) -> Rows:
+        """Logits that are there already, (..., L)."""
+        flat = logits.reshape(-1, logits.shape[-1]).contiguous()
+        return cls(flat, (), Projection(lambda x, given: x, False, vocabulary))
+
+
+def token_statistics(rows: Rows, ids_N: Tensor, names: Sequence[Statistic], *, chunk_rows: int) -> dict[str, Tensor]:
+    """Statistics of tokens, with gradients. Collective where ranks share the vocabulary.
+
+    Args:
+        rows: one for each token.
+        ids_N: int64, the id whose log-probability is asked for; `IGNORED_LABEL` where none is, which gives 0.
+        names: of the statistics.
+        chunk_rows: rows of which logits are held at once, at least 1.
+
+    Returns:
+        For each name (N,), float32, or float64 for float64 rows.
+    """
+    values = _Statistics.apply(rows.projection, ids_N, tuple(names), chunk_rows, rows.hidden_NH, *rows.tensors)
+    return dict(zip(names, values.unbind(0), strict=True))
+
+
+def token_loss(
+    rows: Rows, targets_N: Tensor, num_tokens: Tensor, *, chunk_rows: int, waiting: WeakSet[Any] | None = None
+) -> Tensor:
+    """The sum of the cross entropy over unmasked targets [nats] divided by `num_tokens`, scalar; see [Note: by rows].
+
+    Args:
+        rows: one for each target.
+        targets_N: int64, the id that each row predicts; `IGNORED_LABEL` for none.
+        num_tokens: what the loss is divided by.
+        chunk_rows: rows of which logits are held at once, at least 1.
+        waiting: of losses with the same weights, those gradients that were made ahead and no backward has taken; these
+            will be added.
+    """
+    factor = torch.ones((), dtype=_wide(rows.hidden_NH.dtype), device=targets_N.device) / num_tokens
+    inputs = (rows.hidden_NH, *rows.tensors)
+    has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
+    if has_gradient and waiting:
+        (values,) = token_statistics(rows, targets_N, ["log_probability"], chunk_rows=chunk_rows).values()
+        return -values.sum() * factor
+    needs = [has_gradient and each.requires_grad for each in inputs]
+    loss: Tensor = _Loss.apply(rows.projection, targets_N, factor, chunk_rows, needs, waiting, *inputs)
+    return loss
+
+
+# -- chunks
+
+
+def _parts(rows: int, chunk_rows: int) -> Iterator[slice]:
+    """Even parts of at most `chunk_rows`."""
+    count = -(-rows // chunk_rows)
+    bounds = [index * rows // count for index in range(count + 1)] if count else [0]
+    return (slice(start, stop) for start, stop in pairwise(bounds))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _Chunk:
+    """The logits of some rows, and a way back to rows and tensors.
+
+    Args:
+        rows_CH: without a gradient.
+        needs: whether gradients of rows, and of each of the tensors, will be asked for.
+    """
+
+    def __init__(self, projection: Projection, rows_CH: Tensor, tensors: Sequence[Tensor], needs: Sequence[bool]):
+        self.projection, self.needs = projection, needs
+        self._linear, self._tensors = projection.is_linear, tensors
+        records = not self._linear and any(needs)
+        self._rows_CH = rows_CH.detach().requires_grad_() if records and needs[0] else rows_CH
+        with torch.set_grad_enabled(records):
+            self._logits_CL = projection.call(self._rows_CH, tensors)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the logits."""
+        return self._logits_CL.dtype
+
+    def wide(self) -> Tensor:
+        """The logits, in memory that may be written; once."""
+        logits_CL = self._logits_CL.detach()
+        dtype = _wide(logits_CL.dtype)
+        # What was recorded may have saved them, and what nothing was done to is the input.
+        owned = logits_CL.to(dtype, copy=not self._linear)
+        if self._linear:
+            self._logits_CL = self._logits_CL.new_empty(0)
+        return owned
+
+    def add(self, gradient_CL: Tensor, part: slice, sums: Sums) -> None:
+        """Add what a gradient of the logits makes of the gradients of rows and tensors."""
+        if not self._linear:
+            inputs = [self._rows_CH, *self._tensors]
+            asked = [index for index, needed in enumerate(self.needs) if needed]
+            found = torch.autograd.grad(
+                self._logits_CL, [inputs[index] for index in asked], gradient_CL, allow_unused=True
+            )
+            for index, each in zip(asked, found, strict=True):
+                sums.add(index, each, part)
+            return
+        if self.needs[0] and sums.hidden_NH is not None:
+            torch.mm(gradient_CL, self._tensors[0], out=sums.hidden_NH[part])
+        if self.needs[1]:
+            sums.add_product(gradient_CL.t(), self._rows_CH)
+        if len(self.needs) > 2 and self.needs[2]:
+            sums.add(2, gradient_CL.sum(0), part)
+
+
+class Sums:
+    """Gradients of hidden states and tensors, to which chunks add theirs.
+
+    Args:
+        hidden_NH: all rows.
+        needs: as `_Chunk` has them.
+    """
+
+    def __init__(self, hidden_NH: Tensor, needs: Sequence[bool]) -> None:
+        self.hidden_NH = torch.empty_like(hidden_NH) if needs[0] else None
+        self._tensors: list[Tensor | None] = [None] * (len(needs) - 1)
+
+    def add(self, index: int, gradient: Tensor | None, part: slice) -> None:
+        """Of rows (index 0) or a tensor (from 1)."""
+        if index == 0 and self.hidden_NH is not None:
+            self.hidden_NH[part] = 0.0 if gradient is None else gradient
+        elif index > 0 and gradient is not None:
+            before = self._tensors[index - 1]
+            self._tensors[index - 1] = gradient if before is None else before.add_(gradient)
+
+    def add_product(self, left_LC: Tensor, right_CH: Tensor) -> None:
+        """Of the first tensor, a product of matrices."""
+        before = self._tensors[0]
+        self._tensors[0] = left_LC @ right_CH if before is None else before.addmm_(left_LC, right_CH)
+
+    @property
+    def all(self) -> list[Tensor | None]:
+        return [self.hidden_NH, *self._tensors]
+
+
+def _add_loss(chunk: _Chunk, part: slice, targets_C: Tensor, factor: Tensor, sums: Sums) -> Tensor:
+    """The sum of a chunk's log-probabilities; `factor` times the gradients of the loss join the others."""
+    vocabulary = chunk.projection.vocabulary
+    measures, exponentials = measure(chunk.wide(), targets_C, vocabulary, ["log_probability"])
+    if any(chunk.needs):
+        weights: dict[Statistic, Tensor] = {"log_probability": -factor.expand(targets_C.shape)}
+        chunk.add(exponentials.gradient(measures, targets_C, vocabulary, weights, chunk.dtype), part, sums)
+    return measures.values("log_probability", targets_C).sum()
+
+
+# -- autograd
+
+
+class _Loss(torch.autograd.Function):
+    """See `token_loss`; gradients are made in forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        projection: Projection,
+        targets_N: Tensor,
+        factor: Tensor,
+        chunk_rows: int,
+        needs: Sequence[bool],
+        waiting: WeakSet[Any] | None,
+        hidden_NH: Tensor,
+        *tensors: Tensor,
+    ) -> Tensor:
+        sums, total = Sums(hidden_NH, needs), factor.new_zeros(())
+        for part in _parts(hidden_NH.shape[0], chunk_rows):
+            chunk = _Chunk(projection, hidden_NH[part], tensors, needs)
+            total -= _add_loss(chunk, part, targets_N[part], factor, sums)
+            # Its logits must not outlive it until the next chunk has others.
+            del chunk
+        ctx.sums = sums
+        if waiting is not None and any(needs):
+            waiting.add(sums)
+        return total.mul_(factor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        sums, ctx.sums = ctx.sums, None
+        if sums is None:
+            raise StrategyError(
+                "the backward of a token loss was run twice; its gradients are made once. Compute it anew."
+            )
+        return (None,) * 6 + tuple(None if each is None else each.mul_(grad) for each in sums.all)
+
+
+class _Statistics(torch.autograd.Function):
+    """See `token_statistics`; (K, N)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        projection: Projection,
+        ids_N: Tensor,
+        names: tuple[Statistic, ...],
+        chunk_rows: int,
+        hidden_NH: Tensor,
+        *tensors: Tensor,
+    ) -> Tensor:
+        found, kept = [], []
+        for part in _parts(hidden_NH.shape[0], chunk_rows):
+            chunk = _Chunk(projection, hidden_NH[part], tensors, [False] * (1 + len(tensors)))
+            measures, _ = measure(chunk.wide(), ids_N[part], projection.vocabulary, names)
+            del chunk, _
+            found.append(torch.stack([measures.values(name, ids_N[part]) for name in names]))
+            expected_C = measures.log_sum if measures.expected is None else measures.expected
+            kept.append(torch.stack([measures.log_sum, expected_C]))
+        ctx.projection, ctx.names, ctx.chunk_rows = projection, names, chunk_rows
+        ctx.save_for_backward(ids_N, torch.cat(kept, 1), hidden_NH, *tensors)
+        return torch.cat(found, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_KN: Tensor) -> tuple[Any, ...]:
+        ids_N, kept, hidden_NH, *tensors = ctx.saved_tensors
+        needs = ctx.needs_input_grad[4:]
+        vocabulary, sums = ctx.projection.vocabulary, Sums(hidden_NH, needs)
+        for part in _parts(hidden_NH.shape[0], ctx.chunk_rows):
+            chunk = _Chunk(ctx.projection, hidden_NH[part], tensors, needs)
+            # What ranks have exchanged in forward is known.
+            measures = Measures(kept[0, part], kept[0, part], kept[1, part])
+            weights = dict(zip(ctx.names, grad_KN[:, part], strict=True))
+            exponentials = Exponentials(chunk.wide())
+            chunk.add(exponentials.gradient(measures, ids_N[part], vocabulary, weights, chunk.dtype), part, sums)
+            del chunk, exponentials
+        return (None,) * 4 + tuple(sums.all)

@@ -1,0 +1,152 @@
+"""What is known of a token from its logits, and the gradients of that, for one chunk of rows at a time.
+
+All of it follows from four sums over the vocabulary, of which ranks that share it exchange their parts in one message.
+With p = softmax(l): d logsumexp / dl = p, d log_probability / dl = onehot - p, d entropy / dl = -p (l - E[l]), and
+d mean_logit / dl = 1 / V. So no graph is recorded, and the exponentials lie where the logits have been.
+
+Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3, for the cross entropy of a divided vocabulary.
+Shapes: C rows of a chunk, V entries of the vocabulary, L of them on this rank, R ranks that share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..strategy.contract import IGNORED_LABEL
+from .vocabulary import Vocabulary
+
+Statistic = Literal["log_probability", "logsumexp", "entropy", "mean_logit"]
+"""Of a row of logits: the logarithm of the probability of a given id, that of the sum of all exponentials, the entropy
+of the distribution (all [nats]), and the mean of the logits."""
+STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Of each row, over the whole vocabulary; each (C,), float32, or float64 for float64 logits.
+
+    Attributes:
+        log_sum: logsumexp of the logits.
+        chosen: the logit of the row's id, 0 where it has none.
+        expected: the mean logit under the distribution; None where it was not asked for.
+        mean: the mean logit; likewise.
+    """
+
+    log_sum: Tensor
+    chosen: Tensor
+    expected: Tensor | None = None
+    mean: Tensor | None = None
+
+    def values(self, name: Statistic, ids_C: Tensor) -> Tensor:
+        """One statistic, (C,); a log-probability is 0 where the row has no id."""
+        found = {"logsumexp": self.log_sum, "mean_logit": self.mean}.get(name)
+        if name == "log_probability":
+            found = torch.where(ids_C != IGNORED_LABEL, self.chosen - self.log_sum, 0.0)
+        elif name == "entropy" and self.expected is not None:
+            found = self.log_sum - self.expected
+        if found is None:
+            raise ValueError(f"{name} was not measured")
+        return found
+
+
+class Exponentials:
+    """exp(logit - the row's highest logit on this rank), in the memory of the logits, which are lost.
+
+    Args:
+        logits_CL: floating point, float32 or wider.
+    """
+
+    def __init__(self, logits_CL: Tensor) -> None:
+        # A rank may have no entry at all, and a row no logit above -inf.
+        low = torch.finfo(logits_CL.dtype).min
+        rows, entries = logits_CL.shape
+        self.highest_C = logits_CL.amax(-1).clamp_(min=low) if entries else logits_CL.new_full((rows,), low)
+        self.values_CL = logits_CL.sub_(self.highest_C[:, None]).exp_()
+
+    def expected_sum(self) -> Tensor:
+        """Of each row, the sum of exponential x logit, (C,)."""
+        # entr(e) is -e log(e), and 0 at 0.
+        return self.highest_C * self.values_CL.sum(-1) - torch.special.entr(self.values_CL).sum(-1)
+
+    def gradient(
+        self,
+        measures: Measures,
+        ids_C: Tensor,
+        vocabulary: Vocabulary,
+        weights: Mapping[Statistic, Tensor],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """The gradient of the sum of weight x statistic over rows with respect to the logits, (C, L), in the memory of
+        the exponentials, which are lost, if that has the dtype.
+
+        Args:
+            measures: of the same rows.
+            ids_C: int64.
+            weights: of each row, (C,), for some of the statistics.
+            dtype: of the gradient, which is rounded once.
+        """
+        values_CL, none_C = self.values_CL, torch.zeros_like(self.highest_C)
+        factor_C = (self.highest_C - measures.log_sum).exp_()
+        chosen_C = torch.where(ids_C != IGNORED_LABEL, weights.get("log_probability", none_C), 0.0)
+        by_value_C = (weights.get("logsumexp", none_C) - chosen_C) * factor_C
+        more_CL = None
+        if "entropy" in weights and measures.expected is not None:
+            by_entropy_C = weights["entropy"] * factor_C
+            by_value_C = by_value_C - by_entropy_C * (self.highest_C - measures.expected)
+            more_CL = torch.special.entr(values_CL).mul_(by_entropy_C[:, None])
+        if "mean_logit" in weights:
+            mean_C = weights["mean_logit"] / vocabulary.size(values_CL.shape[1])
+            more_CL = mean_C[:, None] if more_CL is None else more_CL.add_(mean_C[:, None])
+        here_C, local_C = _local(ids_C, vocabulary, values_CL.shape[1])
+        found_CL = values_CL if dtype == values_CL.dtype else torch.empty_like(values_CL, dtype=dtype)
+        if more_CL is not None:
+            torch.add(values_CL.mul_(by_value_C[:, None]), more_CL, out=values_CL)
+            by_value_C = torch.ones_like(by_value_C)
+        if not values_CL.shape[1]:
+            return found_CL
+        # p - 1 before it is rounded: where p is almost 1, nothing would be left of the difference.
+        own_C = values_CL.gather(1, local_C[:, None])[:, 0] * by_value_C + torch.where(here_C, chosen_C, 0.0)
+        torch.mul(values_CL, by_value_C[:, None], out=found_CL)
+        return found_CL.scatter_(1, local_C[:, None], own_C.to(dtype)[:, None])
+
+
+def measure(
+    logits_CL: Tensor, ids_C: Tensor, vocabulary: Vocabulary, names: Sequence[Statistic]
+) -> tuple[Measures, Exponentials]:
+    """Measure a chunk of rows. Collective where ranks share the vocabulary.
+
+    Args:
+        logits_CL: floating point, float32 or wider, of this rank's entries; their memory is used.
+        ids_C: int64, of the whole vocabulary; `IGNORED_LABEL` for none.
+        names: what `Measures.values` will be asked for.
+    """
+    local = {}
+    if "mean_logit" in names:
+        local["mean"] = logits_CL.sum(-1)
+    chosen_C = logits_CL.new_zeros(logits_CL.shape[0])
+    if logits_CL.shape[1]:
+        here_C, local_C = _local(ids_C, vocabulary, logits_CL.shape[1])
+        chosen_C = torch.where(here_C, logits_CL.gather(1, local_C[:, None])[:, 0], 0.0)
+    exponentials = Exponentials(logits_CL)
+    local = {"highest": exponentials.highest_C, "sum": exponentials.values_CL.sum(-1), "chosen": chosen_C, **local}
+    if "entropy" in names:
+        local["expected"] = exponentials.expected_sum()
+    each = dict(zip(local, vocabulary.each(torch.stack([*local.values()])).unbind(1), strict=True))
+    highest_C = each["highest"].amax(0)
+    scale_RC = (each["highest"] - highest_C).exp_()
+    sum_C = (each["sum"] * scale_RC).sum(0)
+    expected_C = (each["expected"] * scale_RC).sum(0) / sum_C if "expected" in each else None
+    mean_C = each["mean"].sum(0) / vocabulary.size(logits_CL.shape[1]) if "mean" in each else None
+    return Measures(highest_C + sum_C.log(), each["chosen"].sum(0), expected_C, mean_C), exponentials
+
+
+def _local(ids_C: Tensor, vocabulary: Vocabulary, entries: int) -> tuple[Tensor, Tensor]:
+    """Whether each id is one of this rank's entries, and which, or 0."""
+    local_C = ids_C - vocabulary.start
+    here_C = (ids_C != IGNORED_LABEL) & (local_C >= 0) & (local_C < entries)
+    return here_C, torch.where(here_C, local_C, 0)

@@ -1,0 +1,200 @@
+"""Loss and statistics of tokens, computed from rows of hidden states in chunks, are those of whole logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshwright import StrategyError
+from meshwright.parallel.tensor.sharded_vocabulary import ShardedVocabulary
+from meshwright.step.rows import Projection, Rows, token_loss, token_statistics
+from meshwright.step.token_statistics import STATISTICS
+from meshwright.testing import pool
+from meshwright.testing.memory import measure_memory
+
+N, H, V = 23, 6, 19
+Make = Callable[[list[Tensor]], Rows]
+
+
+def _capped(logits: Tensor) -> Tensor:
+    return torch.tanh(logits / 3.0) * 3.0
+
+
+def _of_capped(given: list[Tensor]) -> Rows:
+    call = lambda rows, tensors: _capped(F.linear(rows, *tensors))  # noqa: E731
+    return Rows(given[0], tuple(given[1:]), Projection(call, is_linear=False))
+
+
+KINDS: dict[str, tuple[int, Make, Callable[[list[Tensor]], Tensor]]] = {
+    "linear": (2, lambda given: Rows.linear(*given), lambda given: F.linear(*given)),
+    "with-bias": (3, lambda given: Rows.linear(*given), lambda given: F.linear(*given)),
+    "capped": (3, _of_capped, lambda given: _capped(F.linear(*given))),
+    "logits": (1, lambda given: Rows.of_logits(given[0]), lambda given: given[0]),
+}
+
+
+def _inputs(count: int, *, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
+    """Hidden states, weight and bias; and targets, some of them masked."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(N, H), (V, H), (V,)] if count > 1 else [(N, V)]
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes[:count]]
+    ids_N = torch.randint(V, (N,), generator=generator)
+    ids_N[::4] = -100
+    return [each.requires_grad_() for each in made], ids_N
+
+
+def _expected(logits_NV: Tensor, ids_N: Tensor) -> dict[str, Tensor]:
+    log_NV = logits_NV.log_softmax(-1)
+    chosen_N = log_NV.gather(1, ids_N.clamp(min=0)[:, None])[:, 0]
+    return {
+        "log_probability": torch.where(ids_N >= 0, chosen_N, 0.0),
+        "logsumexp": logits_NV.logsumexp(-1),
+        "entropy": -(log_NV.exp() * log_NV).sum(-1),
+        "mean_logit": logits_NV.mean(-1),
+    }
+
+
+def _same_gradients(found: Tensor, expected: Tensor, given: list[Tensor], tolerance: float = 1e-12) -> None:
+    mine = torch.autograd.grad(found, given)
+    for one, other in zip(mine, torch.autograd.grad(expected, given, retain_graph=True), strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 5, 100])
+@pytest.mark.parametrize("kind", KINDS)
+def test_statistics_and_loss_and_their_gradients_are_those_of_whole_logits(kind: str, chunk_rows: int) -> None:
+    count, make, logits_of = KINDS[kind]
+    given, ids_N = _inputs(count)
+    expected = _expected(logits_of(given), ids_N)
+    found = token_statistics(make(given), ids_N, STATISTICS, chunk_rows=chunk_rows)
+    factors = {name: torch.linspace(-1.0, 2.0, N, dtype=torch.float64) ** power for power, name in enumerate(expected)}
+    for name in STATISTICS:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-13, atol=1e-13)
+        # One by one, so that none makes up for another; some are asked for alone.
+        alone = token_statistics(make(given), ids_N, [name], chunk_rows=chunk_rows)[name]
+        _same_gradients((alone * factors[name]).sum(), (expected[name] * factors[name]).sum(), given)
+    together, whole = (
+        torch.stack([(each[name] * factors[name]).sum() for name in STATISTICS]).sum() for each in (found, expected)
+    )
+    _same_gradients(together, whole, given)
+    loss, whole = token_loss(make(given), ids_N, torch.tensor(7), chunk_rows=chunk_rows), expected["log_probability"]
+    torch.testing.assert_close(loss, -whole.sum() / 7, rtol=1e-13, atol=1e-13)
+    _same_gradients(3 * loss, -whole.sum() / 7 * 3, given)
+
+
+_FACTORS = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+
+
+def _shared_out() -> tuple[dict[str, Tensor], list[Tensor], list[Tensor]]:
+    """Statistics, and the gradients of hidden states (summed over ranks) and of this rank's part of the weight."""
+    (hidden, weight, bias), ids_N = _inputs(3)
+    group: Any = dist.group.WORLD
+    vocabulary = ShardedVocabulary.over(group, V)
+    entries = slice(vocabulary.start, vocabulary.start + len(torch.arange(V).chunk(group.size())[group.rank()]))
+    mine = [hidden, weight[entries].detach().requires_grad_(), bias[entries].detach().requires_grad_()]
+    rows = Rows.linear(*mine, vocabulary=vocabulary)
+    found = token_statistics(rows, ids_N, STATISTICS, chunk_rows=5)
+    gradients = torch.autograd.grad(torch.stack([*found.values()]).sum(1) @ _FACTORS, mine)
+    of_loss = torch.autograd.grad(token_loss(rows, ids_N, torch.tensor(7), chunk_rows=5), mine)
+    for each in (gradients[0], of_loss[0]):
+        dist.all_reduce(each)
+    return {name: each.detach() for name, each in found.items()}, list(gradients), list(of_loss)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_share_the_vocabulary_find_what_one_does(ranks: int) -> None:
+    given, ids_N = _inputs(3)
+    expected = _expected(F.linear(*given), ids_N)
+    total = torch.stack([expected[name] for name in STATISTICS]).sum(1) @ _FACTORS
+    gradients = torch.autograd.grad(total, given, retain_graph=True)
+    of_loss = torch.autograd.grad(-expected["log_probability"].sum() / 7, given)
+    answers = pool(ranks).run(_shared_out)
+    for found, *of_both in answers:
+        for name in STATISTICS:
+            torch.testing.assert_close(found[name], expected[name].detach(), rtol=1e-13, atol=1e-13)
+        for mine, theirs in zip(of_both, (gradients, of_loss), strict=True):
+            torch.testing.assert_close(mine[0], theirs[0], rtol=1e-12, atol=1e-12)
+    for index, theirs in ((1, gradients), (2, of_loss)):
+        for tensor in (1, 2):
+            whole = torch.cat([answer[index][tensor] for answer in answers])
+            torch.testing.assert_close(whole, theirs[tensor], rtol=1e-12, atol=1e-12)
+
+
+def test_half_precision_is_computed_in_float32_and_rounded_once() -> None:
+    given, ids_N = _inputs(3, dtype=torch.bfloat16)
+    # A token that is almost certain: its gradient is p - 1, of which nothing is left where p is rounded first.
+    with torch.no_grad():
+        given[2][int(ids_N[1])] += 12.0
+    loss = token_loss(Rows.linear(*given), ids_N, torch.tensor(1), chunk_rows=N)
+    logits_NV = F.linear(*given)
+    whole = F.cross_entropy(logits_NV.float(), ids_N, reduction="sum")
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, whole, rtol=1e-6, atol=1e-6)
+    for one, other in zip(torch.autograd.grad(loss, given), torch.autograd.grad(whole, given), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_what_is_frozen_gets_no_gradient_and_what_trains_gets_its_own(frozen: int) -> None:
+    given, ids_N = _inputs(3)
+    loss = token_loss(Rows.linear(*given), ids_N, torch.tensor(1), chunk_rows=5)
+    expected = torch.autograd.grad(loss, given)
+    given[frozen].requires_grad_(False)
+    token_loss(Rows.linear(*given), ids_N, torch.tensor(1), chunk_rows=5).backward()
+    for index, each in enumerate(given):
+        assert each.grad is None if index == frozen else torch.equal(each.grad, expected[index])
+
+
+def test_gradients_that_wait_for_a_backward_are_made_for_one_microbatch_only() -> None:
+    given, ids_N = _inputs(2)
+    waiting: WeakSet[Any] = WeakSet()
+    make = lambda: token_loss(Rows.linear(*given), ids_N, torch.tensor(7), chunk_rows=5, waiting=waiting)  # noqa: E731
+    first, second = make(), make()
+    assert len(waiting) == 1
+    # Computed again in backward, which holds what it was given.
+    assert second.item() == pytest.approx(first.item(), abs=1e-14)
+    _same_gradients(first, second, given)
+    assert not waiting
+    third = make()
+    assert len(waiting) == 1
+    third.backward()
+    with torch.no_grad():
+        make()
+    assert not waiting
+
+
+def test_gradients_are_given_once() -> None:
+    given, ids_N = _inputs(2)
+    loss = token_loss(Rows.linear(*given), ids_N, torch.tensor(1), chunk_rows=5)
+    loss.backward(retain_graph=True)
+    with pytest.raises(StrategyError, match="was run twice"):
+        loss.backward()
+
+
+class _Inputs(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.hidden = nn.Parameter(torch.randn(64, 4, dtype=dtype))
+        self.weight = nn.Parameter(torch.randn(1000, 4, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_of_rows_times_vocabulary_lives(dtype: torch.dtype) -> None:
+    inputs, ids_N = _Inputs(dtype), torch.arange(64)
+
+    def work() -> None:
+        rows = Rows.linear(inputs.hidden, inputs.weight)
+        token_loss(rows, ids_N, torch.tensor(64), chunk_rows=8).backward()
+
+    peak = measure_memory(work, [inputs]).peak
+    gradients = sum(each.nbytes for each in inputs.parameters())
+    # The logits of a chunk once, or in half precision in float32 and as their gradient; and numbers of each row.
+    logits = 8 * 1000 * (4 if dtype == torch.float32 else 4 + 2)
+    assert logits + gradients <= peak.total - peak.parameters <= logits + gradients + 4096
