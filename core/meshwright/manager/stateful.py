@@ -91,7 +91,11 @@ class StatefulManager(StrategyManager):
         """
         optimizer = self.mesh.world.together(lambda: call_factory(factory, named))
         check_optimizer(optimizer, self.parts, self.mesh.world)
+        optimizer.register_step_pre_hook(lambda *_: self.settle())
         return optimizer
+
+    def settle(self) -> None:
+        """Called before the optimizer steps."""
 
     def optimizer_step(self) -> None:
         optimizer = self.optimizer
