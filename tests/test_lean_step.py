@@ -119,12 +119,12 @@ def _by_hand(culprit: int | None, reader: int | None) -> tuple[list[str], int]:
         told.append(int(counted))
     malformed = [{**each, "labels": each["labels"].int()} for each in good] if is_culprit else good
     counted = count_tokens(malformed, mesh)
-    told.append(_told(lambda: int(counted)) if is_reader else "")
-    told.append(_told(lambda: float(manager.eval_loss(good, num_tokens=counted))))
+    # Whoever comes to it hears the same.
+    told.append(_told(lambda: int(counted) if is_reader else float(manager.eval_loss(good, num_tokens=counted))))
     # Nobody reads this one, and it is sent all the same before the next message.
     count_tokens(good, mesh)
     told.append(_told(lambda: float(manager.eval_loss(good, num_tokens=torch.tensor(7 + is_culprit)))))
-    return [str(each) for each in told if each != ""], int(count_tokens(good, mesh))
+    return [str(each) for each in told], int(count_tokens(good, mesh))
 
 
 @pytest.mark.parametrize(("culprit", "reader"), [(1, None), (1, 0), (1, 1), (None, None)])
@@ -135,9 +135,8 @@ def test_a_count_that_is_read_early_or_late_or_never_leaves_errors_as_they_are(
     total = answers[0][1]
     assert all(count == total for _, count in answers)
     alike = [[each for each in told if each != str(total)] for told, _ in answers]
-    if reader is None:
+    if culprit is not None or reader is None:
         assert alike[0] == alike[1]
-    assert len(set(alike[0]) ^ set(alike[1])) == 0
     if culprit is not None:
         text = "\n".join(alike[0])
         assert "between 1 and 2" in text

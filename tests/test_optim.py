@@ -245,7 +245,7 @@ def test_an_optimizer_is_known_to_fuse_by_trying_it() -> None:
     cpu = torch.device("cpu")
     assert [can_fuse(cls, cpu, torch.float32) for cls in (torch.optim.AdamW, torch.optim.SGD)] == [True, True]
     assert not can_fuse(torch.optim.RMSprop, cpu, torch.float32)
-    assert not can_fuse(torch.optim.AdamW, torch.device("meta"), torch.int64)
+    assert not can_fuse(torch.optim.AdamW, torch.device("meta"), torch.float32)
 
 
 def test_what_is_told_of_the_implementation_is_heeded_and_a_cpu_steps_as_torch_does(monkeypatch: Any) -> None:
