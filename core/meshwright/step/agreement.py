@@ -62,7 +62,7 @@ class TokenCount(Tensor):
 def _as_numbers(value: Any) -> Any:
     if isinstance(value, TokenCount):
         return value.waiting.total()
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):
         return type(value)(map(_as_numbers, value))
     if isinstance(value, dict):
         return {key: _as_numbers(each) for key, each in value.items()}
