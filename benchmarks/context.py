@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.mesh.world import open_world
-from meshwright.step.batch import count_tokens
+from meshwright.step.agreement import count_tokens
 from meshwright.strategy.stack import resolve
 from meshwright.testing.memory import measure_memory
 from meshwright.testing.pool import pool

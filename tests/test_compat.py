@@ -22,6 +22,7 @@ from meshwright._compat.torch import (
     all_gather,
     all_reduce,
     all_to_all,
+    foreach_copy_,
     foreach_mul_,
     foreach_norm,
     group_timeout,
@@ -98,6 +99,14 @@ def test_foreach_mul_scales_in_place_by_a_scalar_tensor() -> None:
     foreach_mul_(tensors, torch.tensor(0.5))
     assert [t.flatten().tolist() for t in tensors] == [[0.5] * 2, [1.0] * 3]
     foreach_mul_([], torch.tensor(0.5))
+
+
+def test_foreach_copy_rounds_to_the_dtype_of_the_target() -> None:
+    targets = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.float64), torch.zeros(0)]
+    sources = [torch.tensor([1.001, 3.0]), torch.arange(3.0), torch.zeros(0)]
+    foreach_copy_(targets, sources)
+    assert [target.tolist() for target in targets] == [[1.0, 3.0], [0.0, 1.0, 2.0], []]
+    foreach_copy_([], [])
 
 
 class _Names(TorchDispatchMode):

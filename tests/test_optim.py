@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 from meshwright.base.errors import ConfigError
-from meshwright.train.optim import build_scheduler, decay_groups, optimizer_factory, try_optimization
+from meshwright.train.optim import (
+    build_scheduler,
+    can_fuse,
+    decay_groups,
+    fused_where_it_pays,
+    optimizer_factory,
+    try_optimization,
+)
 from meshwright.train.run_file import OptimizerConfig, ScheduleConfig
 
 
@@ -232,3 +239,27 @@ def test_a_schedule_that_would_not_be_followed_is_an_error(config, texts):
         rates(ScheduleConfig(**config))
     for text in texts:
         assert text in str(caught.value)
+
+
+def test_an_optimizer_is_known_to_fuse_by_trying_it() -> None:
+    cpu = torch.device("cpu")
+    assert [can_fuse(cls, cpu, torch.float32) for cls in (torch.optim.AdamW, torch.optim.SGD)] == [True, True]
+    assert not can_fuse(torch.optim.RMSprop, cpu, torch.float32)
+    assert not can_fuse(torch.optim.AdamW, torch.device("meta"), torch.float32)
+
+
+def test_what_is_told_of_the_implementation_is_heeded_and_a_cpu_steps_as_torch_does(monkeypatch: Any) -> None:
+    from meshwright.train import optim
+
+    parameters = [torch.nn.Parameter(torch.zeros(2, device="meta")), torch.nn.Parameter(torch.zeros(3, device="meta"))]
+    here = [torch.nn.Parameter(torch.zeros(2))]
+    # In the place of a device that has kernels.
+    monkeypatch.setattr(optim, "can_fuse", lambda cls, device, dtype: device.type == "meta")
+    adamw = torch.optim.AdamW
+    assert fused_where_it_pays(adamw, {}, parameters) == {"fused": True}
+    assert fused_where_it_pays(adamw, {"foreach": True}, parameters) == {}
+    assert fused_where_it_pays(adamw, {}, here) == {}
+    assert fused_where_it_pays(adamw, {}, [*parameters, *here]) == {}
+    assert fused_where_it_pays(adamw, {}, []) == {}
+    monkeypatch.setattr(optim, "can_fuse", lambda *kind: False)
+    assert fused_where_it_pays(adamw, {}, parameters) == {}

@@ -17,7 +17,8 @@ from meshwright import BatchError, Mesh, MeshSizes, ModelError, count_tokens, op
 from meshwright.parallel.tensor import parallelize_tensors
 from meshwright.parallel.tensor.plan import find_plan
 from meshwright.parallel.tensor.sequence_parts import find_parts
-from meshwright.step.batch import check_step
+from meshwright.step.agreement import agree
+from meshwright.step.batch import Terms
 from meshwright.strategy.ask import model_layout
 from meshwright.strategy.registry import Registry
 from meshwright.testing import Case, pool
@@ -180,7 +181,7 @@ def _odd_length_on_one_data_rank() -> str:
     ids_BS = torch.zeros(2, length, dtype=torch.int64)
     batch = {"input_ids": ids_BS, "labels": ids_BS}
     with pytest.raises(BatchError) as caught:
-        check_step([batch], torch.tensor(1), mesh, vocab_size=None, sequence_multiple=2)
+        agree([batch], torch.tensor(1), mesh, Terms(sequence_multiple=2))
     dist.barrier()
     return str(caught.value)
 

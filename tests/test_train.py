@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -15,6 +16,7 @@ from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager, full_weights
+from meshwright.train.loop import train_step
 from meshwright.train.optim import build_scheduler
 from meshwright.train.run_file import ScheduleConfig
 
@@ -213,3 +215,71 @@ def test_loss_curve_is_a_picture_that_shows_the_losses(tmp_path: Path) -> None:
     full, short = (image.imread(tmp_path / name) for name in ("full.png", "short.png"))
     assert full.shape == short.shape
     assert (full != short).any()
+
+
+def _drawn(*, ahead: bool) -> tuple[list[Any], list[float]]:
+    """What happened in which order, and losses that depend on random numbers of the data and of dropout."""
+    case, told = Case(), []
+    manager = build_manager("ddp", {}, {}, case)
+    manager.model_parts[0].model.norm.register_forward_hook(lambda *a: torch.nn.functional.dropout(a[-1], 0.3))
+
+    def batches(step: int) -> Any:
+        told.append(f"draw {step}")
+        if step == 3:
+            raise KeyError("no more data")
+        batch = share(case, step, manager.mesh.data_rank, manager.mesh.data_size)[0]
+        return [{**batch, "labels": torch.where(torch.rand(batch["labels"].shape) < 0.5, batch["labels"], -100)}]
+
+    class Told:
+        @hookimpl
+        def on_step_end(self, result: StepResult) -> None:
+            told.append(result.loss)
+
+    loop = _loop(manager, case, seed=5, batches=batches, held_out=())
+    scheduler, registry = _scheduler(manager), Registry(plugins=[])
+
+    def alone() -> None:
+        for step in range(STEPS):
+            registry.hook.on_step_end(result=train_step(manager, scheduler, loop, step))
+
+    run = functools.partial(fit, manager, scheduler, loop, registry) if ahead else alone
+    with registry.observing(Told()), pytest.raises(KeyError, match="no more data"):
+        run()
+    return [each for each in told if isinstance(each, str)], [each for each in told if isinstance(each, float)]
+
+
+def _both_ways() -> Any:
+    return _drawn(ahead=True), _drawn(ahead=False)
+
+
+def test_a_step_that_is_begun_ahead_is_the_step_that_it_would_be() -> None:
+    for (order, losses), (plain_order, plain_losses) in pool(2).run(_both_ways):
+        assert losses == plain_losses
+        # What fails in drawing the fourth batch leaves the third step whole.
+        assert len(losses) == 3
+        assert order == plain_order == [f"draw {step}" for step in range(4)]
+
+
+class _Order:
+    """A manager's calls, and those of the data, in order."""
+
+    def __init__(self, manager: StrategyManager) -> None:
+        self.manager, self.calls = manager, []
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls.append(name)
+        return getattr(self.manager, name)
+
+
+def _order() -> list[str]:
+    case = Case()
+    watched: Any = _Order(build_manager("ddp", {}, {}, case))
+    scheduler = _scheduler(watched.manager)
+    fit(watched, scheduler, _loop(watched.manager, case, steps=2, held_out=()))
+    return [each for each in watched.calls if each != "mesh"]
+
+
+def test_the_next_step_is_announced_before_this_one_is_waited_for() -> None:
+    step = ["forward_backward", "clip_grad_norm", "read", "optimizer_step"]
+    expected = [*step[:2], "announce", *step[2:], *step]
+    assert pool(2).run(_order) == [expected] * 2

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .mesh.world import World as World
     from .mesh.world import open_world as open_world
     from .model.layout import ModelLayout as ModelLayout
-    from .step.batch import count_tokens as count_tokens
+    from .step.agreement import count_tokens as count_tokens
     from .strategy.ask import model_layout as model_layout
     from .strategy.contract import Batch as Batch
     from .strategy.contract import OptimizerFactory as OptimizerFactory
@@ -86,7 +86,7 @@ _MODULE_OF = {
     "MeshSizes": "mesh.sizes",
     "ModelLayout": "model.layout",
     "model_layout": "strategy.ask",
-    "count_tokens": "step.batch",
+    "count_tokens": "step.agreement",
     "Batch": "strategy.contract",
     "DistributedConfig": "strategy.spec",
     "Estimate": "strategy.spec",

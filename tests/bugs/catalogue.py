@@ -418,8 +418,8 @@ _bug(
 _bug(
     "loss_over_dp_alone",
     "meshwright.manager.forward",
-    'total = sum_of_shares(losses, [self._mesh.group("dp_cp")], losses[0].device)',
-    'total = sum_of_shares(losses, [self._mesh.group("dp")], losses[0].device)',
+    'over=self._mesh.group("dp_cp")',
+    'over=self._mesh.group("dp")',
     _CP,
     kind="the wrong group: dp in the place of dp_cp",
 )
@@ -465,10 +465,10 @@ _bug(
 )
 _bug(
     "unused_parameters_get_zeros",
-    "meshwright.manager.gradients",
-    "if is_used and parameter.grad is None:",
-    "if parameter.grad is None:",
-    "examples/zero1/tests/test_zero1.py::test_parameters_without_gradient_on_some_or_all_ranks[steps-config0]",
+    "meshwright.manager.ending",
+    "if part is self._shared or parameter not in shared:",
+    "if part is self._shared:",
+    f"{_UNUSED}[sizes0-None-config1]",
     kind="decay and momentum move parameters that nobody used",
 )
 _bug(
@@ -538,17 +538,49 @@ _bug(
 )
 _bug(
     "loss_summed_in_float32",
-    "meshwright.step.token_loss",
-    "total = torch.zeros((), dtype=torch.float64, device=device)",
-    "total = torch.zeros((), dtype=torch.float32, device=device)",
+    "meshwright.manager.ending",
+    "torch.tensor([0.0, known, *told], dtype=torch.float64)",
+    "torch.tensor([0.0, known, *told], dtype=torch.float32)",
     _DDP,
     kind="sums over ranks lose digits",
 )
 _bug(
+    "tokens_of_sharers_count_twice",
+    "meshwright.step.agreement",
+    "if self.defect is None and mesh.leads_data else 0",
+    "if self.defect is None else 0",
+    "tests/test_batch.py::test_tokens_are_those_after_the_shift_and_count_once_for_ranks_that_share_a_batch",
+    kind="tokens of ranks that share a batch are counted once for each",
+)
+_bug(
+    "uneven_ranks_are_not_heard",
+    "meshwright.mesh.world",
+    "            self._pass(self.rank + power, receive=theirs)\n            combine()\n",
+    "            self._pass(self.rank + power, receive=theirs)\n",
+    "tests/test_lean_step.py::test_sums_and_highest_values_are_those_of_all_ranks[3]",
+    kind="of a number of ranks that is no power of two, some have no say",
+)
+_bug(
+    "defects_are_read_and_not_told",
+    "meshwright_megatron_fsdp.reduction",
+    "is_wrong=values.any() if values is not None and not late else bool(late)",
+    "is_wrong=bool(late)",
+    f"{_M}/test_megatron_fsdp_options.py::test_check_for_nan_in_grad_refuses_the_step_on_all_ranks",
+    kind="what one rank finds wrong on its device is not told to the others",
+)
+_bug(
+    "drawn_ahead_from_other_numbers",
+    "meshwright.train.ahead",
+    "        torch.set_rng_state(drawn.state)\n",
+    "",
+    "tests/test_train.py::test_a_step_that_is_begun_ahead_is_the_step_that_it_would_be",
+    kind="a step has other random numbers when it has been begun ahead, so that a run that goes on is another",
+)
+_bug(
     "no_target_at_all",
-    "meshwright.step.batch",
-    "if defect is None and tokens < 1:",
-    "if defect is None and tokens < 0:",
+    "meshwright.step.agreement",
+    "if int(num_tokens) < 1:",
+    "if int(num_tokens) < 0:",
     "tests/test_batch.py::test_step_without_any_target_is_refused",
     kind="a step without targets divides by zero",
 )
@@ -562,9 +594,9 @@ _bug(
 )
 _bug(
     "other_batches_on_tp",
-    "meshwright.step.batch",
-    "        if low != -high and low != _NEUTRAL:",
-    "        if False:",
+    "meshwright.step.agreement",
+    "    if answer.shares:",
+    "    if False:",
     "tests/test_batch.py::test_ranks_that_share_a_batch_must_have_the_same_tokens[0]",
     kind="ranks that share a batch read different ones without a word",
 )
@@ -745,8 +777,8 @@ _bug(
 _bug(
     "padding_is_attended",
     "meshwright.parallel.context.parallel",
-    "is_whole = attention_mask is None or bool(attention_mask.all())",
-    "is_whole = True",
+    "ids.new_empty(int(mask is not None and not bool(mask.all())))",
+    "ids.new_empty(0)",
     f"{_DOCUMENTS}[gpt2-padded-allgather]",
     kind="the attention mask of the batch is ignored",
 )
@@ -1094,7 +1126,7 @@ _bug(
 )
 _bug(
     "dropout_of_the_first_step",
-    "meshwright.train.loop",
+    "meshwright.train.ahead",
     "spawn_key=(step, data_rank)",
     "spawn_key=(0, data_rank)",
     "tests/test_train.py::test_each_step_and_each_data_rank_has_random_numbers_of_its_own",
@@ -1102,9 +1134,9 @@ _bug(
 )
 _bug(
     "one_dropout_for_all_ranks",
-    "meshwright.train.loop",
-    "step_seed(loop.seed, step, manager.mesh.data_rank)",
-    "step_seed(loop.seed, step, 0)",
+    "meshwright.train.ahead",
+    "step_seed(seed, step, self._manager.mesh.data_rank)",
+    "step_seed(seed, step, 0)",
     "tests/test_train.py::test_each_step_and_each_data_rank_has_random_numbers_of_its_own",
     kind="ranks with other data draw the same dropout",
 )
@@ -1210,8 +1242,8 @@ _bug(
 _bug(
     "nobody_used_it_and_it_decays",
     "meshwright_fsdp2.usage",
-    "            if not is_used:\n                parameter.grad = None",
-    "            if not is_used and parameter.grad is None:\n                parameter.grad = None",
+    "used = [name in self._used for name in trained]",
+    "used = [True for name in trained]",
     f"{_UNUSED}[sizes0-None-config1]",
     kind="parameters without a gradient are decayed",
 )
@@ -1226,8 +1258,8 @@ _bug(
 _bug(
     "weights_from_before_the_step",
     "meshwright_fsdp2.manager",
-    "        self._sharding.reshard()\n\n    @contextmanager\n    def around_step",
-    "        pass\n\n    @contextmanager\n    def around_step",
+    "        self._sharding.reshard()\n\n    def check_batches",
+    "        pass\n\n    def check_batches",
     "plugins/fsdp2/tests/test_fsdp2_options.py::test_evaluation_and_unshard_leave_shards_and_the_reshard_policy_as_they_were[None]",
     kind="weights that were gathered before a step are used after it",
 )
@@ -1413,8 +1445,8 @@ _bug(
 _bug(
     "copies_train_apart",
     "meshwright_pipeline.manager",
-    "        self._copies.sum_gradients()\n",
-    "",
+    "Ending(list(found.values()), self._copies.sum_gradients(found))",
+    "Ending(list(found.values()))",
     f"{_STAGES}[1F1B]",
     kind="copies of a tied weight on several stages are not summed",
 )
@@ -1445,8 +1477,8 @@ _bug(
 _bug(
     "loss_of_one_data_rank",
     "meshwright_pipeline.manager",
-    'groups = [self.mesh.group(axis) for axis in ("dp_cp", "pp")]',
-    'groups = [self.mesh.group("pp")]',
+    'over=mesh.group("dp_cp")',
+    'over=mesh.group("cp")',
     f"{_STAGES}[1F1B]",
     kind="the loss is that of one rank's batch",
 )

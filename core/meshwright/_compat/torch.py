@@ -80,6 +80,12 @@ def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(tensors, factor)
 
 
+def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors into others of their shapes, and perhaps other dtypes, in few kernel launches."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
 def all_reduce(tensor: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
     """A new tensor: the "sum" or "max" over the ranks of the group.
 

@@ -19,6 +19,8 @@ from ..mesh.mesh import Mesh
 from ..mesh.world import same_timeout
 from ..model.layout import ModelLayout
 from ..model.weights import Weights, fill, materialize
+from ..step.agreement import agree, announce
+from ..step.batch import Terms
 from ..step.forward_options import forward_options
 from ..step.router_loss import RouterLoss
 from ..step.row_head import RowHead
@@ -26,6 +28,7 @@ from ..strategy.ask import model_layout
 from ..strategy.contract import Batch
 from ..tensors.norms import check_clip
 from .call_order import check_new, check_nothing_pending
+from .ending import Ending, Findings
 from .forward import Forward
 from .gradients import Gradients
 from .row_loss import RowLoss
@@ -58,6 +61,7 @@ class DataParallelManager(StatefulManager):
     def __init__(self, config: BaseModel, mesh: Mesh) -> None:
         super().__init__(config, mesh)
         self._gradients_are_checked = False
+        self._ending = Ending()
 
     # -- what a strategy says
 
@@ -79,6 +83,14 @@ class DataParallelManager(StatefulManager):
 
     def after_backward(self, *, is_last: bool) -> None:
         """Called after each microbatch's backward."""
+
+    def check_batches(self, microbatches: Sequence[Batch]) -> None:
+        """Refuse microbatches of this rank that the strategy cannot train on; no collective.
+
+        Raises:
+            BatchError: as it is told on all ranks.
+        """
+        self.forward.check_division(microbatches)
 
     def around_step(self, microbatches: Sequence[Batch]) -> AbstractContextManager[None]:
         """Around all forwards and backwards of a step or evaluation."""
@@ -106,8 +118,13 @@ class DataParallelManager(StatefulManager):
     def reduce_gradients(self) -> None:
         """In a pipeline whose backwards were all run with `sync_gradients(is_last=False)`: what the last one does."""
 
-    def check_gradients(self) -> None:
-        """Called after the last microbatch: refuse gradients that the strategy cannot have reduced rightly."""
+    def check_gradients(self) -> Findings | None:
+        """Called after the last microbatch, when gradients are reduced.
+
+        Returns:
+            Which of them this rank has used, and what may be wrong with them, to be told to all; None: nothing.
+        """
+        return None
 
     # -- the contract
 
@@ -170,7 +187,9 @@ class DataParallelManager(StatefulManager):
 
     def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
         self._require_model()
-        microbatches = self.forward.checked(microbatches, num_tokens)
+        self.settle()
+        agreed = agree(microbatches, num_tokens, self.mesh, self._terms)
+        microbatches, num_tokens = agreed.microbatches, agreed.num_tokens
         check_nothing_pending(self.trainable())
         if not self.module.training:
             self.module.train()
@@ -184,12 +203,13 @@ class DataParallelManager(StatefulManager):
                     loss.backward()
                 self.after_backward(is_last=is_last)
                 losses.append(loss.detach())
-        self.finish_gradients()
-        return self.forward.sum_over_ranks(losses)
+        self._ending = Ending([self.finish_gradients()])
+        return self.forward.sum_over_ranks(losses, self._ending)
 
     def eval_loss(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
         self._require_model()
-        microbatches = self.forward.checked(microbatches, num_tokens)
+        agreed = agree(microbatches, num_tokens, self.mesh, self._terms)
+        microbatches, num_tokens = agreed.microbatches, agreed.num_tokens
         was_training = self.module.training
         self.module.eval()
         try:
@@ -199,24 +219,42 @@ class DataParallelManager(StatefulManager):
         finally:
             self.module.train(was_training)
             self.after_eval()
-        return self.forward.sum_over_ranks(losses)
+        return self.forward.sum_over_ranks(losses, Ending())
+
+    @property
+    def _terms(self) -> Terms:
+        return self.forward.terms(self.check_batches)
+
+    def announce(self, microbatches: Sequence[Batch]) -> Tensor:
+        return announce(microbatches, self.mesh, self._terms)
+
+    def read(self, *values: Tensor) -> list[float]:
+        return self._ending.settle(self.mesh.world, values)
+
+    def settle(self) -> None:
+        self._ending.settle(self.mesh.world)
 
     def _loss(self, batch: Batch, num_tokens: Tensor, microbatches: int) -> Tensor:
         return self.forward.share_of_loss(self.forward.divide(batch), num_tokens, microbatches=microbatches)
 
-    def finish_gradients(self) -> None:
+    def finish_gradients(self) -> Findings:
         """After the last backward of a step: all that is left before the gradients are whole. Collective.
 
+        Returns:
+            What is to be told to all ranks.
+
         Raises:
-            StrategyError: on all ranks; the gradients are not what they should be.
+            StrategyError: on all ranks; the gradients of the first step are not what they should be.
         """
         for axis in self.axes:
             axis.add_gradients(self.trainable())
-        self.check_gradients()
+        filled = self.gradients.take_findings()
+        findings = self.check_gradients() or filled
         if self.axes and not self._gradients_are_checked:
             self._gradients_are_checked = True
             defects = [axis.gradient_defect(self.parts) for axis in self.axes]
             self.mesh.world.raise_together(next((defect for defect in defects if defect is not None), None))
+        return findings
 
     def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
         check_clip(max_norm, norm_type)

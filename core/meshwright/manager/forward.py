@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from ..base.errors import ModelError
 from ..mesh.mesh import Mesh
 from ..step.axis import Axis, Trial
-from ..step.batch import check_step
+from ..step.batch import Terms
 from ..step.forward_options import with_router_logits
 from ..step.router_loss import Notes, RouterLoss, find_routers
-from ..step.token_loss import split_targets, sum_of_shares
+from ..step.token_loss import split_targets
 from ..step.token_statistics import Statistic
 from ..strategy.contract import Batch
+from .ending import Ending
 from .row_loss import RowLoss
 
 _FEW_TOKENS = 8
@@ -68,19 +69,13 @@ class Forward:
         """What the length of a sequence must be a multiple of."""
         return math.prod(axis.sequence_multiple for axis in self._axes)
 
-    def checked(self, microbatches: Sequence[Batch], num_tokens: Tensor) -> list[Batch]:
-        """What is to be trained on of a step's microbatches, which all ranks can run together. Collective.
+    def terms(self, check: Callable[[Sequence[Batch]], None]) -> Terms:
+        """What is asked of a step's microbatches.
 
-        Raises:
-            BatchError: on all ranks; see `check_step` and `Axis.check_batch`.
+        Args:
+            check: what the strategy asks beside.
         """
-        multiple = self.sequence_multiple
-        checked = check_step(
-            microbatches, num_tokens, self._mesh, vocab_size=self._vocab_size, sequence_multiple=multiple
-        )
-        if any(axis.divides_batches for axis in self._axes):
-            self._mesh.world.together(lambda: self.check_division(checked))
-        return checked
+        return Terms(self._vocab_size, self.sequence_multiple, check)
 
     def check_division(self, microbatches: Sequence[Batch]) -> None:
         """Refuse microbatches of this rank that an axis cannot divide; no collective.
@@ -169,9 +164,14 @@ class Forward:
         for axis in self._axes:
             axis.check_logits(shape, targets_BS)
 
-    def sum_over_ranks(self, losses: Sequence[Tensor]) -> Tensor:
-        """The loss of a step from the shares of this rank's microbatches; scalar, equal on all ranks. Collective."""
-        total = sum_of_shares(losses, [self._mesh.group("dp_cp")], losses[0].device)
+    def sum_over_ranks(self, losses: Sequence[Tensor], ending: Ending) -> Tensor:
+        """The loss of a step from the shares of this rank's microbatches; scalar, equal on all ranks. Collective.
+
+        Args:
+            ending: what ranks tell each other beside.
+        """
+        alike = self._mesh.group("tp") if self._mesh.degrees.tp > 1 else None
+        total = ending.add_up(losses, losses[0].device, over=self._mesh.group("dp_cp"), alike=alike)
         for axis in self._axes:
             axis.add_losses(total)
         return total.to(losses[0].dtype)

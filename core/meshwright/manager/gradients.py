@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..mesh.mesh import Mesh
-from ..tensors.norms import scale_to_norm, total_grad_norm
+from ..tensors.norms import Groups, scale_to_norm, total_grad_norm
 from ..tensors.state import Parts
+from .ending import Findings
 
 
 class Gradients:
@@ -31,6 +31,8 @@ class Gradients:
         self, trainable: Callable[[], Iterable[nn.Parameter]], parts: Parts, mesh: Mesh, *, wide: bool
     ) -> None:
         self._trainable, self._parts, self._mesh, self._wide = trainable, parts, mesh, wide
+        self._findings = Findings()
+        self._groups: dict[nn.Parameter, Groups] = {}
 
     def total_norm(self, norm_type: float, *, without: Collection[nn.Parameter] = ()) -> Tensor:
         """The total norm of all gradients but those of some parameters. Collective.
@@ -40,25 +42,38 @@ class Gradients:
         """
         left_out = set(without)
         pairs = [(p.grad, p) for p in self._trainable() if p.grad is not None and p not in left_out]
-        groups = [self._parts.groups(parameter) for _, parameter in pairs]
+        groups = [self._groups_of(parameter) for _, parameter in pairs]
         gradients = [grad for grad, _ in pairs]
         return total_grad_norm(gradients, norm_type, wide=self._wide, groups=groups, device=self._mesh.device)
+
+    def _groups_of(self, parameter: nn.Parameter) -> Groups:
+        """What divides a parameter, found once."""
+        if parameter not in self._groups:
+            self._groups[parameter] = self._parts.groups(parameter)
+        return self._groups[parameter]
 
     def scale(self, norm: Tensor, max_norm: float) -> None:
         """Multiply all gradients by min(1, max_norm / norm), in place."""
         scale_to_norm([p.grad for p in self._trainable() if p.grad is not None], norm, max_norm)
 
     def fill_missing(self) -> None:
-        """Give zeros to parameters that other ranks have a gradient of and this one has not.
+        """Give zeros to parameters that this rank has no gradient of, since other ranks may have one.
 
-        For strategies that reduce parameter by parameter: afterwards all ranks have gradients of the same parameters,
-        and those that no rank uses keep none, as under `single`. Collective.
+        For strategies that reduce parameter by parameter: afterwards all ranks have gradients of all parameters. Those
+        that no rank has used lose it before the optimizer steps, as under `single`; see [Note: one wait] in `ending`.
         """
         parameters = list(self._trainable())
-        used = self._mesh.world.reduce_ints([int(p.grad is not None) for p in parameters], dist.ReduceOp.MAX)
-        for parameter, is_used in zip(parameters, used, strict=True):
-            if is_used and parameter.grad is None:
+        self._findings = Findings(
+            [[each] for each in parameters], [parameter.grad is not None for parameter in parameters]
+        )
+        for parameter in parameters:
+            if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+
+    def take_findings(self) -> Findings:
+        """What `fill_missing` has seen in this step."""
+        findings, self._findings = self._findings, Findings()
+        return findings
 
     # -- in a pipeline
 

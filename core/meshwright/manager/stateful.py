@@ -85,12 +85,16 @@ class StatefulManager(StrategyManager):
         optimizer = self.mesh.world.together(lambda: call_factory(factory, named))
         check_optimizer(optimizer, self.parts, self.mesh.world)
         self._optimizer = optimizer
+        optimizer.register_step_pre_hook(lambda *_: self.settle())
         return optimizer
 
     def named_trainable(self) -> Sequence[tuple[str, nn.Parameter]]:
         """What the optimizer trains, by name, as `parts` knows it; for strategies to replace that train parts of their
         own."""
         return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+
+    def settle(self) -> None:
+        """Called before the optimizer steps."""
 
     def optimizer_step(self) -> None:
         optimizer = self.optimizer

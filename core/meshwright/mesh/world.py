@@ -5,12 +5,18 @@
 
 [Note: control plane] Small agreements between ranks (are the counts equal? has any rank found an error?) travel as
 CPU tensors where the process group has a backend for them, so that they never wait for queued GPU work.
-Source: torch.distributed.
+
+[Note: doubling] Gloo sends an all-reduce around a ring, in as many steps as there are ranks. A message of the control
+plane is small, so it is the steps that count: ranks exchange what they have with a partner 1, 2, 4, ... further on, and
+all have everything after log2(ranks) steps. Where the number of ranks is no power of two, those beyond one give what
+they have to a partner first, and get the result from it. Source: Thakur et al. 2005, "Optimization of collective
+communication operations in MPICH", section 4.4 (recursive doubling). Source: torch.distributed.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -25,6 +31,9 @@ from ..launch.slurm import devices_of_step, join_step
 
 T = TypeVar("T")
 
+_TAG = 4711
+"""Of the control plane's messages between two ranks, so that no other takes them for its own."""
+
 
 class World:
     """All ranks of the process group. A context manager: it ends the group on leaving, if it started it.
@@ -33,7 +42,12 @@ class World:
         device: of this rank.
         group: None for all ranks; else the world is the ranks of this group, as a pipeline's stage sees it.
         rank, size: within the group.
+        before_message: called before the next message of all ranks, once: a message that waits for one to travel with.
+        in_steps: whether ranks have agreed on a step before; see `meshwright.step.agreement`.
     """
+
+    before_message: Callable[[], object] | None = None
+    in_steps: bool = False
 
     def __init__(self, device: torch.device, *, owns_group: bool, group: dist.ProcessGroup | None = None) -> None:
         self.device = device
@@ -43,6 +57,7 @@ class World:
         self._owns_group = owns_group
         config = dist.distributed_c10d.get_backend_config()
         self._control_device = torch.device("cpu") if "cpu" in config or "gloo" in config else device
+        self._doubles = self._control_device.type == "cpu" and ("cpu:gloo" in config or config == "gloo")
 
     @property
     def owns_group(self) -> bool:
@@ -50,10 +65,88 @@ class World:
         return self._owns_group
 
     def reduce_ints(self, values: Sequence[int], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[int]:
-        """All-reduce a few integers over all ranks; see [Note: control plane]."""
-        tensor = torch.tensor(values, dtype=torch.int64, device=self._control_device)
-        dist.all_reduce(tensor, op=op, group=self.group)
-        return [int(value) for value in tensor.tolist()]
+        """All-reduce a few integers over all ranks by SUM, MAX or MIN; see [Note: control plane]."""
+        if op == dist.ReduceOp.SUM:
+            return self.exchange(values, ())[0]
+        if op == dist.ReduceOp.MAX:
+            return self.exchange((), values)[1]
+        return [-value for value in self.exchange((), [-value for value in values])[1]]
+
+    def exchange(self, sums: Sequence[int], highs: Sequence[int]) -> tuple[list[int], list[int]]:
+        """One message of all ranks: add up some integers, and take the highest of others.
+
+        Args:
+            sums: int64; sums are modulo 2**64.
+            highs: int64.
+        """
+        self.send_waiting()
+        return self._exchanged(sums, highs)
+
+    def begin_exchange(self, sums: Sequence[int], highs: Sequence[int]) -> Callable[[], tuple[list[int], list[int]]]:
+        """`exchange` in a thread of its own, while the caller does other things; collective over all ranks.
+
+        No other message of all ranks overtakes it: who sends one waits for it first.
+
+        Returns:
+            What waits for the result, and gives it.
+        """
+        self.send_waiting()
+        if not self._doubles or self.size == 1:
+            result = self._exchanged(sums, highs)
+            return lambda: result
+        waiting = in_background(lambda: self._exchanged(sums, highs))
+        self.before_message = waiting
+        return waiting
+
+    def _exchanged(self, sums: Sequence[int], highs: Sequence[int]) -> tuple[list[int], list[int]]:
+        mine = torch.tensor([*sums, *highs], dtype=torch.int64, device=self._control_device)
+        if self._doubles:
+            self._double(mine, len(sums))
+        else:
+            # NCCL has trees.
+            for part, op in ((mine[: len(sums)], dist.ReduceOp.SUM), (mine[len(sums) :], dist.ReduceOp.MAX)):
+                if part.numel():
+                    dist.all_reduce(part, op=op, group=self.group)
+        values = mine.tolist()
+        return values[: len(sums)], values[len(sums) :]
+
+    def send_waiting(self) -> None:
+        """Send what waits for another message to travel with, if there is something."""
+        if self.before_message is not None:
+            send, self.before_message = self.before_message, None
+            send()
+
+    def _double(self, mine: torch.Tensor, sums: int) -> None:
+        """Combine `mine` with those of all ranks, in place; see [Note: doubling]."""
+        power = 1 << (self.size.bit_length() - 1)
+        is_beyond, has_beyond = self.rank >= power, self.rank + power < self.size
+        theirs = torch.empty_like(mine)
+
+        def combine() -> None:
+            mine[:sums] += theirs[:sums]
+            torch.maximum(mine[sums:], theirs[sums:], out=mine[sums:])
+
+        if is_beyond:
+            self._pass(self.rank - power, send=mine)
+            self._pass(self.rank - power, receive=mine)
+            return
+        if has_beyond:
+            self._pass(self.rank + power, receive=theirs)
+            combine()
+        step = 1
+        while step < power:
+            self._pass(self.rank ^ step, send=mine, receive=theirs)
+            combine()
+            step *= 2
+        if has_beyond:
+            self._pass(self.rank + power, send=mine)
+
+    def _pass(self, peer: int, *, send: torch.Tensor | None = None, receive: torch.Tensor | None = None) -> None:
+        works = [dist.isend(send, group=self.group, group_dst=peer, tag=_TAG)] if send is not None else []
+        works += [dist.irecv(receive, group=self.group, group_src=peer, tag=_TAG)] if receive is not None else []
+        for work in works:
+            if work is not None:
+                work.wait()
 
     def raise_together(self, error: MeshwrightError | None) -> None:
         """Raise on every rank if any rank brings an error; see [Note: equal on every rank] in `contract`.
@@ -70,6 +163,7 @@ class World:
 
     def raise_any(self, error: MeshwrightError | None) -> NoReturn:
         """`raise_together` where all ranks know that some rank has an error."""
+        self.send_waiting()
         found: list[MeshwrightError | None] = [None] * self.size
         dist.all_gather_object(found, error, group=self.group)
         culprits = {rank: each for rank, each in enumerate(found) if each is not None}
@@ -106,6 +200,7 @@ class World:
                 box[0] = (None, work())
             except MeshwrightError as caught:
                 box[0] = (caught, None)
+        self.send_waiting()
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         error, result = box[0]
         if error is not None:
@@ -124,6 +219,30 @@ class World:
         """End the process group, if this started it; nothing otherwise."""
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def in_background(work: Callable[[], T]) -> Callable[[], T]:
+    """Run `work` in a thread that does not hold up the end of the process; gives what waits for its result, or raises
+    its error."""
+    box: list[T | BaseException] = []
+
+    def run() -> None:
+        try:
+            box.append(work())
+        except BaseException as error:
+            box.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def wait() -> T:
+        thread.join()
+        (result,) = box
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    return wait
 
 
 def same_timeout() -> AbstractContextManager[None]:

@@ -42,7 +42,7 @@ def checkpoint_blocks(model: nn.Module, layout: ModelLayout, mode: Mode | bool, 
         layout: of the model.
         mode: "full" or True, "selective", or False for nothing.
         keep_choices: hold what routers choose, too, so that no token is routed anew by numbers that a kernel computes a
-            little differently the second time.
+            little differently the second time; and how many tokens go where, which the host need not read again.
 
     Raises:
         ConfigError: no such mode.
@@ -108,28 +108,28 @@ def _selective_contexts() -> Any:
 
 
 def _keeping_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    kept: list[tuple[Tensor, ...]] = []
+    kept: list[Tensor | tuple[Tensor, ...]] = []
     return _Keep(kept), _Reuse(kept)
 
 
 class _Keep(TorchDispatchMode):
     """Keeps what operators chose, as copies: models write into what they get (the weights of experts, to norm them)."""
 
-    def __init__(self, kept: list[tuple[Tensor, ...]]) -> None:
+    def __init__(self, kept: list[Tensor | tuple[Tensor, ...]]) -> None:
         super().__init__()
         self._kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if is_choice(func):
-            self._kept.append(tuple(each.clone() for each in result))
+        if _depends_on_data(func):
+            self._kept.append(_copied(result))
         return result
 
 
 class _Reuse(TorchDispatchMode):
     """Gives what was kept, in the same order."""
 
-    def __init__(self, kept: Sequence[tuple[Tensor, ...]]) -> None:
+    def __init__(self, kept: Sequence[Tensor | tuple[Tensor, ...]]) -> None:
         super().__init__()
         self._kept = kept
 
@@ -139,6 +139,15 @@ class _Reuse(TorchDispatchMode):
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_choice(func):
-            return tuple(each.clone() for each in next(self._rest))
+        if _depends_on_data(func):
+            return _copied(next(self._rest))
         return func(*args, **(kwargs or {}))
+
+
+def _depends_on_data(op: Any) -> bool:
+    """Whether an operator tells where tokens go."""
+    return is_choice(op) or str(op) == "meshwright.on_host.default"
+
+
+def _copied(result: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    return result.clone() if isinstance(result, Tensor) else tuple(each.clone() for each in result)

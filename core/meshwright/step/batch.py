@@ -1,4 +1,4 @@
-"""Check and count the microbatches of a step, the same on every rank.
+"""Check and count the microbatches of one rank. What ranks tell each other of them is in `agreement`.
 
 [Note: packed documents] Where several documents share a row, `position_ids` restart at each, from which transformers
 finds them and keeps them apart, but only without an attention mask: beside one, each document sees those before it
@@ -9,112 +9,68 @@ refused.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..base.errors import BatchError
-from ..mesh.mesh import Mesh
 from ..strategy.contract import IGNORED_LABEL, Batch
 from .token_loss import targets
 
-_NEUTRAL = 2**62
-"""Above all checksums."""
 
+@dataclass(frozen=True)
+class Terms:
+    """What a manager asks of the microbatches of a step.
 
-def count_tokens(microbatches: Sequence[Batch], mesh: Mesh) -> Tensor:
-    """Count the unmasked targets of the global batch.
-
-    Args:
-        microbatches: this data-parallel rank's share of the step.
-        mesh: all of its ranks call this.
-
-    Returns:
-        int64 scalar on the CPU, equal on all ranks.
-
-    Raises:
-        BatchError: a microbatch of any rank is malformed.
-    """
-    defect = _defect(microbatches, None)
-    counts = defect is None and mesh.leads_data
-    mine = sum(int((targets(batch["labels"]) != IGNORED_LABEL).sum()) for batch in microbatches) if counts else 0
-    defects, total = mesh.world.reduce_ints([int(defect is not None), mine])
-    if defects:
-        mesh.world.raise_any(BatchError(defect) if defect else None)
-    return torch.tensor(total, dtype=torch.int64)
-
-
-def check_step(
-    microbatches: Sequence[Batch],
-    num_tokens: Tensor,
-    mesh: Mesh,
-    *,
-    vocab_size: int | None,
-    sequence_multiple: int = 1,
-) -> list[Batch]:
-    """Make sure that all ranks can run this step together; one small all-reduce where they can.
-
-    Args:
+    Attributes:
         vocab_size: token ids must be below it; None: unknown.
         sequence_multiple: the length of a sequence must be a multiple of it.
-
-    Returns:
-        What is to be trained on: the microbatches, but for masks that are left out; see [Note: packed documents].
-
-    Raises:
-        BatchError: on all ranks, as `StrategyManager.forward_backward` says.
+        check: what else there is to refuse on a rank, without a collective; raises BatchError.
+        count: of what the ranks must know the largest number that one of them has; see `Agreed.most`.
     """
-    defect = _defect(microbatches, vocab_size) or _length_defect(microbatches, sequence_multiple, mesh.degrees.cp)
-    tokens = int(num_tokens)
-    if defect is None and tokens < 1:
-        defect = "num_tokens is 0: no rank has an unmasked target in this step. Leave the step out, or unmask labels."
-    count = len(microbatches) if defect is None else 0
-    # MIN over x and over -x agree (but for the sign) exactly when x is the same on all ranks.
-    values = [int(defect is None), count, -count, tokens, -tokens, *_prints(microbatches, mesh, defect)]
-    reduced = mesh.world.reduce_ints(values, dist.ReduceOp.MIN)
-    ok, low_count, high_count, low_tokens, high_tokens = reduced[:5]
-    if not ok:
-        mesh.world.raise_any(BatchError(defect) if defect else None)
-    if low_count != -high_count:
-        raise BatchError(
-            f"ranks disagree on the number of microbatches: between {low_count} and {-high_count}. "
-            f"Give every rank the same number; pad with microbatches whose labels are all {IGNORED_LABEL}."
-        )
-    if low_tokens != -high_tokens:
-        raise BatchError(
-            f"ranks disagree on num_tokens: between {low_tokens} and {-high_tokens}. It is the count over the global "
-            f"batch, equal on all ranks: use meshwright.count_tokens."
-        )
-    lows, highs = reduced[5::2], reduced[6::2]
-    for data_rank, (low, high) in enumerate(zip(lows, highs, strict=True)):
-        if low != -high and low != _NEUTRAL:
-            raise BatchError(
-                f"ranks that share a batch ({mesh.degrees}) have different input_ids for data rank {data_rank} of "
-                f"{mesh.data_size}. Choose the batch by mesh.data_rank, not by the rank."
-            )
+
+    vocab_size: int | None = None
+    sequence_multiple: int = 1
+    check: Callable[[Sequence[Batch]], None] = lambda microbatches: None
+    count: Callable[[Sequence[Batch]], int] = len
+
+
+def count_here(microbatches: Sequence[Batch]) -> int:
+    """The unmasked targets of sound microbatches."""
+    return sum(int((targets(batch["labels"]) != IGNORED_LABEL).sum()) for batch in microbatches)
+
+
+def checksum(microbatches: Sequence[Batch]) -> int | None:
+    """Of all `input_ids`, 32 bits; None where they are on an accelerator: that would wait for queued work."""
+    if any(batch["input_ids"].device.type != "cpu" for batch in microbatches):
+        return None
+    found = 0
+    for batch in microbatches:
+        found = zlib.crc32(batch["input_ids"].contiguous().numpy(), found)
+    return found
+
+
+def apart(microbatches: Sequence[Batch]) -> list[Batch]:
+    """What is to be trained on: the microbatches, but for masks that are left out; see [Note: packed documents]."""
     return [_without_mask(batch) if _restarts(batch) else batch for batch in microbatches]
 
 
-def _prints(microbatches: Sequence[Batch], mesh: Mesh, defect: str | None) -> list[int]:
-    """For each data rank, a checksum of its tokens and the negative of it, neutral to MIN elsewhere.
-
-    Nothing where no two ranks share a batch. Ids on an accelerator are not looked at.
-    """
-    if mesh.world.size == mesh.data_size:
-        return []
-    prints = [_NEUTRAL] * (2 * mesh.data_size)
-    if defect is None and all(batch["input_ids"].device.type == "cpu" for batch in microbatches):
-        checksum = 0
-        for batch in microbatches:
-            checksum = zlib.crc32(batch["input_ids"].contiguous().numpy().tobytes(), checksum)
-        prints[2 * mesh.data_rank : 2 * mesh.data_rank + 2] = [checksum, -checksum]
-    return prints
-
-
-def _defect(microbatches: Sequence[Batch], vocab_size: int | None) -> str | None:
+def defect_under(microbatches: Sequence[Batch], terms: Terms, cp_size: int) -> str | None:
     """What is wrong with this rank's microbatches, or None."""
+    defect = defect_of(microbatches, terms.vocab_size)
+    defect = defect or _length_defect(microbatches, terms.sequence_multiple, cp_size)
+    if defect is None:
+        try:
+            terms.check(microbatches)
+        except BatchError as error:
+            defect = str(error)
+    return defect
+
+
+def defect_of(microbatches: Sequence[Batch], vocab_size: int | None = None) -> str | None:
+    """What is wrong with this rank's microbatches, whoever trains on them, or None."""
     if not isinstance(microbatches, Sequence) or not microbatches:
         return f"microbatches must be a non-empty sequence of mappings, not {type(microbatches).__name__} (or empty)."
     for index, batch in enumerate(microbatches):

@@ -5,10 +5,7 @@ Shapes: B sequences of a microbatch, S tokens each, V entries of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -44,22 +41,3 @@ def target_loss_sum(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     if logits_BSV.dtype in (torch.float16, torch.bfloat16):
         logits_BSV = logits_BSV.float()
     return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-
-
-def sum_of_shares(shares: Sequence[Tensor], groups: Sequence[dist.ProcessGroup], device: torch.device) -> Tensor:
-    """The loss of a step from the shares of its microbatches. Collective over the groups.
-
-    Args:
-        shares: scalars, of this rank; none, where other ranks have them.
-        groups: over which shares are summed, one after the other.
-        device: of this rank.
-
-    Returns:
-        float64 scalar, so that the sum does not depend on how microbatches are spread over ranks; equal on all.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    if shares:
-        total += torch.stack(list(shares)).sum(dtype=torch.float64)
-    for group in groups:
-        dist.all_reduce(total, group=group)
-    return total

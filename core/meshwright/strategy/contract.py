@@ -88,7 +88,7 @@ class StrategyManager(ABC):
             microbatches: this data-parallel rank's share, at least one; each holds `input_ids` and `labels`,
                 int64, (B, S), and what else the model's forward takes.
             num_tokens: unmasked targets in the global batch, int64 scalar, equal on all ranks; see
-                `meshwright.step.batch.count_tokens`.
+                `meshwright.step.agreement.count_tokens`.
 
         Returns:
             Mean loss per token of the global batch [nats], scalar, equal on all ranks; float32, or float64 for a
@@ -118,6 +118,34 @@ class StrategyManager(ABC):
     @abstractmethod
     def optimizer_step(self) -> None:
         """Step the optimizer and drop the gradients."""
+
+    def announce(self, microbatches: Sequence[Batch]) -> Tensor | None:
+        """Begin to agree with the other ranks on the next step, while the device computes this one. Collective.
+
+        What is wrong with the microbatches is told by the step.
+
+        Args:
+            microbatches: this very sequence is to be given to the next `forward_backward`.
+
+        Returns:
+            `num_tokens` of that call; None: the strategy does not, and tokens are to be counted with `count_tokens`.
+        """
+        return None
+
+    def read(self, *values: Tensor) -> list[float]:
+        """The values of scalars, such as the loss and the norm of a step, with one wait for the device.
+
+        What a strategy finds out of a step with the device is read at the same time; who does not call this between
+        `forward_backward` and the optimizer's step waits there. Not for what differs between ranks.
+
+        Args:
+            values: scalars, equal on all ranks.
+
+        Raises:
+            MeshwrightError: a gradient of the step is not what the strategy's options ask for; on all ranks. Nothing
+                was trained.
+        """
+        return [float(value) for value in values]
 
     @abstractmethod
     def unshard(self) -> AbstractContextManager[Sequence[nn.Module]]:

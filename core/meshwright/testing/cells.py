@@ -17,7 +17,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ..base.errors import MeshwrightError, RankError, TrainingError
-from ..step.batch import count_tokens
+from ..step.agreement import count_tokens
 from ..strategy.registry import get_registry, get_strategy
 from .case import Case, Outcome, share
 from .parity import build_manager, difference, reference, train_case, train_from_checkpoint, train_part

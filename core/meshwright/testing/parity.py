@@ -22,7 +22,7 @@ from ..checkpoint import load_checkpoint, save_checkpoint
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import MeshSizes
 from ..mesh.world import open_world
-from ..step.batch import count_tokens
+from ..step.agreement import count_tokens
 from ..strategy.contract import OptimizerFactory, StrategyManager
 from ..strategy.stack import resolve
 from ..train.optim import build_scheduler, optimizer_factory

@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..base.errors import TrainingError
-from ..step.batch import count_tokens
+from ..step.agreement import count_tokens
 from ..strategy.contract import Batch, StepResult, StrategyManager
 from ..strategy.registry import Registry, get_registry
+from .ahead import Ahead
 from .rates import check_rates, groups_stepped
 
 
@@ -73,8 +72,9 @@ def fit(
     registry = registry or get_registry()
     held_out_tokens = count_tokens(loop.held_out, manager.mesh) if loop.held_out else None
     results = []
+    ahead = _ahead(manager, loop)
     for step in range(loop.start, loop.steps):
-        result = train_step(manager, scheduler, loop, step)
+        result = train_step(manager, scheduler, loop, step, ahead)
         if held_out_tokens is not None and loop.evaluates_after(step + 1):
             held_out_loss = float(manager.eval_loss(loop.held_out, num_tokens=held_out_tokens))
             result = StepResult(**{**vars(result), "held_out_loss": held_out_loss})
@@ -85,17 +85,26 @@ def fit(
     return results
 
 
-def train_step(manager: StrategyManager, scheduler: LRScheduler, loop: Loop, step: int) -> StepResult:
-    """Run one optimizer step, counted from 0; see `fit`."""
+def _ahead(manager: StrategyManager, loop: Loop) -> Ahead:
+    return Ahead(manager, loop.batches, steps=loop.steps, seed=loop.seed)
+
+
+def train_step(
+    manager: StrategyManager, scheduler: LRScheduler, loop: Loop, step: int, ahead: Ahead | None = None
+) -> StepResult:
+    """Run one optimizer step, counted from 0; see `fit`.
+
+    Args:
+        ahead: of the loop, to begin the next step in it; None: it is left to itself.
+    """
     start = time.perf_counter()
-    if loop.seed is not None:
-        torch.manual_seed(step_seed(loop.seed, step, manager.mesh.data_rank))
-    microbatches = loop.batches(step)
-    num_tokens = count_tokens(microbatches, manager.mesh)
+    microbatches, num_tokens = (ahead or _ahead(manager, loop)).take(step)
     loss = manager.forward_backward(microbatches, num_tokens=num_tokens)
     grad_norm = manager.clip_grad_norm(loop.max_grad_norm, loop.grad_norm_type)
+    if ahead is not None:
+        ahead.begin(step + 1)
     # One wait for the device per step; it also keeps a bad gradient out of the parameters.
-    loss_value, norm_value = torch.stack([loss.double(), grad_norm.to(loss.device, torch.float64)]).tolist()
+    loss_value, norm_value = manager.read(loss, grad_norm)
     if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
         raise TrainingError(
             f"step {step + 1}: the loss is {loss_value} and the gradient norm {norm_value}. The parameters were not "
@@ -116,9 +125,3 @@ def train_step(manager: StrategyManager, scheduler: LRScheduler, loop: Loop, ste
         seconds=time.perf_counter() - start,
         rank=manager.mesh.rank,
     )
-
-
-def step_seed(seed: int, step: int, data_rank: int) -> int:
-    """The seed of a step's random numbers: its own for each data rank, equal where ranks share a batch."""
-    state = np.random.SeedSequence(seed, spawn_key=(step, data_rank)).generate_state(1, np.uint64)
-    return int(state[0] >> np.uint64(1))

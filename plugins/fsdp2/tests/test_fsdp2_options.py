@@ -35,7 +35,7 @@ from meshwright_fsdp2 import FSDP2Config, FSDP2Manager
 
 BLOCKS = 3
 UNITS = BLOCKS + 1
-OWN_REDUCTIONS = 3
+OWN_REDUCTIONS = 1
 
 
 def _step(manager: Any, case: Case, index: int = 1) -> Any:

@@ -246,6 +246,7 @@ def _broken(config: dict[str, Any]) -> tuple[str, bool, float]:
         handles.append(norm.register_forward_hook(lambda *a: a[-1] * float("inf")))
     try:
         _step(manager, case, 0)()
+        manager.read()
         told = "accepted"
     except StrategyError as error:
         told = str(error)

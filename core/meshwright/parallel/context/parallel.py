@@ -38,6 +38,9 @@ from .probe import Finding, Observer, find_defect, numbered
 
 _PREFIX = "meshwright_"
 _WHOLE_POSITIONS = "whole_position_ids"
+_MASKS = "masks_tokens"
+"""Key of a divided batch: a tensor with an element where the attention mask has zeros, and none where it has not; the
+key is missing where that is not known without a wait for the device."""
 _DIVIDED = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
 _SERVED = ("eager", "sdpa")
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -100,7 +103,9 @@ class ContextParallel(Axis):
             "position_ids": self.own(whole.expand(count, length)),
             "attention_mask": torch.ones_like(ids) if mask is None else mask,
         }
-        if given is not None and mask is None:
+        if mask is None or mask.device.type == "cpu":
+            divided[_MASKS] = ids.new_empty(int(mask is not None and not bool(mask.all())))
+        if given is not None and mask is None and _may_restart(given):
             # transformers looks for documents only then.
             divided[_WHOLE_POSITIONS] = whole.expand(count, length)
         return divided
@@ -166,10 +171,11 @@ class ContextParallel(Axis):
     def around_forward(self, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Around a forward with a divided batch; gives what the model is called with."""
         global _running
-        rest = {name: value for name, value in inputs.items() if name != _WHOLE_POSITIONS}
+        rest = {name: value for name, value in inputs.items() if name not in (_WHOLE_POSITIONS, _MASKS)}
         part = inputs["input_ids"].shape[1]
         length = inputs["attention_mask"].shape[1] if "attention_mask" in inputs else part
-        outer, _running = _running, _Running(self, length, part, inputs.get(_WHOLE_POSITIONS))
+        masks = bool(inputs[_MASKS].numel()) if _MASKS in inputs else None
+        outer, _running = _running, _Running(self, length, part, inputs.get(_WHOLE_POSITIONS), masks)
         try:
             yield rest
         finally:
@@ -209,12 +215,14 @@ class _Running:
         length: of a whole sequence.
         part: positions on this rank.
         positions_BS: where documents may be, the whole sequence's positions.
+        masks: whether the attention mask has zeros; None: not known.
     """
 
     parallel: ContextParallel
     length: int
     part: int
     positions_BS: Tensor | None
+    masks: bool | None
 
 
 _running: _Running | None = None
@@ -267,7 +275,9 @@ def make_mask(
             "the model adds a rule of its own to its attention masks, which may be about the positions of one rank. "
             "Set cp_size=1."
         )
-    is_whole = attention_mask is None or bool(attention_mask.all())
+    is_whole = attention_mask is None or _running.masks is False
+    if not is_whole and _running.masks is None and attention_mask is not None:
+        is_whole = bool(attention_mask.all())
     is_causal = allow_is_causal_skip and is_whole and (local_size is None or kv_length < local_size)
     if _running.positions_BS is not None:
         mask_function, is_documents = for_documents(mask_function, _running.positions_BS)
@@ -283,6 +293,11 @@ def make_mask(
         is_causal=is_causal,
         arguments=arguments,
     )
+
+
+def _may_restart(positions: Tensor) -> bool:
+    """Whether documents may share a row; on an accelerator, that is not looked at."""
+    return positions.device.type != "cpu" or bool((positions.diff(dim=-1) != 1).any())
 
 
 def _check_configs(model: nn.Module, configs: list[Any]) -> None:

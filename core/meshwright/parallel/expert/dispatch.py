@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..._compat.torch import all_to_all
+from ...tensors.on_host import on_host
 
 LocalExperts: TypeAlias = "Callable[[Tensor, Tensor, Tensor], Tensor]"
 """The model's own forward on this rank's experts: rows (R, D), index (R, 1) below L, weights (R, 1) to rows (R, D)."""
@@ -69,9 +70,12 @@ def dispatched(
     # What is no expert comes last.
     ids = torch.where((index_TK >= 0) & (index_TK < count), index_TK, count).flatten()
     order = torch.argsort(ids, stable=True)
-    sent_RL = torch.bincount(ids, minlength=count + 1)[:count].view(ranks, count // ranks)
+    # Not by `bincount`, which waits for the device.
+    sent_E = ids.new_zeros(count + 1).scatter_add_(0, ids, torch.ones_like(ids))[:count]
+    sent_RL = sent_E.view(ranks, count // ranks)
     received_RL = all_to_all(sent_RL, group)
-    sends, receives = torch.stack([sent_RL.sum(1), received_RL.sum(1)]).tolist()
+    # The one wait of a layer: messages need their lengths on the host.
+    sends, receives = on_host(torch.stack([sent_RL.sum(1), received_RL.sum(1)])).tolist()
     order = order[: sum(sends)]
 
     rows: Tensor = Exchange.apply(hidden_TD[order // choices], sends, receives, group)

@@ -55,6 +55,7 @@ class LocalParameters:
         self._mesh = mesh
         self._plain = plain
         self._cuts: dict[Slot, Cut] = {}
+        self._placed: dict[Cut, Tensor] = {}
         self._divisions: dict[Slot, Division] = {}
         self._foreign: set[nn.Module] = set()
         self._taken: set[nn.Module] = set()
@@ -157,7 +158,12 @@ class LocalParameters:
             local: Tensor = parameter.to_local(grad_placements=[Partial()] if cut.partial else None)
         else:
             local = Copy.apply(parameter, self._mesh.get_group()) if cut.partial else parameter
-        return local if cut.rows is None else local[cut.rows.to(local.device)]
+        if cut.rows is None:
+            return local
+        if cut not in self._placed or self._placed[cut].device != local.device:
+            # Once: a copy to a device waits for it.
+            self._placed[cut] = cut.rows.to(local.device)
+        return local.index_select(0, self._placed[cut])
 
 
 _WHOLE = Cut()

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from meshwright.base.errors import ModelError
+from meshwright.manager.ending import Findings
 from meshwright.manager.start import check_reduce_dtype
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.weight_gradients import WeightGradients
@@ -94,6 +95,7 @@ class BucketedDataParallel(nn.Module):
             self._delayed.collected = []
             self._delayed.watch(module)
         self._sync = GradientSync(self.buckets, config, mesh.world)
+        self._world = mesh.world
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's, with whole parameters. Collective where they are still to be gathered."""
@@ -136,18 +138,32 @@ class BucketedDataParallel(nn.Module):
             StrategyError: with overlap, a bucket is not ready (on all ranks).
             TrainingError: `check_for_nan_in_grad` has found something (on all ranks).
         """
+        findings = self.reduce_gradients(force_all_reduce=force_all_reduce, allow_unused=allow_unused)
+        if findings is not None:
+            findings.tell(self._world)
+
+    def reduce_gradients(self, *, force_all_reduce: bool = False, allow_unused: bool = False) -> Findings | None:
+        """`finish_grad_sync` up to what ranks tell each other: what no rank has used has a gradient of zeros, and
+        nothing is raised for what `check_for_nan_in_grad` has found.
+
+        Returns:
+            What this rank has to tell; None where the step was finished before.
+
+        Raises:
+            StrategyError: as `finish_grad_sync`.
+        """
         self._compute_delayed()
         if self._sync.is_finished:
-            return
-        used = self._sync.finish(force_all_reduce=force_all_reduce, allow_unused=allow_unused)
+            return None
+        self._sync.finish(force_all_reduce=force_all_reduce, allow_unused=allow_unused)
         if self.shards is not None:
             for shard in self.shards:
-                shard.set_gradient(used[shard.parameter])
-            return
+                shard.take_gradient()
+            return self._sync.findings(self.shards.tensor_of)
         for bucket in self.buckets:
             for slot in bucket.slots:
-                is_used = used[slot.parameter]
-                slot.parameter.grad = slot.gradient.to(slot.parameter.dtype) if is_used else None
+                slot.parameter.grad = slot.gradient.to(slot.parameter.dtype)
+        return self._sync.findings(lambda parameter: parameter)
 
     def _compute_delayed(self) -> None:
         """See [Note: delayed weights]."""

@@ -1,7 +1,7 @@
 """Checks of each bucket's gradients on this rank, before they are reduced.
 
-Norms stay on their device until the step's gradients are finished, so that nothing waits for them in backward, and no
-rank stops alone: all ranks hear of a defect together.
+Norms stay on their device until the host reads what is to be known of the step, so that nothing waits for them in
+backward, and no rank stops alone: all ranks hear of a defect together.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class GradientChecks:
         self._nonfinite = nonfinite
         self._large = large
         self._seen: list[tuple[int, Sequence[str], Tensor]] = []
+        self.looks = nonfinite or large
         self._learned = 0
         self._largest = 0.0
 
@@ -44,22 +45,40 @@ class GradientChecks:
             names: of its parameters.
             gradients: of the same parameters, of any shapes.
         """
-        if self._nonfinite or self._large:
+        if self.looks:
             self._seen.append((bucket, names, torch.stack([torch.linalg.vector_norm(each) for each in gradients])))
 
-    def verdict(self) -> TrainingError | None:
+    def forget(self) -> None:
+        """What has been noted is of a step that was left."""
+        self._seen = []
+
+    def norms(self) -> Tensor | None:
+        """All norms noted since the last verdict, on their device, for `verdict`; None where nothing is looked at."""
+        return torch.cat([norms for _, _, norms in self._seen]) if self._seen else None
+
+    def is_wrong(self) -> Tensor | bool | None:
+        """Whether `verdict` will find an error, on the device of the gradients; None: it never does."""
+        norms = self.norms()
+        if not self._nonfinite:
+            return None
+        return False if norms is None else ~norms.isfinite().all()
+
+    def verdict(self, norms: Sequence[float]) -> TrainingError | None:
         """What is wrong with the buckets seen since the last verdict; None: nothing. Warns of large norms.
 
-        Waits for the device of the gradients.
+        Args:
+            norms: the values of `norms`, on the host.
         """
         seen, self._seen = self._seen, []
-        for bucket, names, norms in seen:
-            norm = float(torch.linalg.vector_norm(norms))
-            if not math.isfinite(norm):
+        start = 0
+        for bucket, names, tensor in seen:
+            mine = norms[start : start + tensor.numel()]
+            start += len(mine)
+            if not all(map(math.isfinite, mine)):
                 if self._nonfinite:
-                    return _nonfinite(bucket, names, norms.tolist())
+                    return _nonfinite(bucket, names, mine)
             elif self._large:
-                self._judge(norm, bucket, names)
+                self._judge(math.hypot(*mine), bucket, names)
         return None
 
     def _judge(self, norm: float, bucket: int, names: Sequence[str]) -> None:
@@ -77,10 +96,10 @@ class GradientChecks:
 
 def _nonfinite(bucket: int, names: Sequence[str], norms: Sequence[float]) -> TrainingError:
     culprits = [name for name, norm in zip(names, norms, strict=True) if not math.isfinite(norm)]
-    kind = "NaN" if not culprits or any(map(math.isnan, norms)) else "Inf"
+    kind = "NaN" if any(map(math.isnan, norms)) else "Inf"
     told = ", ".join(culprits[:3]) + (f" and {len(culprits) - 3} more" if len(culprits) > 3 else "")
     return TrainingError(
         f"the gradient norm of bucket {bucket} is {kind} before the data-parallel collective "
-        f"(check_for_nan_in_grad), from {told or 'the sum over its parameters'}. Lower the learning rate, clip "
+        f"(check_for_nan_in_grad), from {told}. Lower the learning rate, clip "
         f"gradients, or look at the data of this step; nothing was stepped."
     )

@@ -14,10 +14,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch.distributed as dist
 from torch import nn
 
 from meshwright.base.errors import MeshwrightError, StrategyError
+from meshwright.manager.ending import Findings
 from meshwright.mesh.world import World
 
 from .buckets import Bucket, Slot
@@ -39,6 +39,7 @@ class GradientSync:
 
     def __init__(self, buckets: Sequence[Bucket], config: DistributedDataParallelConfig, world: World) -> None:
         self._buckets = buckets
+        self._slots = [slot for bucket in buckets for slot in bucket.slots]
         self._overlap = config.overlap_grad_reduce
         self._one_at_a_time = config.reduce_scatter_with_fp32_accumulation
         self._world = world
@@ -55,6 +56,7 @@ class GradientSync:
         A gradient that comes after `finish` begins a step, too.
         """
         self._added: set[Slot] = set()
+        self._checks.forget()
         self._next = 0
         self._defect: MeshwrightError | None = None
         self.is_finished = False
@@ -101,32 +103,44 @@ class GradientSync:
         while self._next < len(self._buckets) and self._buckets[self._next].is_ready:
             self._dispatch()
 
-    def finish(self, *, force_all_reduce: bool, allow_unused: bool) -> dict[nn.Parameter, bool]:
-        """Reduce what has not been reduced. Collective.
+    def finish(self, *, force_all_reduce: bool, allow_unused: bool) -> None:
+        """Reduce what has not been reduced; the buffers hold zeros for what no rank has used. Collective.
 
         Args:
             force_all_reduce: reduce whole buckets to every rank also with the distributed optimizer.
             allow_unused: parameters may have no gradient in this step, since backward is known to have ended.
 
-        Returns:
-            Whether any rank has used each parameter; the buffers hold zeros for others.
-
         Raises:
             StrategyError: with overlap, a bucket is not ready (on all ranks).
-            TrainingError: `check_for_nan_in_grad` has found something (on all ranks).
         """
         if self._overlap and not allow_unused:
             self._world.raise_together(self._unfinished())
         while self._next < len(self._buckets):
             self._dispatch(force_all_reduce=force_all_reduce)
-        used = self._settle()
         # All of them first, so that collectives over instances travel together.
         for bucket in self._buckets:
             bucket.reduction.proceed()
         for bucket in self._buckets:
             bucket.finish()
         self.is_finished = True
-        return used
+
+    def findings(self, trained: Callable[[nn.Parameter], nn.Parameter]) -> Findings:
+        """What this rank has seen in the gradients of the step that `finish` has ended.
+
+        Args:
+            trained: what the optimizer trains of a parameter.
+        """
+        defect, is_wrong = self._defect, self._checks.is_wrong()
+        if self._overlap:
+            is_wrong = True if defect is not None else is_wrong if is_wrong is not None else False
+        return Findings(
+            trained=[[trained(slot.parameter)] for slot in self._slots],
+            used=[slot in self._added for slot in self._slots],
+            is_wrong=is_wrong,
+            values=self._checks.norms(),
+            error=lambda norms: self._checks.verdict(norms) if defect is None else defect,
+            void=self.begin_step,
+        )
 
     def _dispatch(self, *, force_all_reduce: bool = False) -> None:
         """Issue the next bucket's collective; see [Note: order of reductions]."""
@@ -154,17 +168,6 @@ class GradientSync:
                     f"allow_unused=True if the others are unused in this step."
                 )
         return None
-
-    def _settle(self) -> dict[nn.Parameter, bool]:
-        """Agree on which parameters were used, and raise what any rank has found wrong."""
-        defect = self._defect or self._checks.verdict()
-        slots = [slot for bucket in self._buckets for slot in bucket.slots]
-        flags = [int(slot in self._added) for slot in slots]
-        *used, failed = self._world.reduce_ints([*flags, int(defect is not None)], dist.ReduceOp.MAX)
-        if failed:
-            self.begin_step()
-            self._world.raise_any(defect)
-        return {slot.parameter: bool(flag) for slot, flag in zip(slots, used, strict=True)}
 
 
 def _hook(sync: GradientSync, bucket: Bucket, slot: Slot) -> Callable[[nn.Parameter], None]:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.manager.data_parallel import DataParallelManager
+from meshwright.manager.ending import Findings
 from meshwright.manager.given_mesh import as_mesh
 from meshwright.manager.gradients import Gradients
 from meshwright.mesh.mesh import Mesh
@@ -96,14 +97,9 @@ class DDPManager(DataParallelManager):
         if self._torch is not None:
             self._torch.after_backward(is_last=is_last)
 
-    def check_gradients(self) -> None:
-        """Finish the reduction of the bucketed engine. Collective.
-
-        Raises:
-            TrainingError: `check_for_nan_in_grad` has found something; on all ranks alike.
-        """
-        if self._bucketed is not None:
-            self._bucketed.finish_grad_sync(allow_unused=True)
+    def check_gradients(self) -> Findings | None:
+        """Finish the reduction of the bucketed engine. Collective."""
+        return self._bucketed.reduce_gradients(allow_unused=True) if self._bucketed is not None else None
 
     def trainable(self) -> Iterator[nn.Parameter]:
         """With the distributed optimizer this rank's shards, 1-D and possibly empty, instead of parameters."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.base.errors import StrategyError
+from meshwright.tensors.copies import copy_all
 from meshwright.tensors.pieces import Piece, Sharded, stretch_pieces
 from meshwright.tensors.state import Parts
 
@@ -57,9 +58,9 @@ class Shard:
         """Whether `tensor` holds values in float32 beside those of the parameter."""
         return self.tensor.dtype != self.parameter.dtype
 
-    def set_gradient(self, is_used: bool) -> None:
-        """Give `tensor` its gradient, in its own dtype; None where no rank has used the parameter."""
-        self.tensor.grad = self.gradient.to(self.tensor.dtype) if is_used else None
+    def take_gradient(self) -> None:
+        """Give `tensor` its gradient, in its own dtype."""
+        self.tensor.grad = self.gradient.to(self.tensor.dtype)
 
 
 class Shards(Parts):
@@ -83,6 +84,7 @@ class Shards(Parts):
         }
         self._shards = [placed[order] for order in sorted(placed)]
         self._of = {shard.tensor: shard for shard in self._shards}
+        self._tensors = {shard.parameter: shard.tensor for shard in self._shards}
 
     def __iter__(self) -> Iterator[Shard]:
         return iter(self._shards)
@@ -91,15 +93,21 @@ class Shards(Parts):
 
     def read(self) -> None:
         """Take the values of the parameters."""
-        for shard in self._shards:
-            if shard.is_master:
-                shard.tensor.data.copy_(shard.values)
+        masters = self._masters
+        copy_all([shard.tensor.detach() for shard in masters], [shard.values for shard in masters])
 
     def write(self) -> None:
         """Round what was stepped into the owned stretches of the parameters."""
-        for shard in self._shards:
-            if shard.is_master:
-                shard.values.copy_(shard.tensor.detach())
+        masters = self._masters
+        copy_all([shard.values for shard in masters], [shard.tensor.detach() for shard in masters])
+
+    @property
+    def _masters(self) -> list[Shard]:
+        return [shard for shard in self._shards if shard.is_master]
+
+    def tensor_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What is trained of a parameter of the model."""
+        return self._tensors[parameter]
 
     def __getitem__(self, trained: nn.Parameter) -> Shard:
         """The shard whose tensor is trained."""

@@ -40,7 +40,7 @@ class ShardGradients(Gradients):
     # -- copies of a parameter on several stages of a pipeline, which own different stretches of it
 
     def trained_as(self, parameter: nn.Parameter) -> nn.Parameter:
-        return next(shard.tensor for shard in self._shards if shard.parameter is parameter)
+        return self._shards.tensor_of(parameter)
 
     def copy_of(self, trained: nn.Parameter) -> Tensor:
         """The gradient of a shard at its place in the flattened parameter, and zeros elsewhere."""

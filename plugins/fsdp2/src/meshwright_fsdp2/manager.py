@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from meshwright.base.errors import MeshError, StrategyError
 from meshwright.manager.data_parallel import DataParallelManager
+from meshwright.manager.ending import Findings
 from meshwright.manager.given_mesh import as_mesh
 from meshwright.manager.idle_options import tell_idle_options
 from meshwright.mesh.mesh import Mesh
@@ -164,19 +165,23 @@ class FSDP2Manager(DataParallelManager):
         # No backward frees what forward keeps for it, and a step would change the shards under it.
         self._sharding.reshard()
 
+    def check_batches(self, microbatches: Sequence[Batch]) -> None:
+        """Refuse packed data, if `patch_is_packed_sequence` says that there is none."""
+        super().check_batches(microbatches)
+        if self.config.patch_is_packed_sequence:
+            check_not_packed(microbatches)
+
     @contextmanager
     def around_step(self, microbatches: Sequence[Batch]) -> Iterator[None]:
-        """Without transformers' check for packed sequences, if `patch_is_packed_sequence` says so. Collective then.
+        """Without transformers' check for packed sequences, if `patch_is_packed_sequence` says so.
 
         Raises:
-            BatchError: packed data; on all ranks alike.
             StrategyError: this version of transformers has no such check.
         """
         # Around backward too: recomputed attention must take the same way.
         if not self.config.patch_is_packed_sequence:
             yield
             return
-        self.mesh.world.together(lambda: check_not_packed(microbatches))
         self._is_in_step = True
         try:
             with without_packed_check():
@@ -220,9 +225,9 @@ class FSDP2Manager(DataParallelManager):
         with self.sync_gradients(is_last=True):
             reduce_now(self._sharding.root)
 
-    def check_gradients(self) -> None:
-        """Drop the gradients of parameters that no rank has used. Collective."""
-        self._usage.settle(self.mesh.world)
+    def check_gradients(self) -> Findings:
+        """Which parameters this rank has used; those that no rank has are not to be stepped."""
+        return self._usage.findings()
 
     @contextmanager
     def unshard(self) -> Iterator[Sequence[nn.Module]]:

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.mesh.world import World
+from meshwright.manager.ending import Findings
 
 
 class Usage:
@@ -58,15 +57,9 @@ class Usage:
         # Another name of a parameter is watched by its first.
         return axes == self._axes.get(fqn, axes)
 
-    def settle(self, world: World) -> None:
-        """After backward: drop the gradients of parameters that no rank has used. Collective.
-
-        Args:
-            world: all ranks that train this model.
-        """
-        marks = [int(name in self._used) for name in self._named]
+    def findings(self) -> Findings:
+        """After the backwards of a step: which parameters got a gradient in it on this rank."""
+        trained = {name: parameter for name, parameter in self._named.items() if parameter.requires_grad}
+        used = [name in self._used for name in trained]
         self._used.clear()
-        somewhere = world.reduce_ints(marks, dist.ReduceOp.MAX)
-        for parameter, is_used in zip(self._named.values(), somewhere, strict=True):
-            if not is_used:
-                parameter.grad = None
+        return Findings([[parameter] for parameter in trained.values()], used)

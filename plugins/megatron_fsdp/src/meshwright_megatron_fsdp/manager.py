@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from meshwright.base.errors import MeshError, ModelError, StrategyError
 from meshwright.manager.data_parallel import DataParallelManager
+from meshwright.manager.ending import Findings
 from meshwright.manager.given_mesh import as_mesh
 from meshwright.manager.idle_options import tell_idle_options
 from meshwright.mesh.mesh import Mesh
@@ -143,13 +144,9 @@ class MegatronFSDPManager(DataParallelManager):
         yield
         self._reduction.set_last(True)
 
-    def check_gradients(self) -> None:
-        """Wait for the reduction; see `Reduction.finish`. Collective.
-
-        Raises:
-            StrategyError: a gradient is not finite, or came too late to be reduced; on all ranks alike.
-        """
-        self._reduction.finish()
+    def check_gradients(self) -> Findings:
+        """Wait for the reduction; see `Reduction.end`. Collective."""
+        return self._reduction.end()
 
     def after_eval(self) -> None:
         # No backward frees what forward has gathered, and a step would change the shards under it.
@@ -172,7 +169,7 @@ class MegatronFSDPManager(DataParallelManager):
 
     def _before_step(self, *_: Any) -> None:
         if self._reduction.is_pending:
-            self._reduction.finish()
+            self._reduction.end().tell(self.mesh.world)
 
     def _after_step(self, *_: Any) -> None:
         self._fsdp.zero_grad_buffer()

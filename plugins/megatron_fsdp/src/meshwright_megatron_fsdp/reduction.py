@@ -17,12 +17,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 
 from meshwright.base.errors import StrategyError
+from meshwright.manager.ending import Findings
 from meshwright.mesh.mesh import Mesh
 
 from ._compat.wrapped import (
@@ -43,17 +43,16 @@ class Reduction:
     Args:
         fsdp: from `_compat.wrapping.wrap`, in the sharded state.
         units: what it was wrapped with.
-        config: whether gradients are reduced during backward or in `finish`, averaged, and looked at.
+        config: whether gradients are reduced during backward or in `end`, averaged, and looked at.
         mesh: that it was wrapped with.
 
     Attributes:
-        is_pending: whether gradients have come that `finish` has not dealt with.
+        is_pending: whether gradients have come that `end` has not dealt with.
     """
 
     def __init__(self, fsdp: Any, units: Iterable[nn.Module], config: MegatronFSDPConfig, mesh: Mesh) -> None:
         self._fsdp = fsdp
         self._config = config
-        self._world = mesh.world
         # Makes up for an average, so that gradients are sums.
         self._factor = mesh.data_size * mesh.degrees.cp if config.average_in_collective else 1
         self._sharded: dict[str, nn.Parameter] = dict(fsdp.param_and_grad_buffer.optimizer_named_parameters)
@@ -67,7 +66,7 @@ class Reduction:
         self._endless: set[nn.Module] = set()
         self._used: set[nn.Parameter] = set()
         self._late: set[nn.Parameter] = set()
-        self._wrong: set[nn.Parameter] = set()
+        self._wrong: dict[Tensor, Tensor] = {}
         self.is_pending = False
         fsdp.register_forward_pre_hook(self._before_forward)
         fsdp.register_forward_hook(self._after_forward)
@@ -109,8 +108,9 @@ class Reduction:
         begin_backward(self._fsdp)
 
     def _arrived(self, parameter: Tensor) -> None:
-        if self._config.report_nan_in_param_grad and not bool(parameter.grad.isfinite().all()):
-            self._wrong.add(parameter)
+        if self._config.report_nan_in_param_grad and parameter.grad is not None:
+            flag = _is_wrong(parameter.grad)
+            self._wrong[parameter] = flag | self._wrong[parameter] if parameter in self._wrong else flag
         if parameter not in awaited(self._fsdp):
             self._late.add(parameter)
         self._used.add(parameter)
@@ -127,14 +127,15 @@ class Reduction:
 
     # -- the end of a step
 
-    def finish(self) -> None:
+    def end(self) -> Findings:
         """Wait for the reduction, and put the gradients on the sharded parameters. Collective.
 
-        They are DTensors like the sharded parameters, in their dtype. All ranks then have gradients of the same
-        parameters, empty ones included: those that any rank has used.
+        They are DTensors like the sharded parameters, in their dtype. All ranks have gradients of all parameters, empty
+        ones included.
 
-        Raises:
-            StrategyError: a gradient is not finite, or came too late to be reduced; on all ranks. All are dropped.
+        Returns:
+            What this rank has to tell: which parameters it has used, and which gradients are not finite, or came too
+            late to be reduced.
         """
         fsdp = self._fsdp
         if not self._config.overlap_grad_reduce:
@@ -145,51 +146,67 @@ class Reduction:
         fsdp.finish_grad_sync()
         if self._factor != 1:
             fsdp.scale_gradients(self._factor)
-        sums = [self._sharded[name].grad for name in self._names.values()]
-        infinite = _infinite(sums) if self._config.check_for_nan_in_grad else [False] * len(sums)
-        marks = [[p in each for p in self._names] for each in (self._used, self._late, self._wrong)]
-        flat = [int(mark) for row in (*marks, infinite) for mark in row]
-        agreed = self._world.reduce_ints(flat, dist.ReduceOp.MAX)
-        count = len(self._names)
-        used, late, wrong, infinite = ([bool(x) for x in agreed[k * count : (k + 1) * count]] for k in range(4))
-        for name, is_used in zip(self._names.values(), used, strict=True):
-            self._settle(self._sharded[name], is_used)
+        trained = {name: self._sharded[name] for name in self._names.values()}
+        used = [parameter in self._used for parameter in self._names]
+        late = [name for parameter, name in self._names.items() if parameter in self._late]
+        flags = {(self._names[parameter], _BEFORE): flag for parameter, flag in self._wrong.items()}
+        if self._config.check_for_nan_in_grad:
+            flags |= {(name, _AFTER): _is_wrong(p.grad) for name, p in trained.items() if p.grad is not None}
+        for parameter in trained.values():
+            _fill(parameter)
         self._used.clear()
         self._late.clear()
         self._wrong.clear()
         self.is_pending = False
-        self._refuse(late, "came after the backward of its unit had ended", "Name other megatron_fsdp_unit_modules.")
-        remedy = "Lower the learning rate, or look at the data; nothing was trained in this step."
-        self._refuse(wrong, "holds a NaN or infinity on a rank, before it is reduced", remedy)
-        self._refuse(infinite, "holds a NaN or infinity", remedy)
+        # One kernel to put them together, and one to look at them.
+        values = torch.stack([*flags.values()]) if flags else None
+        return Findings(
+            trained=[[parameter] for parameter in trained.values()],
+            used=used,
+            is_wrong=values.any() if values is not None and not late else bool(late),
+            values=values,
+            error=functools.partial(_error, late, list(flags)),
+            void=self._fsdp.zero_grad_buffer,
+        )
 
-    def _settle(self, parameter: nn.Parameter, is_used: bool) -> None:
-        if not is_used:
-            # AdamW would decay it for a gradient of zeros.
-            parameter.grad = None
-        elif parameter.grad is None and isinstance(parameter, DTensor):
-            # The package gives none where this rank's part is empty.
-            parameter.grad = like(parameter, torch.zeros_like(parameter.detach().to_local()))
 
-    def _refuse(self, marks: Sequence[bool], what: str, remedy: str) -> None:
-        names = [name for name, mark in zip(self._names.values(), marks, strict=True) if mark]
+_BEFORE = "holds a NaN or infinity on a rank, before it is reduced"
+_AFTER = "holds a NaN or infinity"
+
+
+def _error(late: Sequence[str], flags: Sequence[tuple[str, str]], values: Sequence[float]) -> StrategyError | None:
+    """What is wrong on this rank, where flags have these values."""
+    found = {
+        what: [name for (name, each), value in zip(flags, values, strict=True) if value and each == what]
+        for what in (_BEFORE, _AFTER)
+    }
+    if late:
+        return _refusal(late, "came after the backward of its unit had ended", "Name other megatron_fsdp_unit_modules.")
+    for what, names in found.items():
         if names:
-            self._fsdp.zero_grad_buffer()
-            told = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise StrategyError(f"the gradient of {told} {what}. {remedy}")
+            remedy = "Lower the learning rate, or look at the data; nothing was trained in this step."
+            return _refusal(names, what, remedy)
+    return None
+
+
+def _refusal(names: Sequence[str], what: str, remedy: str) -> StrategyError:
+    told = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return StrategyError(f"the gradient of {told} {what}. {remedy}")
+
+
+def _fill(parameter: nn.Parameter) -> None:
+    """Give a gradient of zeros to what has none: its values are not used here, or this rank's part is empty."""
+    if parameter.grad is None and isinstance(parameter, DTensor):
+        parameter.grad = like(parameter, torch.zeros_like(parameter.detach().to_local()))
+
+
+def _is_wrong(gradient: Tensor) -> Tensor:
+    """Whether this rank's part holds a NaN or infinity; a scalar on its device."""
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return ~local.isfinite().all()
 
 
 def _call(method: weakref.WeakMethod[Any], parameter: Tensor) -> None:
     function = method()
     if function is not None:
         function(parameter)
-
-
-def _infinite(gradients: Sequence[Tensor | None]) -> list[bool]:
-    """Which of this rank's parts hold a NaN or infinity, with one wait for the device."""
-    parts = [(i, g.to_local() if isinstance(g, DTensor) else g) for i, g in enumerate(gradients) if g is not None]
-    found = [False] * len(gradients)
-    if parts:
-        for (index, _), finite in zip(parts, torch.stack([g.isfinite().all() for _, g in parts]).tolist(), strict=True):
-            found[index] = not finite
-    return found

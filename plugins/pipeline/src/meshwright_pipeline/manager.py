@@ -20,13 +20,14 @@ from torch.optim import Optimizer
 from meshwright.base.errors import ConfigError
 from meshwright.manager.call_order import check_new, check_nothing_pending, require_model, require_optimizer
 from meshwright.manager.data_parallel import DataParallelManager
+from meshwright.manager.ending import Ending, Findings
 from meshwright.manager.given_mesh import as_mesh
 from meshwright.manager.start import check_trainable
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import CLAIMABLE_AXES
 from meshwright.model.weights import Weights
-from meshwright.step.batch import check_step
-from meshwright.step.token_loss import sum_of_shares
+from meshwright.step.agreement import agree, announce
+from meshwright.step.batch import Terms
 from meshwright.strategy.contract import Batch, OptimizerFactory, StrategyManager
 from meshwright.strategy.registry import get_strategy
 from meshwright.tensors.norms import check_clip, joined_norm
@@ -34,7 +35,7 @@ from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
 
 from .config import PipelineConfig, check_options
 from .run.actions import Run
-from .run.batches import check_sizes, converted, cut_batch, filled_up
+from .run.batches import check_sizes, converted, cut_batch, filled_up, number_of_pieces
 from .run.stage import PipelineStage
 from .run.users_loss import check_loss, loss_of
 from .start import Setting, Stages, take_apart, take_as_given
@@ -84,6 +85,8 @@ class PipelineManager(StrategyManager):
         self._model: Stages | None = None
         self._optimizer: Optimizer | None = None
         self._tried_out = False
+        self._gradients_are_checked = False
+        self._ending = Ending()
 
     # -- the model
 
@@ -135,6 +138,7 @@ class PipelineManager(StrategyManager):
         dist.all_gather_object(rates, mine, group=self.mesh.group("pp"))
         rate = next((each for each in rates if each is not None), 0.0)
         self._optimizer = StageOptimizers(trained) if trained else NoStages(rate)
+        self._optimizer.register_step_pre_hook(lambda *_: self._settle())
         return self._optimizer
 
     def optimizer_step(self) -> None:
@@ -143,6 +147,7 @@ class PipelineManager(StrategyManager):
     # -- steps
 
     def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
+        self._settle()
         pieces = self._pieces(microbatches, num_tokens)
         managers = self._managers.values()
         check_nothing_pending(parameter for manager in managers for parameter in manager.trainable())
@@ -152,10 +157,15 @@ class PipelineManager(StrategyManager):
         with self._around(microbatches):
             self._try_out(pieces[0])
             losses = self._run(pieces, train=True)
-        for manager in managers:
-            self.mesh.world.together(manager.finish_gradients)
-        self._copies.sum_gradients()
-        return self._sum_over_ranks(losses)
+        found = {index: self._finished(manager) for index, manager in self._managers.items()}
+        self._gradients_are_checked = True
+        self._ending = Ending(list(found.values()), self._copies.sum_gradients(found))
+        return self._sum_over_ranks(losses, self._ending)
+
+    def _finished(self, manager: DataParallelManager) -> Findings:
+        # Only the first step may find that a stage's gradients are not what they should be.
+        finish = manager.finish_gradients
+        return finish() if self._gradients_are_checked else self.mesh.world.together(finish)
 
     def eval_loss(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
         pieces = self._pieces(microbatches, num_tokens)
@@ -171,25 +181,24 @@ class PipelineManager(StrategyManager):
             for manager, training in zip(managers, before, strict=True):
                 manager.module.train(training)
                 manager.after_eval()
-        return self._sum_over_ranks(losses)
+        return self._sum_over_ranks(losses, Ending())
+
+    def _settle(self) -> None:
+        self._ending.settle(self.mesh.world)
+
+    def read(self, *values: Tensor) -> list[float]:
+        return self._ending.settle(self.mesh.world, values)
 
     def _pieces(self, microbatches: Sequence[Batch], num_tokens: Tensor) -> list[Batch]:
         """The step's microbatches as the schedule takes them, equally many on all ranks."""
-        managers, world = self._managers.values(), self.mesh.world
-        multiple = max(manager.forward.sequence_multiple for manager in managers)
-        microbatches = check_step(
-            microbatches, num_tokens, self.mesh, vocab_size=self._vocab_size, sequence_multiple=multiple
-        )
-        world.together(lambda: check_sizes(microbatches, self.config))
-        if self.mesh.degrees.cp > 1:
-            world.together(lambda: self._check_division(microbatches))
-        pieces = [piece for batch in microbatches for piece in cut_batch(batch, self.config.pp_microbatch_size)]
-        (most,) = world.reduce_ints([len(pieces)], dist.ReduceOp.MAX)
+        size = self.config.pp_microbatch_size
+        agreed = agree(microbatches, num_tokens, self.mesh, self._terms)
+        pieces = [piece for batch in agreed.microbatches for piece in cut_batch(batch, size)]
         for stage in self._stages.values():
-            stage.begin_step(num_tokens, microbatches=most)
+            stage.begin_step(agreed.num_tokens, microbatches=agreed.most)
         # Ranks of one stage gather and reduce together, so all run the same schedule.
-        length = self._taken.orders.run_length(most)
-        return filled_up(pieces, -(-most // length) * length)
+        length = self._taken.orders.run_length(agreed.most)
+        return filled_up(pieces, -(-agreed.most // length) * length)
 
     def _run(self, pieces: Sequence[Batch], *, train: bool) -> list[Tensor]:
         """The losses of the pieces, on the last stage's rank."""
@@ -220,13 +229,24 @@ class PipelineManager(StrategyManager):
             self.mesh.world.together(lambda stage=stage: stage.try_out(piece))  # type: ignore[misc]
         self._tried_out = True
 
-    def _check_division(self, microbatches: Sequence[Batch]) -> None:
-        for manager in self._managers.values():
-            manager.forward.check_division(microbatches)
+    @property
+    def _terms(self) -> Terms:
+        size = self.config.pp_microbatch_size
+        multiple = max(manager.forward.sequence_multiple for manager in self._managers.values())
+        return Terms(self._vocab_size, multiple, self._check_batches, lambda given: number_of_pieces(given, size))
 
-    def _sum_over_ranks(self, losses: Sequence[Tensor]) -> Tensor:
-        groups = [self.mesh.group(axis) for axis in ("dp_cp", "pp")]
-        return sum_of_shares(losses, groups, self.mesh.device).to(self._loss_dtype)
+    def announce(self, microbatches: Sequence[Batch]) -> Tensor:
+        return announce(microbatches, self.mesh, self._terms)
+
+    def _check_batches(self, microbatches: Sequence[Batch]) -> None:
+        check_sizes(microbatches, self.config)
+        for manager in self._managers.values():
+            manager.check_batches(microbatches)
+
+    def _sum_over_ranks(self, losses: Sequence[Tensor], ending: Ending) -> Tensor:
+        mesh, alike = self.mesh, self.mesh.group("tp") if self.mesh.degrees.tp > 1 else None
+        total = ending.add_up(losses, mesh.device, over=mesh.group("dp_cp"), alike=alike, stages=mesh.group("pp"))
+        return total.to(self._loss_dtype)
 
     def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
         managers = self._managers

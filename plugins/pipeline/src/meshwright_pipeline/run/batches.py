@@ -49,6 +49,11 @@ def check_sizes(microbatches: Sequence[Batch], config: PipelineConfig) -> None:
         raise BatchError(str(error)) from None
 
 
+def number_of_pieces(microbatches: Sequence[Batch], size: int) -> int:
+    """How many pieces of `size` sequences microbatches have that `check_sizes` takes."""
+    return sum(batch["input_ids"].shape[0] // size for batch in microbatches)
+
+
 def cut_batch(batch: Batch, size: int) -> list[Batch]:
     """Pieces of `size` sequences; tensors that do not have one row for each sequence go whole into each.
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.manager.data_parallel import DataParallelManager
+from meshwright.manager.ending import Findings
 from meshwright.mesh.mesh import Mesh
 
 from .parameter_names import Names
@@ -37,17 +38,25 @@ class Copies:
     ) -> None:
         self._names, self._managers, self._placement, self._mesh = names, managers, placement, mesh
 
-    def sum_gradients(self) -> None:
-        """Give each copy the sum of all gradients, the same bits on all; none where no stage has one. Collective."""
-        shared = self._names.shared
-        if not shared:
-            return
-        mine = {name: self._here(name, holders) for name, holders in shared.items()}
-        found = [int(any(copy.grad is not None for copy in copies.values())) for copies in mine.values()]
-        used = self._mesh.world.reduce_ints(found, dist.ReduceOp.MAX)
-        for (name, holders), is_used in zip(shared.items(), used, strict=True):
-            if is_used and mine[name]:
-                self._sum(mine[name], sorted({self._placement[index] for index in holders}))
+    def sum_gradients(self, found: Mapping[int, Findings]) -> Findings:
+        """Give each copy the sum of all gradients, the same bits on all. Collective.
+
+        Args:
+            found: what each stage of this rank has seen in its gradients.
+
+        Returns:
+            Which of the parameters that have copies this rank has used; all ranks have as many.
+        """
+        unused = {parameter for findings in found.values() for parameter in findings.unused()}
+        trained, used = [], []
+        for name, holders in self._names.shared.items():
+            mine = self._here(name, holders)
+            copies = [copy for copy in mine.values() if copy.requires_grad]
+            used.append(any(copy.grad is not None and copy not in unused for copy in copies))
+            trained.append(copies)
+            if copies:
+                self._sum(mine, sorted({self._placement[index] for index in holders}))
+        return Findings(trained, used)
 
     def repeated(self, stage: int) -> list[nn.Parameter]:
         """Of a stage of this rank: what the optimizer trains of parameters that an earlier stage counts already."""

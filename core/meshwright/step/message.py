@@ -1,0 +1,176 @@
+"""What ranks send each other before a step, and what the answer to all tells each of them.
+
+When it is sent is said in `agreement`.
+
+[Note: equal shares] Whether ranks that share a batch have the same tokens is seen in one sum, however many ranks there
+are. Each multiplies a checksum of its tokens with a number of its own, and the numbers of those that share a batch add
+up to 0 (modulo 2**64, as sums of int64 are). So do the products where all have the same checksum; where not, it would
+be an accident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from ..base.errors import BatchError
+from ..mesh.mesh import Mesh
+from ..strategy.contract import IGNORED_LABEL, Batch
+from .batch import Terms, checksum
+
+_NOTHING = -(2**62)
+"""Below all that is compared."""
+COUNTED = -1
+"""In the place of a number of tokens, where it is counted by the message itself."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one rank sends; see [Note: one message].
+
+    Attributes:
+        defect: what it has found wrong with the step.
+        miscounted: what it has found wrong with the microbatches that are counted.
+        tokens: that the message counts.
+        is_read: the number is read, and no step is checked.
+        count: of microbatches; None: it is not checked.
+        given: the number of tokens, where the message does not count them.
+        share: see [Note: equal shares].
+        most: see `Terms.count`.
+    """
+
+    mesh: Mesh
+    defect: str | None = None
+    miscounted: str | None = None
+    tokens: int = 0
+    is_read: bool = False
+    count: int | None = None
+    given: int = COUNTED
+    share: int = 0
+    most: int = _NOTHING
+
+    @classmethod
+    def of_step(
+        cls,
+        mesh: Mesh,
+        microbatches: Sequence[Batch],
+        defect: str | None,
+        terms: Terms,
+        *,
+        miscounted: str | None = None,
+        tokens: int = 0,
+        given: int = COUNTED,
+    ) -> Message:
+        if defect is not None:
+            return cls(mesh, defect, miscounted, tokens, given=given)
+        most, share = terms.count(microbatches), share_of(mesh, checksum(microbatches))
+        return cls(mesh, None, miscounted, tokens, count=len(microbatches), given=given, share=share, most=most)
+
+    def sent(self) -> Answer:
+        sums, highs = self.mesh.world.exchange(*self._numbers())
+        return Answer(self, *sums, *highs)
+
+    def begun(self) -> Callable[[], Answer]:
+        """`sent` in the background; gives what waits for the answer."""
+        wait = self.mesh.world.begin_exchange(*self._numbers())
+
+        def answer() -> Answer:
+            sums, highs = wait()
+            return Answer(self, *sums, *highs)
+
+        return answer
+
+    def _numbers(self) -> tuple[list[int], list[int]]:
+        counts = [_NOTHING] * 2 if self.count is None else [self.count, -self.count]
+        wrong = [int(each is not None) for each in (self.miscounted, self.defect)]
+        sums = [*wrong, int(self.is_read), self.tokens, self.share]
+        return sums, [*counts, self.given, -self.given, self.most]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The same on all ranks, but for the message that this one has sent: sums, and highest values, of all."""
+
+    message: Message
+    miscounts: int
+    defects: int
+    readers: int
+    tokens: int
+    shares: int
+    high_count: int
+    minus_low_count: int
+    high_given: int
+    minus_low_given: int
+    most: int
+
+    def check_counts(self) -> None:
+        """Refuse tokens that were not counted, or not by all.
+
+        Raises:
+            BatchError: on all ranks alike.
+        """
+        if self.miscounts:
+            self._raise(self.message.miscounted)
+        low, high = -self.minus_low_given, self.high_given
+        if low != high:
+            told = f"between {low} and {high}" if low != COUNTED else f"{high}, and what is still to be counted"
+            raise BatchError(
+                f"ranks disagree on num_tokens: {told}. It is the count over the global batch, equal on all ranks: use "
+                f"meshwright.count_tokens."
+            )
+
+    def check(self) -> None:
+        """Refuse a step that the ranks would not run alike.
+
+        Raises:
+            BatchError: on all ranks alike.
+        """
+        if self.defects:
+            self._raise(self.message.defect)
+        if self.high_count != -self.minus_low_count:
+            raise BatchError(
+                f"ranks disagree on the number of microbatches: between {-self.minus_low_count} and {self.high_count}. "
+                f"Give every rank the same number; pad with microbatches whose labels are all {IGNORED_LABEL}."
+            )
+        self.check_counts()
+
+    def _raise(self, defect: str | None) -> NoReturn:
+        self.message.mesh.world.raise_any(BatchError(defect) if defect else None)
+
+
+def check_shares(microbatches: Sequence[Batch], mesh: Mesh) -> None:
+    """Say which ranks that share a batch have other tokens; those on an accelerator are not looked at. Collective.
+
+    Raises:
+        BatchError: on all ranks alike.
+    """
+    found: list[tuple[int, int | None]] = [(0, None)] * mesh.world.size
+    dist.all_gather_object(found, (mesh.data_rank, checksum(microbatches)), group=mesh.world.group)
+    for data_rank in range(mesh.data_size):
+        if len({each for rank, each in found if rank == data_rank and each is not None}) > 1:
+            raise BatchError(
+                f"ranks that share a batch ({mesh.degrees}) have different input_ids for data rank {data_rank} of "
+                f"{mesh.data_size}. Choose the batch by mesh.data_rank, not by the rank."
+            )
+
+
+def share_of(mesh: Mesh, value: int | None) -> int:
+    """This rank's part of the sum of [Note: equal shares]; as an int64."""
+    degrees = mesh.degrees
+    sharers = degrees.pp * degrees.cp * degrees.tp
+    mine = (mesh.axis_rank("pp") * degrees.cp + mesh.axis_rank("cp")) * degrees.tp + mesh.axis_rank("tp")
+    if value is None or sharers == 1:
+        return 0
+    factor = (_scattered(mine) - _scattered((mine + 1) % sharers)) * (2 * _scattered(mesh.data_rank) + 1)
+    return (value * factor + 2**63) % 2**64 - 2**63
+
+
+def _scattered(index: int) -> int:
+    """A number of 64 bits for each index, in no order (the finalizer of splitmix64)."""
+    value = (index + 1) * 0x9E3779B97F4A7C15 % 2**64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        value = (value ^ value >> shift) * factor % 2**64
+    return value ^ value >> 31

@@ -1,0 +1,89 @@
+"""Draw the microbatches of the next step, and begin to agree on them, while the device computes this one.
+
+Each step draws the same whether it was begun ahead or not: random numbers of a step follow from its seed, and are put
+back behind the drawing. What fails in drawing is told when the step's turn comes, when the one before has been done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..step.agreement import count_tokens
+from ..strategy.contract import Batch, StrategyManager
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """A step that has begun: its microbatches, or the error in drawing them; and the generator's state behind that."""
+
+    step: int
+    microbatches: Sequence[Batch]
+    num_tokens: Tensor | None
+    error: Exception | None
+    state: Tensor
+
+
+class Ahead:
+    """The microbatches of one loop, step by step.
+
+    Args:
+        manager: that trains.
+        batches: `batches(step)` gives this rank's microbatches of a step.
+        steps: number of the last step.
+        seed: of the run; None: random numbers go on as they are.
+    """
+
+    def __init__(
+        self, manager: StrategyManager, batches: Callable[[int], Sequence[Batch]], *, steps: int, seed: int | None
+    ) -> None:
+        self._manager, self._batches, self._steps, self._seed = manager, batches, steps, seed
+        self._drawn: _Drawn | None = None
+
+    def begin(self, step: int) -> None:
+        """Draw a step, counted from 0, and tell the other ranks of it, without waiting for them. Collective."""
+        if step >= self._steps:
+            return
+        before = torch.get_rng_state()
+        if self._seed is not None:
+            # The generators of accelerators stay as they are: this step may need them.
+            torch.default_generator.manual_seed(self._seed_of(step, self._seed))
+        microbatches: Sequence[Batch] = ()
+        error: Exception | None = None
+        try:
+            microbatches = self._batches(step)
+        except Exception as caught:
+            error = caught
+        state = torch.get_rng_state()
+        torch.set_rng_state(before)
+        # Of none, the others hear that there is something wrong.
+        num_tokens = self._manager.announce(microbatches)
+        self._drawn = _Drawn(step, microbatches, num_tokens, error, state)
+
+    def take(self, step: int) -> tuple[Sequence[Batch], Tensor]:
+        """The microbatches of a step, and `num_tokens` for them; seeds all generators. Collective."""
+        drawn, self._drawn = self._drawn, None
+        if self._seed is not None:
+            torch.manual_seed(self._seed_of(step, self._seed))
+        if drawn is None or drawn.step != step:
+            microbatches = self._batches(step)
+            return microbatches, count_tokens(microbatches, self._manager.mesh)
+        torch.set_rng_state(drawn.state)
+        if drawn.error is not None:
+            raise drawn.error
+        if drawn.num_tokens is None:
+            return drawn.microbatches, count_tokens(drawn.microbatches, self._manager.mesh)
+        return drawn.microbatches, drawn.num_tokens
+
+    def _seed_of(self, step: int, seed: int) -> int:
+        return step_seed(seed, step, self._manager.mesh.data_rank)
+
+
+def step_seed(seed: int, step: int, data_rank: int) -> int:
+    """The seed of a step's random numbers: its own for each data rank, equal where ranks share a batch."""
+    state = np.random.SeedSequence(seed, spawn_key=(step, data_rank)).generate_state(1, np.uint64)
+    return int(state[0] >> np.uint64(1))
