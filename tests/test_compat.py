@@ -22,6 +22,8 @@ from meshwright._compat.torch import (
     all_gather,
     all_reduce,
     all_to_all,
+    arithmetic,
+    draws_random_numbers,
     foreach_copy_,
     foreach_mul_,
     foreach_norm,
@@ -33,6 +35,7 @@ from meshwright._compat.torch import (
     packed_shard,
     reduce_scatter,
     storage_of,
+    version_of,
     written_arguments,
 )
 from meshwright._compat.transformers import (
@@ -228,6 +231,41 @@ def test_written_arguments_are_known() -> None:
     assert written_arguments(aten.normal_.default) == [0]
     assert written_arguments(aten.add.out) == ["out"]
     assert written_arguments(aten.add.Tensor) == []
+
+
+def test_operators_that_draw_random_numbers_are_known() -> None:
+    aten, x = torch.ops.aten, torch.ones(1, 2, 3, 4)
+    assert draws_random_numbers(aten.bernoulli.default, (x,), {})
+    assert draws_random_numbers(aten.native_dropout.default, (x, 0.5, True), {})
+    assert not draws_random_numbers(aten.native_dropout.default, (x, 0.0, True), {})
+    for attention in (aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention):
+        arguments = [each.name for each in attention.default._schema.arguments]
+        given = (x,) * arguments.index("dropout_p")
+        assert not draws_random_numbers(attention.default, given, {})
+        assert draws_random_numbers(attention.default, (*given, 0.1), {})
+    assert not draws_random_numbers(aten.mm.default, (x, x), {})
+
+
+def test_arithmetic_is_that_of_products_attention_and_convolutions() -> None:
+    aten = torch.ops.aten
+    left, right = torch.ones(2, 3), torch.ones(3, 5)
+    assert arithmetic(aten.mm.default, (left, right), left @ right) == 2 * 2 * 3 * 5
+    assert arithmetic(aten.addmm.default, (torch.ones(5), left, right), left @ right) == 2 * 2 * 3 * 5
+    assert arithmetic(aten.bmm.default, (left[None], right[None]), (left @ right)[None]) == 2 * 2 * 3 * 5
+    query, key, value = torch.ones(1, 2, 3, 4), torch.ones(1, 2, 5, 4), torch.ones(1, 2, 5, 6)
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert arithmetic(attention, (query, key, value), None) == 2 * 2 * 3 * 5 * (4 + 6)
+    image, kernel = torch.ones(1, 2, 8), torch.ones(4, 2, 3)
+    made = torch.nn.functional.conv1d(image, kernel)
+    assert arithmetic(aten.convolution.default, (image, kernel), made) == 2 * 4 * 6 * (2 * 3)
+    assert arithmetic(aten.silu.default, (left,), left) == 0
+
+
+def test_writing_into_a_tensor_or_its_view_raises_its_version() -> None:
+    tensor = torch.ones(4)
+    before = version_of(tensor)
+    tensor.view(2, 2).add_(1)
+    assert version_of(tensor) == before + 1
 
 
 def test_a_state_dict_is_loaded_as_a_directory_without_copies_of_its_tensors() -> None:

@@ -29,6 +29,7 @@ from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.case import TOLERANCE, share
 from meshwright.testing.collectives import Traffic, measure_collectives
 from meshwright.testing.models import case_vocab, tiny_model
+from meshwright.testing.observe import Counting
 from meshwright.testing.parity import build_manager, full_weights, train_steps, training_step
 
 CP2, CP4, DP2_CP2, TP2_CP2 = {"cp_size": 2}, {"cp_size": 4}, {"dp_size": 2, "cp_size": 2}, {"tp_size": 2, "cp_size": 2}
@@ -262,11 +263,45 @@ def _kept(size: int, way: Any) -> int:
 def test_activations_of_a_rank_are_its_part_beside_gathered_keys_and_values(ranks: int) -> None:
     (whole,) = pool(1).run(_kept, 1, "")
     gathered = BLOCKS * LONG * 2 * (2 * 4) * WIDTH
+    # For each of two chunks of queries: keys and values up to its end, once for each query head, and a mask.
+    chunk = LONG // (2 * ranks)
+    read = BLOCKS * (2 * ranks + 1) * chunk * (2 * 12 * 4 + chunk) * WIDTH
     for kept in pool(ranks).run(_kept, ranks, "allgather"):
-        assert kept < whole / ranks + gathered
+        assert kept < whole / ranks + gathered + read
     for kept in pool(ranks).run(_kept, ranks, "ulysses"):
         # Attention's output on both sides of the exchange.
         assert kept < 1.12 * whole / ranks
+
+
+def _attentions(config: dict[str, Any], kind: str) -> int:
+    """How often attention is computed for a microbatch, beside its backward."""
+    manager = build_manager("fsdp2", config, CP2, Case(tied=None))
+    batches = _batches(kind, case_vocab("llama"))[:1]
+    num_tokens = count_tokens(batches, manager.mesh)
+    # The first step tries the model out.
+    manager.forward_backward(batches, num_tokens=num_tokens)
+    manager.optimizer_step()
+    with Counting() as counting:
+        manager.forward_backward(batches, num_tokens=num_tokens)
+    return counting.counts["aten._scaled_dot_product_flash_attention_for_cpu.default"]
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "expected"),
+    [
+        # Two chunks of queries in each of the blocks, or all under one mask.
+        ({}, "plain", 2 * BLOCKS),
+        ({}, "documents", BLOCKS),
+        (ULYSSES, "documents", BLOCKS),
+        ({"activation_checkpointing": "full"}, "plain", 4 * BLOCKS),
+        ({"activation_checkpointing": "selective"}, "plain", 2 * BLOCKS),
+    ],
+    ids=str,
+)
+def test_attention_is_computed_again_only_where_recomputation_is_asked_for(
+    config: dict[str, Any], kind: str, expected: int
+) -> None:
+    assert pool(2).run(_attentions, config, kind) == [expected] * 2
 
 
 # -- the attention setting

@@ -11,7 +11,7 @@ from torch import nn
 from meshwright._compat.torch import is_attention, is_choice, is_communication, is_matrix_product
 from meshwright.base.errors import ConfigError, ModelError
 from meshwright.model.layout import layout_by_structure
-from meshwright.model.recompute import checkpoint_blocks
+from meshwright.model.recompute import _selective_contexts, checkpoint_blocks
 from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing.models import case_model, case_vocab, tiny_model
 from meshwright.testing.observe import Counting
@@ -112,6 +112,20 @@ def test_dropout_is_drawn_again_alike_and_a_block_in_two_places_is_wrapped_once(
     assert torch.equal(gradient, expected)
     assert [block.calls for block in plain.blocks] == [2, 1, 2]
     assert [block.calls for block in model.blocks] == [4, 2, 4]
+
+
+@pytest.mark.parametrize(("dropout", "is_held"), [(0.0, True), (0.1, False)])
+def test_selective_computes_attention_that_drops_again_so_that_what_is_behind_draws_as_before(
+    dropout: float, is_held: bool
+) -> None:
+    forward, again = _selective_contexts()
+    query = torch.empty(1, 2, 8, 16, dtype=torch.bfloat16, device="meta")
+    computed = []
+    for context in (forward, again):
+        with Counting() as counting, context:
+            torch.ops.aten._scaled_dot_product_flash_attention.default(query, query, query, dropout)
+        computed.append(counting.counts["aten._scaled_dot_product_flash_attention.default"])
+    assert computed == [1, 0 if is_held else 1]
 
 
 def test_evaluation_is_not_touched() -> None:

@@ -1274,8 +1274,8 @@ _bug(
 _bug(
     "reduce_dtype_ignored",
     "meshwright_fsdp2.policies",
-    "        policy = replace(policy, reduce_dtype=getattr(torch, config.reduce_dtype))\n",
-    "        pass\n",
+    "return policy if sums is None else replace(policy, reduce_dtype=getattr(torch, sums))",
+    "return policy",
     f"{_COUNTS}::test_gradients_travel_in_the_reduce_dtype_and_parameters_in_their_own",
     kind="the dtype of sums is ignored",
 )

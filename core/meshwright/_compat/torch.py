@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -203,13 +203,51 @@ def storage_of(tensor: Tensor) -> tuple[int, Any]:
     return storage._cdata, storage
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor, or a view of the same memory, was written into; `_version` is how autograd counts it."""
+    return tensor._version
+
+
 def written_arguments(operator: Any) -> list[int | str]:
     """Positions, or names of keyword-only arguments, that an operator writes into.
 
-    `_schema` is private and is what torch's own dispatch modes read.
+    `_schema` is private and is what torch's own dispatch modes read; operators of higher order have none.
     """
+    arguments = operator._schema.arguments if hasattr(operator, "_schema") else ()
     return [
         argument.name if argument.kwarg_only else index
-        for index, argument in enumerate(operator._schema.arguments)
+        for index, argument in enumerate(arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+
+
+def draws_random_numbers(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operator draws random numbers.
+
+    Operators carry a tag for it; a probability of 0 is a matter of the arguments, which `_schema` names.
+    """
+    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
+        return False
+    for index, argument in enumerate(operator._schema.arguments):
+        if argument.name in ("dropout_p", "p"):
+            given = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+            return given != 0
+    return True
+
+
+def arithmetic(operator: Any, args: Sequence[Any], result: Any) -> int:
+    """Floating-point operations of a matrix product, an attention or a convolution; 0 for other operators.
+
+    torch counts them, too, but neither for attention on a CPU nor for grouped products.
+    """
+    name = str(operator).removeprefix("aten.").split(".")[0]
+    tensors = [each for each in args if isinstance(each, Tensor)]
+    if is_attention(operator):
+        query, key, value = tensors[:3]
+        return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+    if name in ("mm", "bmm", "_grouped_mm", "addmm", "baddbmm"):
+        left = tensors[1] if name in ("addmm", "baddbmm") else tensors[0]
+        return 2 * int(result.numel()) * left.shape[-1]
+    if name in ("convolution", "_convolution"):
+        return 2 * int(result.numel()) * tensors[1][0].numel()
+    return 0

@@ -8,6 +8,7 @@ import path by which a file names it.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -109,7 +110,10 @@ def validated(model_cls: type[ModelT], values: Mapping[str, Any], *, where: str)
     except ValidationError as error:
         # Dicts keep the order; a key of a union type has one finding for each alternative, which belong on one line.
         findings: dict[str, list[str]] = {}
-        for finding in error.errors():
+        found = error.errors()
+        for finding in found:
+            if _is_of_another_kind(finding, found):
+                continue
             path, message = _finding(model_cls, finding)
             findings.setdefault(path, []).append(message)
         lines = [f"  {path}: {'; or '.join(dict.fromkeys(messages))}" for path, messages in findings.items()]
@@ -150,6 +154,18 @@ def _import_path(value: Any) -> Any:
     return value
 
 
+_OF_PLAIN_VALUES = frozenset({"bool_type", "literal_error", "string_type", "int_type", "float_type"})
+
+
+def _is_of_another_kind(finding: Any, found: Sequence[Any]) -> bool:
+    """Whether a finding only says that a mapping is no plain value, where the key also takes mappings."""
+    if finding["type"] not in _OF_PLAIN_VALUES or not isinstance(finding["input"], dict):
+        return False
+    depth = len(finding["loc"])
+    others = [each for each in found if each["loc"][: depth - 1] == finding["loc"][:-1]]
+    return any(len(each["loc"]) > depth or each["type"] not in _OF_PLAIN_VALUES for each in others)
+
+
 def _finding(model_cls: type[BaseModel], finding: Any) -> tuple[str, str]:
     """The key that a finding of pydantic is about, and what is wrong with it."""
     keys, holder = _follow(model_cls, finding["loc"])
@@ -176,7 +192,7 @@ def _follow(model_cls: type[BaseModel], location: Sequence[str | int]) -> tuple[
     for part in location:
         if inside and _is_union(annotation):
             # The name of an alternative, not a key.
-            inside = [cls for cls in inside if cls.__name__ == part]
+            inside = [cls for cls in inside if cls.__name__ in re.findall(r"\w+", str(part))]
             annotation = None
             continue
         if inside:

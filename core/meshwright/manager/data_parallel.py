@@ -17,7 +17,10 @@ from torch import Tensor, nn
 
 from ..mesh.mesh import Mesh
 from ..mesh.world import same_timeout
+from ..model.budget import BudgetedBlocks, choose, without_choice
+from ..model.knapsack import ONE_STAGE
 from ..model.layout import ModelLayout
+from ..model.offload import OffloadedBlocks
 from ..model.weights import Weights, fill, materialize
 from ..step.agreement import agree, announce
 from ..step.batch import Terms
@@ -55,6 +58,8 @@ class DataParallelManager(StatefulManager):
     before, and `shard` sees a whole model."""
     in_pipeline: bool = False
     """Whether the model is one stage of a pipeline; see `parallelize_stage`."""
+    activations: BudgetedBlocks | OffloadedBlocks | None = None
+    """What `checkpoint_blocks` has returned: blocks that hold what a budget allows, or in host memory."""
     runs_in_pipeline: ClassVar[bool] = False
     """Whether the strategy heeds `in_pipeline`."""
 
@@ -109,9 +114,14 @@ class DataParallelManager(StatefulManager):
         """Whether gradients are reduced in the last backward of a step only."""
         return True
 
+    @property
+    def sums_dtype(self) -> str | None:
+        """The dtype in which gradients are summed; None: their own."""
+        return getattr(self.config, "reduce_dtype", None)
+
     def make_gradients(self) -> Gradients:
         """What is clipped; for strategies to replace whose gradients are divided in their own way."""
-        wide = getattr(self.config, "reduce_dtype", None) is not None
+        wide = self.sums_dtype is not None
         # Who asks for sums that do not depend on the layout wants the same of the factor that clips them.
         return Gradients(self.trainable, self.parts, self.mesh, wide=wide)
 
@@ -133,7 +143,7 @@ class DataParallelManager(StatefulManager):
         check_trainable(model, may_be_frozen=self.in_pipeline, router_loss=True)
         if not self.in_pipeline:
             self.check_model(model)
-        check_reduce_dtype(model, getattr(self.config, "reduce_dtype", None))
+        check_reduce_dtype(model, self.sums_dtype)
         self.layout = model_layout(model)
         config = getattr(model, "config", None)
         # A pipeline adds it over its stages.
@@ -196,6 +206,7 @@ class DataParallelManager(StatefulManager):
         losses = []
         with self.forward.around_step(), self.around_step(microbatches):
             self.forward.try_out(microbatches)
+            self._choose_activations(microbatches)
             for index, batch in enumerate(microbatches):
                 is_last = index == len(microbatches) - 1
                 with self.sync_gradients(is_last=is_last):
@@ -233,6 +244,12 @@ class DataParallelManager(StatefulManager):
 
     def settle(self) -> None:
         self._ending.settle(self.mesh.world)
+
+    def _choose_activations(self, microbatches: Sequence[Batch]) -> None:
+        """Where there is a budget: choose what blocks hold. Collective, once."""
+        largest, world = max(microbatches, key=lambda batch: batch["input_ids"].numel()), self.mesh.world
+        for blocks in without_choice([self.activations]):
+            choose([blocks], [lambda: self.forward.rehearse(largest)], [world], ONE_STAGE, world)
 
     def _loss(self, batch: Batch, num_tokens: Tensor, microbatches: int) -> Tensor:
         return self.forward.share_of_loss(self.forward.divide(batch), num_tokens, microbatches=microbatches)

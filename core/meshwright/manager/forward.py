@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..base.errors import ModelError
@@ -207,6 +208,22 @@ class Forward:
             self._after_trial()
         # Again, now that more is known of the model.
         self._mesh.world.together(lambda: self.check_division(microbatches))
+
+    def rehearse(self, microbatch: Batch, given: Callable[[Batch], Batch] = lambda batch: batch) -> None:
+        """Call the module with a microbatch as a step does, without gradients; nothing of it remains. Collective.
+
+        Args:
+            microbatch: as it was given.
+            given: makes of what it is divided into, on this rank's device, what the module is called with.
+        """
+        device = self._mesh.device
+        devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
+        drawing = torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda")
+        try:
+            with drawing, torch.no_grad():
+                self.outputs(split_targets(given(self.on_device(self.divide(microbatch))))[0])
+        finally:
+            self._after_trial()
 
     def _trial(self, axis: Axis, batch: Batch) -> Trial:
         others = math.prod(other.sequence_multiple for other in self._axes if other is not axis)

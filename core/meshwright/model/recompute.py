@@ -5,7 +5,8 @@ instance, is replaced. So no parameter gets another name, hooks of sharding run 
 and what wraps later (compile, then sharding) wraps this.
 
 "full" holds a block's inputs only. "selective" holds, besides, the results that cost most for their size: every second
-matrix product, all of attention, and what came over the network, so that nothing is communicated twice.
+matrix product, all of attention, and what came over the network, so that nothing is communicated twice. What is held
+under a budget is chosen in `budget`; what lies in host memory, in `offload`.
 Source: Chen et al. 2016, arXiv:1604.06174; torch.utils.checkpoint; the policy of torchtitan's selective per-op mode.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal, TypeAlias
 
@@ -21,18 +22,30 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from .._compat.torch import TorchDispatchMode, is_attention, is_choice, is_communication, is_matrix_product
+from .._compat.torch import (
+    TorchDispatchMode,
+    draws_random_numbers,
+    is_attention,
+    is_choice,
+    is_communication,
+    is_matrix_product,
+)
 from ..base.errors import ConfigError, ModelError
+from .activation_options import ActivationCheckpointing, ActivationOptions, told
+from .budget import BudgetedBlocks
 from .forward_order import Layer, put_around
 from .layout import ModelLayout
+from .offload import OffloadedBlocks
 
 Mode = Literal["full", "selective"]
 Contexts: TypeAlias = "Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]"
 """What a forward of a block runs in, and what its recomputation does."""
 
 
-def checkpoint_blocks(model: nn.Module, layout: ModelLayout, mode: Mode | bool, *, keep_choices: bool = False) -> None:
-    """Let every block recompute its activations in backward; in place.
+def checkpoint_blocks(
+    model: nn.Module, layout: ModelLayout, mode: ActivationCheckpointing, *, keep_choices: bool = False
+) -> BudgetedBlocks | OffloadedBlocks | None:
+    """Let every block recompute its activations in backward, or hold them in host memory; in place.
 
     Acts while a block trains and gradients are on; evaluation and generation run as before. Random numbers (dropout)
     are drawn again as they were.
@@ -40,41 +53,73 @@ def checkpoint_blocks(model: nn.Module, layout: ModelLayout, mode: Mode | bool, 
     Args:
         model: before compile and before sharding.
         layout: of the model.
-        mode: "full" or True, "selective", or False for nothing.
+        mode: "full" or True, "selective", options with a budget or a place, or False for nothing.
         keep_choices: hold what routers choose, too, so that no token is routed anew by numbers that a kernel computes a
             little differently the second time; and how many tokens go where, which the host need not read again.
+
+    Returns:
+        With a budget, the blocks, for which `choose` must be called; with a place, what counts the bytes that go there.
 
     Raises:
         ConfigError: no such mode.
         ModelError: the model has no blocks.
     """
     if mode is False:
-        return
-    if mode not in (True, "full", "selective"):
-        raise ConfigError(f"activation_checkpointing={mode!r} is not one of false, true, 'full', 'selective'.")
+        return None
+    if mode not in (True, "full", "selective") and not isinstance(mode, ActivationOptions):
+        raise ConfigError(
+            f"activation_checkpointing={mode!r} is not one of false, true, 'full', 'selective', "
+            f"{{budget_gb: ...}}, {{offload: cpu}}."
+        )
     if not layout.blocks:
         raise ModelError(
-            f"activation_checkpointing={mode!r} acts on blocks, but {type(model).__name__} has no stack of blocks. "
-            f"Set activation_checkpointing=false, or describe the model through the hook model_layout."
+            f"activation_checkpointing={told(mode)!r} acts on blocks, but {type(model).__name__} has no stack of "
+            f"blocks. Set activation_checkpointing=false, or describe the model through the hook model_layout."
         )
-    contexts = [_selective_contexts] * (mode == "selective") + [_keeping_contexts] * keep_choices
+    held = None
+    if isinstance(mode, ActivationOptions):
+        held = OffloadedBlocks() if mode.budget_gb is None else BudgetedBlocks(mode.budget_gb)
+    keeping: list[Contexts] = [_keeping_contexts] * keep_choices
     # One block may stand in several places.
     for block in dict.fromkeys(model.get_submodule(name) for name in layout.blocks):
-        put_around(block, Layer.RECOMPUTED, functools.partial(_recomputed, block, contexts))
+        if held is None:
+            contexts = [_selective_contexts] * (mode == "selective") + keeping
+            put_around(block, Layer.RECOMPUTED, functools.partial(_recomputed, block, contexts))
+        elif isinstance(held, BudgetedBlocks):
+            again = functools.partial(_again, keeping)
+            put_around(block, Layer.RECOMPUTED, functools.partial(held.put_around, block, again))
+        else:
+            put_around(block, Layer.RECOMPUTED, functools.partial(held.put_around, block))
+    return held
 
 
 def _recomputed(block: nn.Module, contexts: Sequence[Contexts], original: Callable[..., Any]) -> Callable[..., Any]:
-    # torch.compile takes the modes themselves and nothing around them.
-    function = functools.partial(_combined, contexts) if len(contexts) > 1 else next(iter(contexts), None)
-    options = {} if function is None else {"context_fn": function}
-
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()):
             return original(*args, **kwargs)
-        return checkpoint(original, *args, use_reentrant=False, preserve_rng_state=True, **options, **kwargs)
+        return _checkpointed(contexts, original, args, kwargs)
 
     return forward
+
+
+def _again(
+    keeping: Sequence[Contexts],
+    original: Callable[..., Any],
+    contexts: Contexts,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    return _checkpointed([contexts, *keeping], original, args, kwargs)
+
+
+def _checkpointed(
+    contexts: Sequence[Contexts], original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    # torch.compile takes the modes themselves and nothing around them.
+    function = functools.partial(_combined, contexts) if len(contexts) > 1 else next(iter(contexts), None)
+    options = {} if function is None else {"context_fn": function}
+    return checkpoint(original, *args, use_reentrant=False, preserve_rng_state=True, **options, **kwargs)
 
 
 def _combined(contexts: Sequence[Contexts]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -95,8 +140,12 @@ def _selective_contexts() -> Any:
     counts: Counter[bool] = Counter()
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if is_attention(op) or is_communication(op):
+        if is_communication(op):
             return CheckpointPolicy.MUST_SAVE
+        if is_attention(op):
+            # Were its dropout not drawn again, that behind it would get its random numbers.
+            draws = draws_random_numbers(op, args, kwargs)
+            return CheckpointPolicy.PREFER_RECOMPUTE if draws else CheckpointPolicy.MUST_SAVE
         if is_matrix_product(op):
             # Forward and recomputation count alike, each on its own.
             counts[context.is_recompute] += 1

@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from meshwright import open_world
 from meshwright.testing import Case, pool
 from meshwright.testing.collectives import Traffic, measure_collectives
 from meshwright.testing.models import case_model
 from meshwright.testing.parity import build_manager, train_steps, training_step
+from meshwright_fsdp2.half_messages import HalfMessages
 
 LAST_BLOCK = 2
 WIDTH = 8
@@ -91,6 +94,45 @@ def test_gradients_travel_in_the_reduce_dtype_and_parameters_in_their_own() -> N
         assert {each.dtype for each in gathered} == {torch.float32}
         assert {each.dtype for each in reduced} == {torch.float64}
         assert reduced.bytes == _padded(case, 2) * 8
+
+
+@pytest.mark.parametrize(("sizes", "ranks"), [({}, 2), ({"dp_replicate_size": 2}, 4)], ids=["shards", "copies"])
+def test_gradients_that_travel_in_bfloat16_halve_what_is_scattered(sizes: dict[str, int], ranks: int) -> None:
+    case = replace(ACCUMULATED, dtype="float32")
+    for traffic in pool(ranks).run(_step, {"reduce_dtype": "bfloat16"}, sizes, case):
+        sent = traffic.of("all_to_all", "dp_shard")
+        assert {each.dtype for each in sent} == {torch.bfloat16}
+        assert sent.bytes == _padded(case, 2) * 4 // 2
+        assert not traffic.of("reduce_scatter")
+        # Sums of shards, over copies, are not rounded.
+        assert traffic.of("all_reduce", "dp_replicate").bytes == _padded(case, 2) // 2 * 4 * bool(sizes)
+
+
+def _halves() -> bool:
+    """Whether addends are rounded once each, and summed in float32 in the order of the ranks."""
+    world = open_world("cpu")
+    given = torch.randn(3 * world.size, generator=torch.Generator().manual_seed(world.rank))
+    everybodys = [torch.empty_like(given) for _ in range(world.size)]
+    dist.all_gather(everybodys, given)
+    part = torch.empty(3)
+    HalfMessages()(part, given, dist.group.WORLD, dist.ReduceOp.SUM)
+    rounded = [each.bfloat16().float()[3 * world.rank :][:3] for each in everybodys]
+    return torch.equal(part, torch.stack(rounded).sum(0))
+
+
+def test_messages_of_bfloat16_are_summed_in_float32() -> None:
+    assert pool(2).run(_halves) == [True, True]
+
+
+def _losses(config: Mapping[str, Any]) -> list[float]:
+    case = Case(dtype="float32", microbatches=2)
+    return train_steps(build_manager("fsdp2", config, {}, case), case, range(8))[0]
+
+
+def test_training_with_messages_of_bfloat16_stays_beside_that_without() -> None:
+    plain, rounded = (pool(2).run(_losses, config)[0] for config in ({}, {"reduce_dtype": "bfloat16"}))
+    assert plain != rounded
+    assert rounded == pytest.approx(plain, rel=2e-3)
 
 
 @pytest.mark.parametrize(

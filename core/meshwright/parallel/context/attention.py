@@ -31,7 +31,7 @@ KNOWN = frozenset(
 )
 PER_HEAD = frozenset({"s_aux", "sinks"})
 LARGEST_MASK = 2**24
-"""Elements of a mask; where it would have more, queries are taken in blocks."""
+"""Elements of a mask; where it would have more, queries are taken in blocks, which are computed again in backward."""
 
 Core = Callable[..., tuple[Tensor, Any]]
 
@@ -136,9 +136,13 @@ class _Layer:
         keys = start + count
         if query.device.type != "cpu" and count > 1:
             # Kernels know this mask, and make no tensor of it.
-            yield self._again(query, key[:, :, :keys], value[:, :, :keys], lambda: causal_lower_right(count, keys))
+            yield self._run(query, key[:, :, :keys], value[:, :, :keys], causal_lower_right(count, keys))
             return
-        step = max(1, min(count, LARGEST_MASK // keys))
+        step = max(1, LARGEST_MASK // keys)
+        if step >= count:
+            rows = torch.arange(start, keys, device=query.device)
+            yield self._run(query, key[:, :, :keys], value[:, :, :keys], self.mask.of(rows, keys))
+            return
         for first in range(start, keys, step):
             rows = torch.arange(first, min(keys, first + step), device=query.device)
             part = query[:, :, first - start : first - start + step]
@@ -147,11 +151,8 @@ class _Layer:
     def _masked(self, query: Tensor, key: Tensor, value: Tensor, *, whole: bool) -> Tensor:
         """Attention of this rank's queries, or of all, under any mask."""
         step = max(1, LARGEST_MASK // (query.shape[0] * self.mask.length))
-        if step >= query.shape[2] and (whole or self.implementation == "eager"):
-            # Either as much less is held as the rank has fewer heads, or far more than the mask is.
-            return self._run(query, key, value, self.mask.made(whole=whole))
         if step >= query.shape[2]:
-            return self._again(query, key, value, lambda: self.mask.made(whole=False))
+            return self._run(query, key, value, self.mask.made(whole=whole))
         rows = self.mask.rows(whole=whole)
         return torch.cat(
             [
@@ -162,21 +163,18 @@ class _Layer:
         )
 
     def _block(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor, keys: int) -> Tensor:
-        """Attention of queries at `rows` to the first keys, with a mask of its own."""
-        return self._again(query, key[:, :, :keys], value[:, :, :keys], lambda: self.mask.of(rows, keys))
+        """Attention of some of the queries, at `rows`, to the first keys.
 
-    def _again(self, query: Tensor, key: Tensor, value: Tensor, mask: Callable[[], Tensor]) -> Tensor:
-        """Attention that is computed again in backward.
-
-        Else it would hold the mask, and a copy of the gathered keys and values for each query head.
+        It is computed again in backward: the masks of all of them are too large to be held.
         """
 
         def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return self._run(query, key, value, mask())
+            return self._run(query, key, value, self.mask.of(rows, keys))
 
+        key, value = key[:, :, :keys], value[:, :, :keys]
+        # Parameters that the function reads itself, such as sinks, are in their places in forward only.
         has_own = any(True for _ in self.module.parameters(recurse=False))
         if has_own or not torch.is_grad_enabled():
-            # Parameters that the function reads itself, such as sinks, are in their places in forward only.
             return run(query, key, value)
         output: Tensor = checkpoint(run, query, key, value, use_reentrant=False)
         return output

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from meshwright.base.errors import StrategyError, nearest
+from meshwright.model.activation_options import ActivationCheckpointing
 from meshwright.strategy.spec import StrategyConfig
 
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -223,10 +224,11 @@ class DDPConfig(DistributedDataParallelConfig):
         description="torch: DistributedDataParallel of PyTorch. bucketed: our own, after Megatron-Core's, with the "
         "distributed optimizer.",
     )
-    activation_checkpointing: bool | Literal["full", "selective"] = Field(
+    activation_checkpointing: ActivationCheckpointing = Field(
         False,
         description="Compute the activations of each block again in backward: true or full: all; selective: all but "
-        "every second matrix product and attention.",
+        "every second matrix product and attention. {budget_gb: X}: what X GB do not hold. "
+        "{offload: cpu}: nothing; activations lie in host memory until then.",
     )
     backend: str = Field(
         "nccl",

@@ -65,7 +65,7 @@ class DDPManager(DataParallelManager):
 
     def shard(self, model: nn.Module) -> nn.Module:
         model.to(self.mesh.device)
-        checkpoint_blocks(model, self.layout, self.config.activation_checkpointing)
+        self.activations = checkpoint_blocks(model, self.layout, self.config.activation_checkpointing)
         if self.config.engine == "torch" and self.in_pipeline:
             self._torch = StageEngine(self, self.config)
             return model

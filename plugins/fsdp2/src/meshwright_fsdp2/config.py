@@ -11,6 +11,7 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from meshwright.base.errors import ConfigError, nearest
 from meshwright.base.validation import DTYPES, NO_FLOAT16
 from meshwright.files.class_paths import check_import
+from meshwright.model.activation_options import ActivationCheckpointing
 from meshwright.strategy.spec import ROUNDS_ANEW, StrategyConfig
 
 AXES = frozenset({"dp_replicate", "dp_shard", "cp", "tp", "ep"})
@@ -61,6 +62,14 @@ class FSDP2Config(StrategyConfig):
         description="Wherever the model trains, answer transformers' check for packed sequences with false, which "
         "saves a synchronization with the GPU in every attention layer; packed data is refused then.",
     )
+    # One more than all strategies have.
+    reduce_dtype: Literal["bfloat16", "float32", "float64"] | None = Field(  # type: ignore[assignment]
+        None,
+        description="Dtype in which gradients are accumulated over microbatches and summed over ranks; null: the "
+        "gradients' own. bfloat16: they travel in it, rounded once, and are accumulated and summed in float32. float64 "
+        "under float32 gradients makes the sum independent of its order, so that every strategy and world size prints "
+        "the same losses.",
+    )
     mp_policy: Annotated[Any, WithJsonSchema(_policy_schema("MixedPrecisionPolicy"))] = Field(
         None,
         description="Mixed precision: torch's MixedPrecisionPolicy, or a mapping of its param_dtype, reduce_dtype, "
@@ -76,10 +85,11 @@ class FSDP2Config(StrategyConfig):
         description="Run the forward under torch.autocast with this dtype. With output_dtype float32 in mp_policy, or "
         "float32 parameters, the residual stream stays float32.",
     )
-    activation_checkpointing: bool | Literal["full", "selective"] = Field(
+    activation_checkpointing: ActivationCheckpointing = Field(
         False,
         description="Compute the activations of each block again in backward: true or full: all; selective: all but "
-        "every second matrix product, attention and communication.",
+        "every second matrix product, attention and communication. {budget_gb: X}: what X GB do not hold. "
+        "{offload: cpu}: nothing; activations lie in host memory until then.",
     )
     defer_fsdp_grad_sync: bool | Literal["reduce_scatter"] = Field(
         True,

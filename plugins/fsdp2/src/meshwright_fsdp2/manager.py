@@ -27,6 +27,7 @@ from meshwright.manager.ending import Findings
 from meshwright.manager.given_mesh import as_mesh
 from meshwright.manager.idle_options import tell_idle_options
 from meshwright.mesh.mesh import Mesh
+from meshwright.model.activation_options import ActivationOptions, needs_equal_operators, told
 from meshwright.model.compile import compile_blocks
 from meshwright.model.recompute import checkpoint_blocks
 from meshwright.parallel.context import ContextParallel
@@ -39,6 +40,7 @@ from ._compat import overlap_tensor_parallel, reduce_now
 from .config import AXES, FSDP2Config
 from .forward import surround_forward
 from .packed import check_not_packed, without_packed_check
+from .policies import sums_dtype
 from .sharding import Sharding, shard_units
 from .unit_options import UnitOptions
 from .units import Unit, find_units, separate_names, units_by_dtype
@@ -116,7 +118,7 @@ class FSDP2Manager(DataParallelManager):
         if self.mesh.degrees.cp > 1:
             context = ContextParallel(model, self.layout, self.mesh["cp"], attention=self.config.cp_attention)
             self.axes.append(context)
-        if self.config.activation_checkpointing == "selective":
+        if needs_equal_operators(self.config.activation_checkpointing):
             units = find_units(model, self.layout)
             check_selective([*(inner for inner, _ in units_by_dtype(model, units)), *units])
         if self.mesh.degrees.ep > 1:
@@ -136,7 +138,8 @@ class FSDP2Manager(DataParallelManager):
             self.tensor_parallel.apply(separate_names(model, self.layout))
         self.axes += [axis for axis in (self.tensor_parallel, self.expert_parallel) if axis is not None]
         keep_choices = self.expert_parallel is not None
-        checkpoint_blocks(model, self.layout, self.config.activation_checkpointing, keep_choices=keep_choices)
+        mode = self.config.activation_checkpointing
+        self.activations = checkpoint_blocks(model, self.layout, mode, keep_choices=keep_choices)
         self._compile(model)
 
     def maybe_compile(self, model: nn.Module) -> None:
@@ -218,6 +221,10 @@ class FSDP2Manager(DataParallelManager):
         yield
 
     @property
+    def sums_dtype(self) -> str | None:
+        return sums_dtype(self.config)
+
+    @property
     def reduces_once(self) -> bool:
         return self.config.defer_fsdp_grad_sync is True
 
@@ -251,8 +258,8 @@ def check_selective(units: Sequence[Unit]) -> None:
     inner = next((unit for unit in units if not unit.is_block and not unit.is_root), None)
     if inner is not None:
         raise StrategyError(
-            f"activation_checkpointing='selective' does not go with blocks of which a part is gathered "
-            f"by itself ({', '.join(inner.names)}). Set activation_checkpointing=full."
+            f"activation_checkpointing='selective', or with budget_gb, does not go with blocks of which a part is "
+            f"gathered by itself ({', '.join(inner.names)}). Set activation_checkpointing=full."
         )
 
 
@@ -270,6 +277,12 @@ def check_options(config: FSDP2Config, mesh: Mesh) -> None:
         raise StrategyError(
             "enable_async_tensor_parallel=true overlaps kernels of a GPU, but the mesh is on the CPU. "
             "Set enable_async_tensor_parallel=false."
+        )
+    if config.enable_compile and isinstance(config.activation_checkpointing, ActivationOptions):
+        raise StrategyError(
+            f"activation_checkpointing={told(config.activation_checkpointing)} acts on operators one by one, but with "
+            f"enable_compile=true a compiled block decides by itself what it holds. Set enable_compile=false, or "
+            f"activation_checkpointing to full or selective."
         )
     if config.enable_compile and config.activation_checkpointing and mesh.degrees.ep > 1:
         # torch may compile a part anew between a forward and its recomputation, which then saves other tensors.

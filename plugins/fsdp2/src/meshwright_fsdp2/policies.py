@@ -28,9 +28,13 @@ def mixed_precision(config: FSDP2Config) -> MixedPrecisionPolicy:
         ConfigError: `_target_` is not on the allow-list or no policy, or an argument is wrong.
     """
     policy = _made(config.mp_policy, MixedPrecisionPolicy) or MixedPrecisionPolicy()
-    if config.reduce_dtype is not None:
-        policy = replace(policy, reduce_dtype=getattr(torch, config.reduce_dtype))
-    return policy
+    sums = sums_dtype(config)
+    return policy if sums is None else replace(policy, reduce_dtype=getattr(torch, sums))
+
+
+def sums_dtype(config: FSDP2Config) -> str | None:
+    """The dtype in which gradients are summed: `reduce_dtype`, but for bfloat16, in which they only travel."""
+    return "float32" if config.reduce_dtype == "bfloat16" else config.reduce_dtype
 
 
 def of_blocks(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:

@@ -22,6 +22,7 @@ from meshwright.parallel.tensor import TensorParallel
 
 from . import schedule
 from ._compat import held_after_forward
+from .half_messages import HalfMessages
 from .unit_options import UnitOptions
 from .units import Unit, find_units, units_by_dtype
 
@@ -121,6 +122,8 @@ def shard_units(
                 others = set(model.parameters()) - parameters
                 module = _fully_shard(model, inner, options.arguments(inner, tensor_parallel), others)
                 done.insert(len(done) - 1, (inner, module))
+    for _, module in done if options.sends_halves else ():
+        module.set_custom_reduce_scatter(HalfMessages())
     for unit, is_frozen in zip(found, frozen, strict=True):
         if is_frozen and (unit.is_block or unit.is_experts):
             schedule.skip_frozen_backward(model.get_submodule(unit.names[0]))

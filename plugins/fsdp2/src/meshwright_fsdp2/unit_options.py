@@ -37,6 +37,7 @@ class UnitOptions:
         offload_policy: of all units.
         reshard_after_forward: as in FSDP2Config.
         expert_mesh: where experts are sharded, one axis of the expert mesh or (replicate, shard); None: there are none.
+        sends_halves: whether gradients travel in bfloat16.
     """
 
     mesh: DeviceMesh
@@ -44,6 +45,7 @@ class UnitOptions:
     offload_policy: OffloadPolicy
     reshard_after_forward: bool | int | None = None
     expert_mesh: DeviceMesh | None = None
+    sends_halves: bool = False
 
     @classmethod
     def of_config(cls, config: FSDP2Config, mesh: Mesh) -> UnitOptions:
@@ -68,6 +70,7 @@ class UnitOptions:
             offload(config, mesh.device),
             config.reshard_after_forward,
             experts,
+            config.reduce_dtype == "bfloat16",
         )
 
     @property

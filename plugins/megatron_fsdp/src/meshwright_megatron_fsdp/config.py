@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from meshwright.base.validation import DTYPES, NO_FLOAT16
+from meshwright.model.activation_options import ActivationCheckpointing
 from meshwright.strategy.spec import StrategyConfig
 
 AXES = frozenset({"dp_replicate", "dp_shard", "cp", "tp"})
@@ -101,10 +102,11 @@ class MegatronFSDPConfig(StrategyConfig):
     fsdp_double_buffer: bool = Field(
         False, description="Gather and reduce units in two buffers that stay allocated. Needs equal units."
     )
-    activation_checkpointing: bool | Literal["full", "selective"] = Field(
+    activation_checkpointing: ActivationCheckpointing = Field(
         False,
         description="Compute the activations of each block again in backward: true or full: all; selective: all but "
-        "every second matrix product, attention and communication.",
+        "every second matrix product, attention and communication. {budget_gb: X}: what X GB do not hold. "
+        "{offload: cpu}: nothing; activations lie in host memory until then.",
     )
     backend: str = Field(
         "nccl",

@@ -95,7 +95,7 @@ class MegatronFSDPManager(DataParallelManager):
             # What one rank finds wrong here (a file with a plan, say) is reported on all.
             self.tensor_parallel = mesh.world.together(lambda: self._divide(model, units))
             self.axes.append(self.tensor_parallel)
-        checkpoint_blocks(model, self.layout, config.activation_checkpointing)
+        self.activations = checkpoint_blocks(model, self.layout, config.activation_checkpointing)
         if is_meta(model):
             # Where parameters are not sharded, they keep this memory.
             stand_in(model, mesh.device, without_memory=config.zero == 3)

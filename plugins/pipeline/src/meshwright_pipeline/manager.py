@@ -36,6 +36,7 @@ from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
 from .config import PipelineConfig, check_options
 from .run.actions import Run
 from .run.batches import check_sizes, converted, cut_batch, filled_up, number_of_pieces
+from .run.in_flight import check_activations, choose_activations
 from .run.stage import PipelineStage
 from .run.users_loss import check_loss, loss_of
 from .start import Setting, Stages, take_apart, take_as_given
@@ -101,6 +102,7 @@ class PipelineManager(StrategyManager):
         self._loss_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         take = take_apart if taken_apart else take_as_given
         self._model = take(model, weights, self._setting)
+        check_activations(self._stages, self._model.orders, self.config.pp_schedule)
         self._copies = Copies(self._model.names, self._managers, self._model.orders.placement, self.mesh)
         return next(iter(self._managers.values())).module
 
@@ -156,6 +158,7 @@ class PipelineManager(StrategyManager):
                 manager.module.train()
         with self._around(microbatches):
             self._try_out(pieces[0])
+            choose_activations(self._stages, self._taken.orders, pieces, self.mesh.world)
             losses = self._run(pieces, train=True)
         found = {index: self._finished(manager) for index, manager in self._managers.items()}
         self._gradients_are_checked = True

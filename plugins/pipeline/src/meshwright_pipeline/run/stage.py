@@ -137,6 +137,11 @@ class PipelineStage:
         with self._receiving():
             self.manager.forward.try_out([batch], takes_loss=self.is_last and self._options.loss is None)
 
+    def rehearse(self, batch: Batch) -> None:
+        """See `Forward.rehearse`."""
+        with self._receiving():
+            self.manager.forward.rehearse(batch)
+
     @contextmanager
     def _receiving(self) -> Iterator[None]:
         """Forwards of the module begin the boundary, with random hidden states, which are as good as any."""
@@ -216,6 +221,13 @@ class GivenStage(PipelineStage):
         if self._options.splits:
             self._store.watch(model)
         self.manager.parallelize_stage(model, weights)
+
+    def rehearse(self, batch: Batch) -> None:
+        def given(divided: Batch) -> Batch:
+            kinds, device = self._kinds(self._boundary.entering, divided), divided["input_ids"].device
+            return self._given(divided, tuple(torch.randn(shape, dtype=dtype, device=device) for shape, dtype in kinds))
+
+        self.manager.forward.rehearse(batch, given)
 
     def _given(self, batch: Batch, received: Tensors) -> Batch:
         return batch if self.is_first else with_hidden(batch, received[0])

@@ -1,0 +1,48 @@
+"""What `activation_checkpointing` may be beside false, true, "full" and "selective". No torch in this module."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from pydantic import Field, model_validator
+
+from ..base.validation import FrozenModel
+
+
+class ActivationOptions(FrozenModel):
+    """Activations within a budget, or in host memory."""
+
+    budget_gb: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="GB (10^9 bytes) of activations that the blocks of a rank may hold at any time, what is computed "
+        "again included. What of each block is held follows: as much as fits, the costliest to compute again first.",
+    )
+    offload: Literal["cpu"] | None = Field(
+        None,
+        description="cpu: what blocks hold for backward lies in host memory until then; nothing is computed again.",
+    )
+
+    @model_validator(mode="after")
+    def _check_one(self) -> ActivationOptions:
+        if (self.budget_gb is None) == (self.offload is None):
+            raise ValueError("takes one of budget_gb and offload")
+        return self
+
+
+ActivationCheckpointing: TypeAlias = bool | Literal["full", "selective"] | ActivationOptions
+"""The option of strategies."""
+
+
+def told(value: ActivationCheckpointing) -> str:
+    """The option as a user has written it."""
+    if isinstance(value, ActivationOptions):
+        given = {name: each for name, each in value.model_dump().items() if each is not None}
+        return "{" + ", ".join(f"{name}: {each}" for name, each in given.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def needs_equal_operators(value: ActivationCheckpointing) -> bool:
+    """Whether the recomputation of a block must call the operators of its forward, since some results are held."""
+    return value == "selective" or (isinstance(value, ActivationOptions) and value.budget_gb is not None)

@@ -1,0 +1,166 @@
+"""See what a block computes, what of it autograd holds, and what each operator costs.
+
+A dispatch mode notes the operators of one call with gradients, as torch's selective checkpointing will see them. It
+runs on real tensors: how many tokens an expert gets, and how long a message is, only values tell.
+
+[Note: cost] An operator costs its floating-point operations, or the bytes that it moves where these take longer; both
+in operations. An accelerator does some hundred of them (bfloat16) while a byte comes from its memory, and thousands
+while one comes from another rank.
+Source: Williams et al. 2009, "Roofline".
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .._compat.torch import (
+    TorchDispatchMode,
+    arithmetic,
+    draws_random_numbers,
+    is_communication,
+    written_arguments,
+)
+from .knapsack import Operator, Profile
+
+COMMUNICATION = "communication"
+"""The key of all that a block gets from other ranks: held together or not at all, the same on all ranks."""
+_PER_BYTE, _PER_BYTE_SENT = 200, 5000
+
+
+@dataclass
+class _Seen:
+    """One call of an operator."""
+
+    key: Hashable
+    made: int
+    cost: float
+    is_communication: bool
+    can_be_held: bool
+
+
+class Recorder(TorchDispatchMode):
+    """Around one call of a block with gradients on."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: list[_Seen] = []
+        self._counts: Counter[Any] = Counter()
+        # Of each storage that lives: the operator that has made it, or None where it was there before.
+        self._makers: dict[int, tuple[weakref.ref[torch.UntypedStorage], int | None]] = {}
+        self._saved: dict[int, int] = {}
+        self._needed = 0
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def __enter__(self) -> Recorder:
+        self._hooks.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._hooks.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = list(tensors_in((args, kwargs)))
+        for tensor in given:
+            self._note(storage_in(tensor), None)
+        result = func(*args, **kwargs)
+        index = len(self._seen)
+        results = list(tensors_in(result))
+        made = sum(self._note(storage_in(tensor), index) for tensor in results)
+        moved = sum(tensor.nbytes for tensor in (*given, *results)) if made else 0
+        sends = is_communication(func)
+        per_byte = _PER_BYTE_SENT if sends else _PER_BYTE
+        self._seen.append(
+            _Seen(
+                key=(func, self._counts[func]),
+                made=made,
+                cost=max(arithmetic(func, args, result), per_byte * moved),
+                is_communication=sends,
+                can_be_held=made > 0 and not draws_random_numbers(func, args, kwargs),
+            )
+        )
+        self._counts[func] += 1
+        self._note_writes(func, args, kwargs)
+        return result
+
+    def profile(self, inputs: int, hidden: Tensor | None) -> Profile:
+        """What was seen.
+
+        Args:
+            inputs: bytes of what the block alone was given, which are held where it is computed again.
+            hidden: of that, the states that it works on: held, too, where autograd has saved them.
+        """
+        # Recomputation stops where nothing is left that backward needs.
+        needed = self._seen[: self._needed]
+        sent = [each for each in needed if each.is_communication]
+        operators = [
+            Operator(each.key, each.made, each.cost)
+            for each in needed
+            if each.can_be_held and not each.is_communication
+        ]
+        if sent:
+            size, cost = sum(each.made for each in sent), sum(each.cost for each in sent)
+            operators.append(Operator(COMMUNICATION, max(1, size), cost))
+        whole = sum(size for key, size in self._saved.items() if self._makers[key][1] is not None)
+        if hidden is not None and id(storage_in(hidden)) not in self._saved:
+            whole = max(0, whole - storage_in(hidden).nbytes())
+        return Profile(inputs, whole, sum(each.cost for each in needed), tuple(operators))
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = storage_in(tensor)
+        self._note(storage, None)
+        self._saved[id(storage)] = storage.nbytes()
+        self._needed = len(self._seen)
+        # The graph of a result that holds the result itself would never be freed.
+        return tensor.detach()
+
+    def _note(self, storage: torch.UntypedStorage, maker: int | None) -> int:
+        """Bytes of a storage that was not there before; 0 if it was."""
+        key = id(storage)
+        if key in self._makers:
+            return 0
+        # A live storage keeps its Python object, so the key is free again only when the storage is gone.
+        gone = weakref.ref(storage, lambda _: self._makers.pop(key, None) and None)
+        self._makers[key] = gone, maker
+        return storage.nbytes()
+
+    def _note_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """What is written into cannot be held: the second time, it would be written into again."""
+        for where in written_arguments(func):
+            value = kwargs.get(where) if isinstance(where, str) else (args[where] if where < len(args) else None)
+            for tensor in tensors_in(value):
+                maker = self._makers[id(storage_in(tensor))][1]
+                if maker is not None:
+                    self._seen[maker].can_be_held = False
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of nested lists, tuples and mappings that have memory."""
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and not value.is_meta:
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, Mapping):
+        yield from tensors_in(list(value.values()))
+
+
+def storage_in(tensor: Tensor) -> torch.UntypedStorage:
+    """The memory of a tensor on this rank."""
+    # Without gradients, the local part is the tensor itself, not a view that autograd follows.
+    with torch.no_grad():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()

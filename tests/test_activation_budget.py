@@ -1,0 +1,474 @@
+"""Activations within a budget, or in host memory: what is held to the byte, and that nothing else changes."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwright.base.errors import ConfigError, StrategyError
+from meshwright.model import forward_order
+from meshwright.model.activation_options import ActivationOptions
+from meshwright.model.budget import BudgetedBlocks
+from meshwright.model.forward_order import Layer
+from meshwright.model.knapsack import ONE_STAGE, Choice, Choices, Moment, Operator, Profile
+from meshwright.model.layout import layout_by_structure
+from meshwright.model.offload import OffloadedBlocks
+from meshwright.model.recompute import checkpoint_blocks
+from meshwright.step.token_loss import token_loss_sum
+from meshwright.testing import Case, pool
+from meshwright.testing.memory import measure_memory
+from meshwright.testing.models import case_model, case_vocab
+from meshwright.testing.observe import Observer, tensors_in
+from meshwright.testing.parity import build_manager, full_weights, train_steps
+
+LARGE = 1e3
+"""A budget in which everything is held [GB]."""
+
+
+# -- the knapsack
+
+
+def _profile(*operators: tuple[int, float], whole: int = 100, inputs: int = 10, others: float = 1.0) -> Profile:
+    held = tuple(Operator(index, *each) for index, each in enumerate(operators))
+    return Profile(inputs, whole, others + sum(each.cost for each in held), held)
+
+
+def _best(profiles: list[Profile], limit: int) -> float:
+    """The least cost within a limit, by trying all choices."""
+
+    def options(profile: Profile) -> Iterable[Choice]:
+        for count in range(len(profile.operators) + 1):
+            for kept in itertools.combinations(profile.operators, count):
+                size, cost = sum(each.bytes for each in kept), sum(each.cost for each in kept)
+                yield Choice(False, frozenset(each.key for each in kept), size, profile.cost - cost)
+        yield Choice(True, frozenset(), profile.whole, 0.0)
+
+    choices, found = Choices([profiles], ONE_STAGE), float("inf")
+    for made in itertools.product(*map(options, profiles)):
+        choices.made = [list(made)]
+        if choices.peak <= limit:
+            found = min(found, choices.cost)
+    return found
+
+
+def test_what_is_held_spares_almost_as_much_as_the_best_choice() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def number(below: int) -> int:
+        return int(torch.randint(1, below, (), generator=generator))
+
+    for _ in range(20):
+        profiles = [_profile(*((number(40), number(50)) for _ in range(3))) for _ in range(3)]
+        largest = max(operator.cost for profile in profiles for operator in profile.operators)
+        for limit in range(Choices([profiles], ONE_STAGE).peak, 340, 15):
+            choices = Choices([profiles], ONE_STAGE)
+            choices.fill(limit)
+            assert choices.peak <= limit
+            assert choices.cost <= _best(profiles, limit) + largest + 1
+
+
+def test_the_last_block_is_whole_for_nothing_since_its_backward_comes_first() -> None:
+    choices = Choices([[_profile((50, 9.0))] * 3], ONE_STAGE)
+    smallest = choices.peak
+    assert smallest == 3 * 10 + 100
+    choices.fill(smallest)
+    assert [each.whole for each in choices.made[0]] == [False, False, True]
+    assert choices.peak == smallest
+
+
+def test_microbatches_in_flight_count_and_those_of_all_stages() -> None:
+    profile = _profile((50, 9.0))
+    moments = [Moment((3, 1), 0), Moment((2, 2), 1)]
+    choices = Choices([[profile], [profile]], moments)
+    assert choices.peak == 4 * 10 + 100
+    choices.made[0][0] = Choice(True, frozenset(), 100, 0.0)
+    assert choices.peak == max(3 * 110 + 10, 2 * 110 + 2 * 10 + 100)
+
+
+def test_what_one_rank_cannot_hold_is_released_and_nobody_takes_it_again() -> None:
+    profile = _profile((30, 90.0), (20, 5.0), (25, 4.0))
+    choices = Choices([[profile, profile, profile]], ONE_STAGE)
+    choices.fill(3 * 10 + 100 + 30 + 30)
+    assert [(each.whole, set(each.keys)) for each in choices.made[0]] == [(False, {0}), (False, {0}), (True, set())]
+    choices.release(0, 0, [0, 1, 0])
+    assert choices.peak == 3 * 10 + 100 + 30
+    choices.top_up(3 * 10 + 100 + 30 + 30)
+    # The first and the last may hold anything but that, the second keeps what it has.
+    first, second, last = choices.made[0]
+    assert 0 in second.keys
+    assert not first.whole
+    assert not last.whole
+    assert first.keys | last.keys == {1, 2}
+    assert choices.peak <= 3 * 10 + 100 + 30 + 30
+
+
+# -- one process
+
+
+def _measured(model_type: str) -> tuple[nn.Module, BudgetedBlocks, Callable[[], Tensor]]:
+    model = case_model(model_type, tied=None, seed=0, dtype=torch.float64).train()
+    ids = torch.randint(0, case_vocab(model_type), (2, 32), generator=torch.Generator().manual_seed(0))
+    blocks = checkpoint_blocks(model, layout_by_structure(model), ActivationOptions(budget_gb=LARGE))
+    assert isinstance(blocks, BudgetedBlocks)
+    with torch.no_grad(), blocks.measuring():
+        model(input_ids=ids, use_cache=False)
+    return model, blocks, lambda: token_loss_sum(model(input_ids=ids, use_cache=False).logits, ids)
+
+
+def _held_behind_forward(model: nn.Module, run: Callable[[], Tensor]) -> tuple[int, Tensor]:
+    losses: list[Tensor] = []
+    memory = measure_memory(lambda: losses.append(run()), [model])
+    losses[0].backward()
+    return memory.after.other, losses[0].detach()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "mixtral", "falcon"])
+def test_what_blocks_hold_is_foreseen_to_the_byte_and_changes_no_bit(model_type: str) -> None:
+    plain, blocks, run = _measured(model_type)
+    blocks.take([Choice(True, frozenset(), each.whole, 0.0) for each in blocks.profiles])
+    _, loss = _held_behind_forward(plain, run)
+    outside = set()
+    low, high = Choices([blocks.profiles], ONE_STAGE), Choices([blocks.profiles], ONE_STAGE)
+    high.fill(2**62)
+    for share in (0.0, 0.3, 0.6):
+        model, blocks, run = _measured(model_type)
+        choices = Choices([blocks.profiles], ONE_STAGE)
+        choices.fill(int(low.peak + share * (high.peak - low.peak)))
+        blocks.take(choices.made[0])
+        held, found = _held_behind_forward(model, run)
+        outside.add(held - sum(p.inputs + c.bytes for p, c in zip(blocks.profiles, choices.made[0], strict=True)))
+        assert torch.equal(found, loss)
+        for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+            assert (expected.grad is None) == (parameter.grad is None)
+            assert expected.grad is None or torch.equal(expected.grad, parameter.grad)
+    # What is not of blocks is the same under every budget.
+    assert max(outside) - min(outside) <= 64
+    assert high.cost == 0
+
+
+class _Dropping(nn.Module):
+    """Each block draws three times, between results that may be held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.dropout(x, 0.5, self.training)
+        x = functional.dropout(self.first(x).tanh(), 0.5, self.training)
+        return functional.dropout(self.second(x).sin(), 0.5, self.training)
+
+
+def test_random_numbers_are_drawn_again_by_all_operators_that_draw() -> None:
+    found = []
+    for share in (1.0, 0.3, 0.6, 0.0):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"blocks": nn.ModuleList([_Dropping() for _ in range(3)])})
+        blocks = checkpoint_blocks(model, layout_by_structure(model), ActivationOptions(budget_gb=LARGE))
+        assert isinstance(blocks, BudgetedBlocks)
+        x = torch.randn(8, 16, requires_grad=True)
+
+        def run(x: Tensor, model: nn.ModuleDict = model) -> Tensor:
+            for block in model["blocks"]:
+                x = block(x)
+            return x
+
+        with torch.no_grad(), blocks.measuring():
+            run(x)
+        choices, everything = (Choices([blocks.profiles], ONE_STAGE) for _ in range(2))
+        everything.fill(2**62)
+        choices.fill(int(choices.peak + share * (everything.peak - choices.peak)))
+        blocks.take(choices.made[0])
+        if share == 0.3:
+            assert any(each.keys for each in choices.made[0])
+        torch.manual_seed(1)
+        run(x).sum().backward()
+        found.append(x.grad)
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+def test_a_larger_microbatch_is_told_once() -> None:
+    model, blocks, run = _measured("llama")
+    blocks.take([Choice(True, frozenset(), each.whole, 0.0) for each in blocks.profiles])
+    run()
+    with pytest.warns(UserWarning, match=r"1.50 times as large as those of the first step"):
+        model(input_ids=torch.zeros((3, 32), dtype=torch.int64), use_cache=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(input_ids=torch.zeros((3, 32), dtype=torch.int64), use_cache=False)
+
+
+# -- real ranks
+
+
+class _Held(Observer):
+    """Counts what blocks are given and make, forward and recomputation, at times when no block runs.
+
+    Attributes:
+        peak: bytes of that which lived at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._depth = 0
+        self._is_new = False
+        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def around(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self._sample()
+            self._see((args, kwargs))
+            self._depth += 1
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                self._is_new = True
+            for tensor in tensors_in(result):
+                # The next block is given it, or what lies behind the last.
+                self._live.pop(id(tensor.untyped_storage()), None)
+            return result
+
+        return forward
+
+    def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        if self._depth:
+            # Views of parameters are no activations.
+            given = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
+            self._see([each for each in tensors_in(result) if id(each.untyped_storage()) not in given])
+        else:
+            self._sample()
+
+    def _sample(self) -> None:
+        if self._is_new and not self._depth:
+            live = [reference() for reference in list(self._live.values())]
+            self.peak = max(self.peak, sum(each.nbytes() for each in live if each is not None))
+            self._is_new = False
+
+    def _see(self, value: Any) -> None:
+        for tensor in tensors_in(value):
+            storage = tensor.untyped_storage()
+            if id(storage) not in self._live:
+                key = id(storage)
+                self._live[key] = weakref.ref(storage, lambda _, key=key: self._live.pop(key, None))  # type: ignore[misc]
+
+
+def _trained(
+    strategy: str, config: dict[str, Any], sizes: dict[str, int], case: Case, wrapper: dict[str, Any] | None
+) -> tuple[int, list[float], dict[str, Tensor]]:
+    """Bytes that blocks held at once in the second step, losses, and weights after it."""
+    held = _Held()
+    original = forward_order.put_around
+
+    def put(module: nn.Module, layer: Layer, make: Callable[..., Any]) -> None:
+        if layer is Layer.RECOMPUTED:
+            original(module, Layer.TENSOR, held.around)
+        original(module, layer, make)
+
+    from meshwright.model import recompute
+
+    recompute.put_around = put  # type: ignore[attr-defined]
+    try:
+        manager = build_manager(strategy, config, sizes, case, wrapper_config=wrapper)
+    finally:
+        recompute.put_around = original  # type: ignore[attr-defined]
+    losses = train_steps(manager, case, range(1))[0]
+    with held:
+        losses += train_steps(manager, case, range(1, 2))[0]
+    return held.peak, losses, full_weights(manager)
+
+
+def _within_budgets(
+    strategy: str, config: dict[str, Any], sizes: dict[str, int], case: Case, wrapper: dict[str, Any] | None = None
+) -> tuple[list[float], list[bool], int, int]:
+    """Of some budgets: what was held of each, and whether losses and weights are those without recomputation."""
+
+    def trained(budget: float) -> tuple[int, list[float], dict[str, Tensor]]:
+        options = config | {"activation_checkpointing": {"budget_gb": budget}}
+        return _trained(strategy, options, sizes, case, wrapper)
+
+    plain = _trained(strategy, config, sizes, case, wrapper)
+    with pytest.raises(ConfigError, match="cannot be met") as error:
+        trained(1e-9)
+    least = int(float(re.findall(r"to at least ([0-9.]+)", str(error.value))[0]) * 1e9)
+    whole = trained(LARGE)
+    most = torch.tensor(whole[0])
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    used, equal = [], [whole[1] == plain[1] and _same(whole[2], plain[2])]
+    for share in (0.4,):
+        budget = least + share * (int(most) - least)
+        found = trained(budget / 1e9)
+        used.append(found[0] / budget)
+        equal.append(found[1] == plain[1] and _same(found[2], plain[2]))
+    return used, equal, least, int(most)
+
+
+def _same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+CASE = Case(layers=6, sequences=8)
+PIPELINED = Case(layers=8, sequences=8)
+RANKS: list[Any] = [
+    pytest.param("fsdp2", 2, {"reshard_after_forward": True}, {}, CASE, None, id="fsdp2"),
+    pytest.param("fsdp2", 2, {"sequence_parallel": True}, {"tp_size": 2}, CASE, None, id="tp"),
+    pytest.param("fsdp2", 2, {}, {"cp_size": 2}, CASE, None, id="cp"),
+    pytest.param("megatron_fsdp", 2, {}, {}, CASE, None, id="megatron_fsdp"),
+    pytest.param("ddp", 2, {"engine": "bucketed"}, {}, CASE, None, id="ddp-bucketed"),
+    pytest.param("ddp", 2, {}, {}, CASE, None, id="ddp-torch", marks=pytest.mark.zoo),
+    pytest.param("fsdp2", 2, {}, {"pp_size": 2}, PIPELINED, {"pipeline": {"pp_schedule": "1f1b"}}, id="1f1b"),
+    pytest.param(
+        "fsdp2",
+        2,
+        {},
+        {"pp_size": 2},
+        PIPELINED,
+        {"pipeline": {"pp_schedule": "interleaved1f1b"}},
+        id="interleaved1f1b",
+        marks=pytest.mark.zoo,
+    ),
+    pytest.param("fsdp2", 2, {}, {"ep_size": 2}, Case("mixtral", shares=(8, 4)), None, id="ep"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "config", "sizes", "case", "wrapper"), RANKS)
+def test_ranks_hold_what_the_budget_allows_and_train_bit_for_bit(
+    strategy: str, ranks: int, config: Any, sizes: Any, case: Case, wrapper: Any
+) -> None:
+    found = pool(ranks).run(_within_budgets, strategy, config, sizes, case, wrapper)
+    for used, equal, _, _ in found:
+        assert all(equal)
+        assert max(used) <= 1.1, found
+    # The budget is of the rank that has most; what experts hold follows from the tokens that come.
+    for each in zip(*(used for used, *_ in found), strict=True):
+        assert max(each) >= (0.7 if "ep_size" in sizes else 0.9), found
+
+
+# -- host memory
+
+
+def test_what_blocks_hold_goes_to_host_memory_and_back_once() -> None:
+    plain, blocks, run = _measured("llama")
+    blocks.take([Choice(True, frozenset(), each.whole, 0.0) for each in blocks.profiles])
+    held, loss = _held_behind_forward(plain, run)
+    # Beside the hidden states of each block, the first is given two tables of positions.
+    hidden = blocks.profiles[-1].inputs
+    expected = sum(each.whole + hidden for each in blocks.profiles)
+    model = case_model("llama", tied=None, seed=0, dtype=torch.float64).train()
+    moved = checkpoint_blocks(model, layout_by_structure(model), ActivationOptions(offload="cpu"))
+    assert isinstance(moved, OffloadedBlocks)
+    ids = torch.randint(0, case_vocab("llama"), (2, 32), generator=torch.Generator().manual_seed(0))
+    found = token_loss_sum(model(input_ids=ids, use_cache=False).logits, ids)
+    assert (moved.bytes_out, moved.bytes_back) == (expected, 0)
+    found.backward()
+    assert (moved.bytes_out, moved.bytes_back) == (expected, expected)
+    assert torch.equal(found, loss)
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    del held
+    model.eval()
+    model(input_ids=ids, use_cache=False).logits.sum().backward()
+    assert moved.bytes_out == expected
+
+
+def _offloaded(
+    strategy: str, config: dict[str, Any], sizes: dict[str, int], case: Case, wrapper: dict[str, Any] | None
+) -> tuple[bool, int, int]:
+    """Whether training is bit for bit that without, and bytes that went out and came back."""
+
+    def trained(options: dict[str, Any]) -> tuple[Any, list[float], dict[str, Tensor]]:
+        manager = build_manager(strategy, config | options, sizes, case, wrapper_config=wrapper)
+        return manager, train_steps(manager, case, range(2))[0], full_weights(manager)
+
+    _, losses, weights = trained({})
+    manager, found, moved = trained({"activation_checkpointing": {"offload": "cpu"}})
+    parts = [each.activations for each in getattr(manager, "_managers", {0: manager}).values()]
+    assert all(isinstance(each, OffloadedBlocks) for each in parts)
+    out, back = sum(each.bytes_out for each in parts), sum(each.bytes_back for each in parts)
+    return found == losses and _same(weights, moved), out, back
+
+
+@pytest.mark.parametrize(
+    ("strategy", "config", "sizes", "case", "wrapper"),
+    [
+        ("fsdp2", {"reshard_after_forward": True}, {}, Case(), None),
+        ("fsdp2", {"sequence_parallel": True}, {"tp_size": 2}, Case(), None),
+        ("fsdp2", {"cp_attention": "ulysses"}, {"cp_size": 2}, Case(), None),
+        ("megatron_fsdp", {}, {}, Case(), None),
+        ("ddp", {}, {}, Case("gemma2"), None),
+        ("fsdp2", {}, {"pp_size": 2}, Case(layers=4), {"pipeline": {"pp_schedule": "interleaved_zero_bubble"}}),
+    ],
+    ids=["fsdp2", "tp", "cp", "megatron_fsdp", "ddp", "pipeline"],
+)
+def test_ranks_train_bit_for_bit_with_activations_in_host_memory(
+    strategy: str, config: Any, sizes: Any, case: Case, wrapper: Any
+) -> None:
+    for same, out, back in pool(2).run(_offloaded, strategy, config, sizes, case, wrapper):
+        assert same
+        assert out > 0
+        assert back == out
+
+
+# -- refusals
+
+
+def _by_hand(case: Case) -> str:
+    manager: Any = build_manager("fsdp2", {"activation_checkpointing": {"budget_gb": LARGE}}, {}, case)
+    with pytest.raises(StrategyError) as error:
+        manager.module(input_ids=torch.zeros((1, 8), dtype=torch.int64))
+    return str(error.value)
+
+
+def test_a_loop_by_hand_is_told_that_nothing_chooses() -> None:
+    for text in pool(2).run(_by_hand, Case()):
+        assert "budget_gb=1000 is divided over the blocks by the first forward_backward" in text
+
+
+def _refused(config: dict[str, Any], sizes: dict[str, int], case: Case, wrapper: dict[str, Any] | None) -> str:
+    with pytest.raises((ConfigError, StrategyError)) as error:
+        build_manager("fsdp2", config, sizes, case, wrapper_config=wrapper)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "wrapper", "text"),
+    [
+        (
+            {"activation_checkpointing": {"budget_gb": 1}, "enable_compile": True},
+            {},
+            None,
+            "{budget_gb: 1.0} acts on operators one by one, but with enable_compile=true",
+        ),
+        (
+            {"activation_checkpointing": {"budget_gb": 1}},
+            {"pp_size": 2},
+            {"pipeline": {"pp_schedule": "interleaved_zero_bubble"}},
+            "Use a schedule with whole backwards",
+        ),
+        ({"activation_checkpointing": {"budget_gb": 0}}, {}, None, "activation_checkpointing.budget_gb: Input should"),
+        (
+            {"activation_checkpointing": {"budget": 1}},
+            {},
+            None,
+            "unknown key. Did you mean 'budget_gb'",
+        ),
+        ({"activation_checkpointing": {}}, {}, None, "takes one of budget_gb and offload"),
+        ({"activation_checkpointing": {"budget_gb": 1, "offload": "cpu"}}, {}, None, "takes one of"),
+    ],
+    ids=["compile", "schedule", "zero", "unknown", "none", "both"],
+)
+def test_what_cannot_be_kept_is_refused(config: Any, sizes: Any, wrapper: Any, text: str) -> None:
+    found = pool(2).run(_refused, config, sizes, Case(layers=4), wrapper)
+    assert found[0] == found[1]
+    assert text in found[0]
