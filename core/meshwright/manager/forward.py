@@ -221,7 +221,8 @@ class Forward:
         drawing = torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda")
         try:
             with drawing, torch.no_grad():
-                self.outputs(split_targets(given(self.on_device(self.divide(microbatch))))[0])
+                inputs, targets_BS = split_targets(given(self.on_device(self.divide(microbatch))))
+                self._row_loss.rehearse(functools.partial(self.outputs, inputs), targets_BS)
         finally:
             self._after_trial()
 

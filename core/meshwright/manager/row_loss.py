@@ -153,6 +153,14 @@ class RowLoss:
 
         return self._asked(head, run, loss)
 
+    def rehearse(self, run: Run, targets_BS: Tensor) -> None:
+        """Call the model as for the loss of these targets, which is not computed."""
+        head = self._head_for(targets_BS)
+        if head is None:
+            run()
+        else:
+            self._asked(head, run, lambda logits: logits.source.hidden.new_zeros(()))
+
     def statistics(self, run: Run, ids_BS: Tensor, names: Sequence[Statistic]) -> tuple[dict[str, Tensor], Any]:
         """Statistics of tokens, (B, S) for each name, with gradients, see `token_statistics`; and what `run` gave.
 
