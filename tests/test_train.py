@@ -281,5 +281,5 @@ def _order() -> list[str]:
 
 def test_the_next_step_is_announced_before_this_one_is_waited_for() -> None:
     step = ["forward_backward", "clip_grad_norm", "read", "optimizer_step"]
-    expected = [*step[:2], "announce", *step[2:], *step]
+    expected = ["announce", *step[:2], "announce", *step[2:], *step]
     assert pool(2).run(_order) == [expected] * 2

@@ -237,6 +237,7 @@ class DataParallelManager(StatefulManager):
         return self.forward.terms(self.check_batches)
 
     def announce(self, microbatches: Sequence[Batch]) -> Tensor:
+        self._require_model()
         return announce(microbatches, self.mesh, self._terms)
 
     def read(self, *values: Tensor) -> list[float]:

@@ -125,10 +125,11 @@ class StrategyManager(ABC):
         What is wrong with the microbatches is told by the step.
 
         Args:
-            microbatches: this very sequence is to be given to the next `forward_backward`.
+            microbatches: this very sequence is to be given to the next `forward_backward` or `eval_loss`.
 
         Returns:
-            `num_tokens` of that call; None: the strategy does not, and tokens are to be counted with `count_tokens`.
+            `num_tokens` of that call, which any rank may read before; None: the strategy does not announce steps, and
+            tokens are to be counted with `count_tokens`.
         """
         return None
 

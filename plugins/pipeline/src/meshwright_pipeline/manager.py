@@ -234,9 +234,11 @@ class PipelineManager(StrategyManager):
 
     @property
     def _terms(self) -> Terms:
-        size = self.config.pp_microbatch_size
         multiple = max(manager.forward.sequence_multiple for manager in self._managers.values())
-        return Terms(self._vocab_size, multiple, self._check_batches, lambda given: number_of_pieces(given, size))
+        return Terms(self._vocab_size, multiple, self._check_batches, self._count_pieces)
+
+    def _count_pieces(self, microbatches: Sequence[Batch]) -> int:
+        return number_of_pieces(microbatches, self.config.pp_microbatch_size)
 
     def announce(self, microbatches: Sequence[Batch]) -> Tensor:
         return announce(microbatches, self.mesh, self._terms)
