@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..base.errors import BatchError, MeshwrightError
-from ..step.agreement import count_tokens
 from ..strategy.contract import Batch, StrategyManager
 
 
@@ -24,7 +23,7 @@ class _Drawn:
 
     step: int
     microbatches: Sequence[Batch]
-    num_tokens: Tensor | None
+    num_tokens: Tensor
     error: Exception | None
     state: Tensor
 
@@ -70,8 +69,7 @@ class Ahead:
         """The microbatches of a step, and `num_tokens` for them; seeds all generators. Collective.
 
         Raises:
-            Exception: in drawing them; where a strategy announces steps, the other ranks hear of it, and raise
-                MeshwrightError in `forward_backward`.
+            Exception: in drawing them; the other ranks hear of it in `forward_backward`, and raise MeshwrightError.
         """
         drawn, self._drawn = self._drawn, None
         if drawn is None or drawn.step != step:
@@ -80,11 +78,8 @@ class Ahead:
             torch.manual_seed(self._seed_of(step, self._seed))
         torch.set_rng_state(drawn.state)
         if drawn.error is not None:
-            if drawn.num_tokens is not None:
-                self._tell(drawn.error, step)
+            self._tell(drawn.error, step)
             raise drawn.error
-        if drawn.num_tokens is None:
-            return drawn.microbatches, count_tokens(drawn.microbatches, self._manager.mesh)
         return drawn.microbatches, drawn.num_tokens
 
     def _tell(self, error: Exception, step: int) -> None:
