@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager, build_with_optimizer, full_weights
+from meshwright.train.ahead import step_seed
 from meshwright.train.loop import train_step
 from meshwright.train.optim import build_scheduler
 from meshwright.train.run_file import ScheduleConfig
@@ -251,7 +253,10 @@ def _drawn(*, ahead: bool) -> tuple[list[Any], list[float]]:
 
     def alone() -> None:
         for step in range(STEPS):
-            registry.hook.on_step_end(result=train_step(manager, scheduler, loop, step))
+            torch.manual_seed(step_seed(5, step, manager.mesh.data_rank))
+            drawn = batches(step)
+            plain = replace(loop, seed=None, batches=lambda _, drawn=drawn: drawn)
+            registry.hook.on_step_end(result=train_step(manager, scheduler, plain, step))
 
     run = functools.partial(fit, manager, scheduler, loop, registry) if ahead else alone
     with registry.observing(Told()), pytest.raises(KeyError, match="no more data"):
