@@ -457,7 +457,9 @@ def _traffic(options: Mapping[str, Any], case: Case) -> tuple[Traffic, list[int]
     isend = torch.distributed.isend
 
     def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(tensor.numel() * tensor.element_size())
+        # Integers are what ranks agree on.
+        if tensor.is_floating_point():
+            sent.append(tensor.numel() * tensor.element_size())
         return isend(tensor, *args, **kwargs)
 
     step = training_step(manager, case, 1)
@@ -697,7 +699,8 @@ def _dtypes() -> set[torch.dtype]:
     isend = torch.distributed.isend
 
     def noting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.add(tensor.dtype)
+        if tensor.is_floating_point():
+            seen.add(tensor.dtype)
         return isend(tensor, *args, **kwargs)
 
     torch.distributed.isend = noting
