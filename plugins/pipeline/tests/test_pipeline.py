@@ -56,6 +56,7 @@ from meshwright_pipeline.state.carry import broadcast, gathered
 
 PP2 = {"pp_size": 2}
 DEEP = Case(layers=5, tied=True)
+OVERLAP: dict[str, Any] = {"engine": "bucketed", "overlap_grad_reduce": True}
 WIDTH = 8
 """Bytes of an element: cases are in float64."""
 
@@ -77,6 +78,14 @@ def test_every_schedule_over_fsdp2(schedule: str) -> None:
     # Tied, so that V schedules have both copies on one rank; accumulating, so that lengths add up.
     case = Case(layers=5, tied=True, microbatches=2)
     _over("fsdp2", case, 4, {"pp_schedule": schedule}, dp_size=2)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("options", [{}, {"engine": "bucketed"}, {**OVERLAP, "bucket_size": 3000}], ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_over_ddp(schedule: str, options: dict[str, Any]) -> None:
+    case = Case(layers=5, tied=True, microbatches=2)
+    _over("ddp", case, 4, {**options, "pp_schedule": schedule}, dp_size=2)
 
 
 @pytest.mark.parametrize(
@@ -197,6 +206,7 @@ def test_state_of_copies_under_the_distributed_optimizer_is_stored_once_and_resu
         pytest.param(Case(norm_type=math.inf, max_norm=0.05, tied=True), id="norm-inf"),
         pytest.param(Case(norm_type=1.0, max_norm=5.0, tied=True), id="norm-1"),
         pytest.param(Case(frozen=("*embed_tokens*", "*layers.0.*")), id="frozen-first-stage"),
+        pytest.param(Case(frozen=("*layers.[12].*", "model.norm*", "lm_head*")), id="frozen-last-stage"),
         pytest.param(Case(frozen=("[!l]*",)), id="only-the-head-trains"),
         pytest.param(Case(model_type="routed", route="ranks"), id="ranks-use-different-parameters"),
         pytest.param(Case(model_type="routed", route="steps"), id="no-gradient-in-a-step"),
@@ -485,7 +495,7 @@ def _traffic(options: Mapping[str, Any], case: Case) -> tuple[Traffic, list[tupl
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_hidden_states_cross_each_boundary_once_in_few_batches_and_nothing_else_does(name: str) -> None:
+def test_hidden_states_cross_each_boundary_once_and_nothing_else_does(name: str) -> None:
     boundaries, batches = {
         "GPipe": (1, 24),
         "1F1B": (1, 14),
@@ -540,7 +550,7 @@ def _what_goes_out(strategy: str, config: Mapping[str, Any], schedule: str) -> s
         # What overlaps with backward and is not waited for there begins before the gradient is sent.
         (
             "ddp",
-            {"engine": "bucketed", "overlap_grad_reduce": True, "bucket_size": 40000},
+            {**OVERLAP, "bucket_size": 40000},
             "1f1b",
             ("ssssss G", "sssss G s"),
         ),
@@ -725,7 +735,7 @@ def _most_sent_memory_held(name: str, microbatches: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_what_is_sent_is_freed_when_it_has_arrived(name: str) -> None:
+def test_sent_tensors_that_a_rank_holds_do_not_grow_with_the_microbatches(name: str) -> None:
     # Two on their way, and the one that is about to go; the last stage sends nothing in evaluation.
     evaluated = 0 if name in ("GPipe", "1F1B") else 3
     assert pool(2).run(_most_sent_memory_held, name, 24) == [(3, 3), (3, evaluated)]

@@ -104,8 +104,6 @@ class PipelineManager(StrategyManager):
         self._model = take(model, weights, self._setting)
         check_activations(self._stages, self._model.orders, self.config.pp_schedule)
         self._copies = Copies(self._model.names, self._managers, self._model.orders.placement, self.mesh)
-        # NCCL wants the first collective of a group to be of all its ranks, which a batch between two is not.
-        dist.all_reduce(torch.zeros((), device=self.mesh.device), group=self.mesh.group("pp"))
         return next(iter(self._managers.values())).module
 
     @property
