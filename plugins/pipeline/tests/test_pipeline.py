@@ -532,8 +532,8 @@ def _what_goes_out(strategy: str, config: Mapping[str, Any], schedule: str) -> s
     train_steps(manager, case, range(1))
     calls = measure_collectives(training_step(manager, case, 1))
     letters = {"send": "s", "reduce_scatter": "G", "all_reduce": "G"}
-    # Without agreements, and the last all-reduce, of the loss and of what ranks have found.
-    found = "".join(letters.get(each.kind, "") for each in calls if each.bytes > 64)
+    # Without agreements, which are integers, and the last all-reduce, of the loss and of what ranks have found.
+    found = "".join(letters.get(each.kind, "") for each in calls if each.dtype.is_floating_point)
     return found[:-1]
 
 
@@ -541,18 +541,18 @@ def _what_goes_out(strategy: str, config: Mapping[str, Any], schedule: str) -> s
     ("strategy", "config", "schedule", "expected"),
     [
         # Two blocks, and what is left at each end of the model.
-        ("fsdp2", {}, "1f1b", ("ssssss GGG", "ssssss GGG")),
+        ("fsdp2", {}, "1f1b", ("ssss GGG", "ssss GGG")),
         # A stage that is not its rank's last reduces within its last backward, which overlaps with it.
-        ("fsdp2", {}, "interleaved1f1b", ("sssssssssssss G s GG", "sssssssssss GG sss G")),
+        ("fsdp2", {}, "interleaved1f1b", ("sssssssssss G s GG", "sssssssss GG sss G")),
         # The weights come last.
-        ("fsdp2", {}, "zbv", ("ssssssssss GGGG", "ssssssssss GG")),
-        ("ddp", {}, "1f1b", ("ssssss G", "ssssss G")),
+        ("fsdp2", {}, "zbv", ("ssssssss GGGG", "ssssssss GG")),
+        ("ddp", {}, "1f1b", ("ssss G", "ssss G")),
         # What overlaps with backward and is not waited for there begins before the gradient is sent.
         (
             "ddp",
             {**OVERLAP, "bucket_size": 40000},
             "1f1b",
-            ("ssssss G", "sssss G s"),
+            ("ssss G", "sss G s"),
         ),
     ],
     ids=str,

@@ -176,19 +176,18 @@ class Run:
         backwards = [each for each in order if isinstance(each, Action) and each.kind is not Kind.FORWARD]
         last = {action.stage: action for action in backwards} if is_last else {}
         # See [Note: drain]: nothing is computed behind an exchange that is the last of all.
-        draining = backwards[-1] if backwards and isinstance(order[-1], Exchange) else None
-        late = [
-            action.stage for action in last.values() if action == draining and self._stages[action.stage].reduces_later
-        ]
+        late: Stage | None = None
+        if last and isinstance(order[-1], Exchange) and self._stages[backwards[-1].stage].reduces_later:
+            late = self._stages[last.pop(backwards[-1].stage).stage]
         for each in order:
             if isinstance(each, Exchange):
                 self._exchange(each)
             elif each.kind is Kind.FORWARD:
                 self._forward(each)
             else:
-                self._backward(each, is_last=last.get(each.stage) == each and each.stage not in late)
-        for stage in late:
-            self._stages[stage].reduce()
+                self._backward(each, is_last=last.get(each.stage) == each)
+        if late is not None:
+            late.reduce()
         self._sends.wait()
 
     # -- computation
