@@ -532,8 +532,9 @@ def _what_goes_out(strategy: str, config: Mapping[str, Any], schedule: str) -> s
     train_steps(manager, case, range(1))
     calls = measure_collectives(training_step(manager, case, 1))
     letters = {"send": "s", "reduce_scatter": "G", "all_reduce": "G"}
-    # Without agreements, which are integers, and the last all-reduce, of the loss and of what ranks have found.
-    found = "".join(letters.get(each.kind, "") for each in calls if each.dtype.is_floating_point)
+    # Without agreements (integers), the norm, and the last all-reduce, of the loss and of what ranks have found.
+    large = [each for each in calls if each.bytes > 64 and each.dtype.is_floating_point]
+    found = "".join(letters.get(each.kind, "") for each in large)
     return found[:-1]
 
 
