@@ -1534,10 +1534,43 @@ _bug(
 _bug(
     "reduced_before_the_weights",
     "meshwright_pipeline.run.actions",
-    "action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):",
-    "action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):",
+    "if isinstance(each, Action) and each.kind is not Kind.FORWARD]",
+    "if isinstance(each, Action) and each.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)]",
     f"{_STAGES}[ZBVZeroBubble]",
     kind="gradients are reduced before those of the weights are there",
+)
+_bug(
+    "draining_stage_not_reduced",
+    "meshwright_pipeline.run.actions",
+    "            late.reduce()\n",
+    "            pass\n",
+    f"{_STAGES}[1F1B]",
+    kind="a reduction that was put off is forgotten",
+)
+_bug(
+    "gradient_waits_for_the_reduction",
+    "meshwright_pipeline.run.actions",
+    "        if last and isinstance(order[-1], Exchange) and",
+    "        if last and isinstance(order[-1], Action) and",
+    f"{_P}/test_pipeline.py::test_a_stage_that_is_done_reduces_while_those_before_it_still_compute"
+    "[ddp-{}-1f1b-('ssss G', 'ssss G')]",
+    kind="a rank reduces its gradients before it sends what another waits for",
+)
+_bug(
+    "outputs_kept_for_backward",
+    "meshwright_pipeline.run.actions",
+    "_InFlight(_floating(received), edges)\n",
+    "_InFlight(_floating(received), edges)\n            self._flying[action.stage, index].kept = output\n",
+    f"{_P}/test_pipeline.py::test_sent_tensors_that_a_rank_holds_do_not_grow_with_the_microbatches[GPipe]",
+    kind="what has been sent is held until backward",
+)
+_bug(
+    "transfers_one_by_one",
+    "meshwright_pipeline.schedule.timeline",
+    "in _by_ranks(sends, schedule).items():",
+    "in (pair for send in sends for pair in _by_ranks([send], schedule).items()):",
+    f"{_P}/test_schedules.py::test_what_two_ranks_have_for_each_other_at_one_moment_is_one_exchange[1F1B-14-24]",
+    kind="what could go together goes one by one",
 )
 _bug(
     "rates_of_old_groups",
