@@ -1588,3 +1588,57 @@ _bug(
     "plugins/pipeline/tests/test_pipeline.py::test_what_cannot_be_done_is_refused_on_all_ranks[single-{}-{'loss_fn': <function _mean>}-Case(model_type='llama', tied=False, layers=None, steps=3, s-['ConfigError', 'for two sequences', 'must return the sum']]",
     kind="a mean over tokens is taken for a sum",
 )
+
+# -- activations
+
+_BUDGET = "tests/test_activation_budget.py"
+_FORESEEN = f"{_BUDGET}::test_what_blocks_hold_is_foreseen_to_the_byte_and_changes_no_bit[llama]"
+
+_bug(
+    "one_microbatch_in_flight",
+    "meshwright.model.knapsack",
+    "sum(count * each for count, each in",
+    "sum(each for count, each in",
+    f"{_BUDGET}::test_microbatches_in_flight_count_and_those_of_all_stages",
+    kind="a budget forgets the other microbatches in flight",
+)
+_bug(
+    "each_operator_is_the_first",
+    "meshwright.model.budget",
+    "        counts[op] += 1\n",
+    "",
+    _FORESEEN,
+    kind="all calls of an operator are held in the place of one",
+)
+_bug(
+    "random_results_are_held",
+    "meshwright.model.operators",
+    "can_be_held=made > 0 and not draws_random_numbers(func, args, kwargs),",
+    "can_be_held=made > 0,",
+    f"{_BUDGET}::test_random_numbers_are_drawn_again_by_all_operators_that_draw",
+    kind="dropout is drawn again from another place of the stream",
+)
+_bug(
+    "tried_without_gradients",
+    "meshwright.model.budget",
+    "return value.detach().requires_grad_()",
+    "return value.detach()",
+    _FORESEEN,
+    kind="what is measured on trial is not what training holds",
+)
+_bug(
+    "weights_go_to_the_host",
+    "meshwright.model.offload",
+    " or id(storage) in self._stays",
+    "",
+    f"{_BUDGET}::test_what_blocks_hold_goes_to_host_memory_and_back_once",
+    kind="parameters are copied with the activations",
+)
+_bug(
+    "summed_in_half_precision",
+    "meshwright_fsdp2.half_messages",
+    "torch.sum(received.view(group.size(), -1), 0, dtype=output_tensor.dtype, out=output_tensor)",
+    "output_tensor.copy_(received.view(group.size(), -1).sum(0))",
+    f"{_COUNTS}::test_messages_of_bfloat16_are_summed_in_float32",
+    kind="the sum is rounded, not only what is sent",
+)
