@@ -393,30 +393,6 @@ def test_ranks_send_again_what_one_of_them_cannot_hold() -> None:
     assert came + others_came == 4 * (2 * 12 * 16 * 2 * 64 * 8 + 2 * 4 * 8)
 
 
-class _Logits(Observer):
-    """Notes how many rows of logits were there at once."""
-
-    rows = 0
-
-    def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        for each in tensors_in(result):
-            if each.shape[-1:] == (case_vocab("llama"),):
-                self.rows = max(self.rows, each.shape[:-1].numel())
-
-
-def _rows_of_logits() -> int:
-    options = {"activation_checkpointing": {"budget_gb": LARGE}, "loss_chunk_rows": 8}
-    manager = build_manager("fsdp2", options, {}, CASE)
-    with _Logits() as seen:
-        train_steps(manager, CASE, range(1))
-    return seen.rows
-
-
-def test_a_budget_is_divided_without_logits_where_the_loss_goes_by_rows() -> None:
-    # Fewer than a microbatch has: those of a chunk, and of the few tokens that show how the loss can be computed.
-    assert all(rows < 4 * 16 for rows in pool(2).run(_rows_of_logits))
-
-
 # -- host memory
 
 

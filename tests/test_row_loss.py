@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -11,9 +12,19 @@ import pytest
 import torch
 from tensor_only import prepare
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
-from meshwright import ModelError, open_world
+from meshwright import (
+    Mesh,
+    MeshSizes,
+    ModelError,
+    RankError,
+    count_tokens,
+    open_world,
+    optimizer_factory,
+    resolve,
+)
 from meshwright.manager.row_loss import RowLoss
 from meshwright.parallel.tensor.collectives import chunk_sizes
 from meshwright.step.forward_options import forward_options
@@ -22,11 +33,12 @@ from meshwright.step.token_loss import target_loss_sum
 from meshwright.strategy.ask import model_layout
 from meshwright.testing import Case, Outcome, pool
 from meshwright.testing.case import global_batch
-from meshwright.testing.memory import measure_memory
+from meshwright.testing.memory import limit_memory, measure_memory
 from meshwright.testing.models import case_vocab
 from meshwright.testing.observe import Observer, tensors_in
-from meshwright.testing.parity import build_manager, difference, reference, train_case
+from meshwright.testing.parity import build_manager, difference, full_weights, reference, train_case, train_steps
 from meshwright.testing.zoo import zoo_model, zoo_reason, zoo_types, zoo_vocab
+from meshwright.train.run_file import OptimizerConfig
 
 CHUNK = 5
 FEW = 8
@@ -35,40 +47,44 @@ _TURNED = ("aten.t.default", "aten.transpose.int")
 
 
 class _Logits(Observer):
-    """The most rows of logits that are held at once, of the whole vocabulary or the half of a rank."""
+    """The most logits that are held at once, of the whole vocabulary or the half of a rank, as rows of the whole."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
         self.rows = 0
-        self._sizes = {vocabulary, *chunk_sizes(vocabulary, 2)}
+        self._vocabulary, self._sizes = vocabulary, {vocabulary, *chunk_sizes(vocabulary, 2)}
 
     def observe(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
         # A weight's transpose ends with the vocabulary, too, and logits that are deferred are nowhere.
         for each in tensors_in(result) if str(operation) not in _TURNED else ():
             if each.dim() > 1 and each.shape[-1] in self._sizes and not each.is_meta:
-                self.rows = max(self.rows, each.shape[:-1].numel())
+                self.rows = max(self.rows, round(each.numel() / self._vocabulary))
 
 
 def _train(
     strategy: str, config: Mapping[str, Any], sizes: Mapping[str, Any], case: Case, wrapper: Mapping[str, Any] | None
 ) -> tuple[Outcome, int]:
     prepare()
+    manager = build_manager(strategy, config, sizes, case, wrapper_config=wrapper)
+    # Not before: models are cut by what a few more positions show.
     with _Logits(case_vocab(case.model_type)) as seen:
-        outcome = train_case(strategy, config, sizes, case, "cpu", wrapper)
-    return outcome, seen.rows
+        losses = train_steps(manager, case, range(case.steps))
+    return Outcome(*losses, full_weights(manager)), seen.rows
 
 
+BUDGET = {"activation_checkpointing": {"budget_gb": 1.0}}
+"""Before the first step, the model is rehearsed with a whole microbatch."""
 ZERO1 = {"engine": "bucketed", "use_distributed_optimizer": True, "delay_wgrad_compute": True}
 LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, int], dict[str, Any], bool]] = {
     "one-rank": ("single", {}, {}, {}, False),
-    "ddp": ("ddp", {}, {}, {}, True),
+    "ddp": ("ddp", BUDGET, {}, {}, True),
     "ddp-zero1": ("ddp", ZERO1, {}, {}, False),
     "fsdp2": ("fsdp2", {"reshard_after_forward": True, "activation_checkpointing": "full"}, {}, {}, True),
     "megatron_fsdp": ("megatron_fsdp", {}, {}, {}, True),
-    "tp": ("fsdp2", {}, {"tp_size": 2}, {}, True),
+    "tp": ("fsdp2", BUDGET, {"tp_size": 2}, {}, True),
     "tp-plain-sequence-parallel": ("megatron_fsdp", {"sequence_parallel": True}, {"tp_size": 2}, {}, False),
     "cp": ("fsdp2", {}, {"cp_size": 2}, {}, False),
-    "pp-1f1b": ("fsdp2", {}, {"pp_size": 2}, {}, True),
+    "pp-1f1b": ("fsdp2", BUDGET, {"pp_size": 2}, {}, True),
     "pp-gpipe": ("single", {}, {"pp_size": 2}, {"pp_schedule": "gpipe"}, False),
     "pp-zbv": ("single", {}, {"pp_size": 2}, {"pp_schedule": "zbv"}, True),
 }
@@ -82,8 +98,36 @@ def test_every_layout_trains_and_evaluates_by_rows_and_holds_logits_of_no_more(n
     task = (strategy, {**config, "loss_chunk_rows": CHUNK}, sizes, case, {"pipeline": wrapper} if wrapper else None)
     answers = pool(1 if name == "one-rank" else 2).run(_train, *task)
     assert difference([outcome for outcome, _ in answers], reference(case)).worst <= 1e-12
-    # Whole logits of a microbatch would be 48 rows at least; a stage of a pipeline that has no head sees none.
-    assert max(rows for _, rows in answers) == FEW
+    # Whole logits would be 32 rows at least; a stage of a pipeline that has no head sees none. A rank of cp tries half.
+    assert max(rows for _, rows in answers) == (CHUNK if "cp_size" in sizes else FEW)
+
+
+def _in_limit(config: Mapping[str, Any]) -> list[float]:
+    """The losses of ten steps of 256 positions on this rank, whose whole logits are of 128 MiB, with 192 MiB more."""
+    vocabulary, world = 2**17, open_world("cpu")
+    stack, degrees = resolve("fsdp2", MeshSizes(), world.size, config=config)
+    manager = stack.build(Mesh(degrees, world))
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    torch.manual_seed(0)
+    manager.parallelize(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=vocabulary, **small)))
+    manager.build_optimizer(optimizer_factory(OptimizerConfig(lr=1e-2)))
+    batch = {name: torch.arange(0, vocabulary, vocabulary // 256)[None] for name in ("input_ids", "labels")}
+    losses = []
+    with limit_memory(192 * 2**20):
+        for _ in range(10):
+            tokens = count_tokens([batch], manager.mesh)
+            losses.append(float(manager.forward_backward([batch], num_tokens=tokens)))
+            manager.optimizer_step()
+    return losses
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
+def test_a_large_vocabulary_trains_within_a_limit_of_memory_in_which_whole_logits_do_not() -> None:
+    for losses in pool(2).run(_in_limit, {"loss_chunk_rows": 64}):
+        assert len(losses) == 10
+        assert losses[-1] < losses[0] - 1.0
+    with pytest.raises(RankError, match="allocate memory"):
+        pool(2).run(_in_limit, {"loss_chunk_rows": 0})
 
 
 # -- what a model does behind its head

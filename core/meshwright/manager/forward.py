@@ -210,7 +210,8 @@ class Forward:
         self._mesh.world.together(lambda: self.check_division(microbatches))
 
     def rehearse(self, microbatch: Batch, given: Callable[[Batch], Batch] = lambda batch: batch) -> None:
-        """Call the module with a microbatch as a step does, without gradients; nothing of it remains. Collective.
+        """Call the module with a microbatch as a step does, but without gradients, and without logits where the loss
+        needs none; nothing of it remains. Collective.
 
         Args:
             microbatch: as it was given.
@@ -222,7 +223,7 @@ class Forward:
         try:
             with drawing, torch.no_grad():
                 inputs, targets_BS = split_targets(given(self.on_device(self.divide(microbatch))))
-                self._row_loss.rehearse(functools.partial(self.outputs, inputs), targets_BS)
+                self._row_loss.rehearse(functools.partial(self.outputs, inputs), targets_BS.numel())
         finally:
             self._after_trial()
 

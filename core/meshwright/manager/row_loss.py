@@ -134,7 +134,7 @@ class RowLoss:
         Raises:
             ModelError: the model does not do what it did when it was tried.
         """
-        head = self._head_for(targets_BS)
+        head = self._head_for(targets_BS.numel())
         if head is None:
             outputs = run()
             check(outputs.logits.shape, targets_BS)
@@ -153,14 +153,6 @@ class RowLoss:
 
         return self._asked(head, run, loss)
 
-    def rehearse(self, run: Run, targets_BS: Tensor) -> None:
-        """Call the model as for the loss of these targets, which is not computed."""
-        head = self._head_for(targets_BS)
-        if head is None:
-            run()
-        else:
-            self._asked(head, run, lambda logits: logits.source.hidden.new_zeros(()))
-
     def statistics(self, run: Run, ids_BS: Tensor, names: Sequence[Statistic]) -> tuple[dict[str, Tensor], Any]:
         """Statistics of tokens, (B, S) for each name, with gradients, see `token_statistics`; and what `run` gave.
 
@@ -177,7 +169,7 @@ class RowLoss:
             rows = self._rows(logits)
             return values(rows, self._chunk_rows(rows))
 
-        head = self._head_for(ids_BS)
+        head = self._head_for(ids_BS.numel())
         if head is None:
             outputs = run()
             found_KN = values(Rows.of_logits(outputs.logits), self._given or _LEAST_ROWS)
@@ -185,12 +177,24 @@ class RowLoss:
             found_KN, outputs = self._asked(head, run, by_rows)
         return dict(zip(names, found_KN.unflatten(1, ids_BS.shape), strict=True)), outputs
 
-    def _head_for(self, targets_BS: Tensor) -> RowHead | None:
-        """The head, if so many rows are to be computed without whole logits."""
+    def rehearse(self, run: Run, rows: int) -> None:
+        """Run the model as for the loss of so many rows, of which none is computed.
+
+        Args:
+            run: without gradients.
+        """
+        head = self._head_for(rows)
+        if head is None:
+            run()
+        else:
+            self._asked(head, run, lambda logits: logits.source.hidden.new_zeros(()))
+
+    def _head_for(self, rows: int) -> RowHead | None:
+        """The head, if the logits of so many rows are not to be whole."""
         head = self._head
         if head is None or not self._takes_rows or head.features is None:
             return None
-        is_large = bool(self._given) or (self._given is None and targets_BS.numel() * head.features >= _LARGE)
+        is_large = bool(self._given) or (self._given is None and rows * head.features >= _LARGE)
         return head if is_large or self._is_divided else None
 
     def _chunk_rows(self, rows: Rows) -> int:

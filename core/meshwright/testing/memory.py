@@ -1,4 +1,4 @@
-"""Measure how much memory a piece of code holds on this rank, by its tensors.
+"""Measure how much memory a piece of code holds on this rank, by its tensors, or set a limit to it.
 
 Storages are counted, each once and by its present size, whichever tensors look at it; so views cost nothing, padding
 counts, and memory that FSDP frees by resizing a storage to 0 is free. Workspace inside of an operation, the
@@ -12,8 +12,10 @@ between two operations memory can only shrink.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,6 +70,24 @@ def measure_memory(
         work()
     mode.update_peak()
     return Memory(mode.peak, mode.now())
+
+
+@contextmanager
+def limit_memory(size: int) -> Iterator[None]:
+    """Within, this process may have so many bytes more of its own than now, or allocating them fails. Linux only.
+
+    Memory that was freed but is kept by the allocator comes on top of them: below 64 MiB, as a rule.
+    """
+    import resource
+
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    (own_kib,) = (int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:"))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (own_kib * 1024 + size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 class _Meter(Observer):
