@@ -358,9 +358,9 @@ def test_ranks_hold_what_the_budget_allows_and_train_bit_for_bit(
         assert max(each) >= 0.9, found
 
 
-def _agreed(case: Case, share: float) -> tuple[list[bool], list[bool], bool, int]:
-    """Which blocks hold what came from other ranks: by this rank's choice alone, and as all have agreed; whether losses
-    and weights are those without recomputation; and bytes that come to all blocks."""
+def _agreed(case: Case, share: float) -> tuple[list[bool], list[bool], bool]:
+    """Which blocks hold what came from other ranks: by this rank's choice alone, and as all have agreed; and whether
+    losses and weights are those without recomputation."""
     sizes = {"ep_size": 2}
 
     def trained(options: dict[str, Any]) -> tuple[Any, list[float], dict[str, Tensor]]:
@@ -380,19 +380,16 @@ def _agreed(case: Case, share: float) -> tuple[list[bool], list[bool], bool, int
     manager, found, moved = trained({"activation_checkpointing": {"budget_gb": budget / 1e9}})
     alone = Choices([manager.activations.profiles], ONE_STAGE)
     alone.fill(budget)
-    came = sum(each.bytes for profile in profiles for each in profile.operators if each.key == COMMUNICATION)
-    return held(alone.made[0]), held(manager.activations.choices), found == losses and _same(weights, moved), came
+    return held(alone.made[0]), held(manager.activations.choices), found == losses and _same(weights, moved)
 
 
 def test_ranks_send_again_what_one_of_them_cannot_hold() -> None:
     found = pool(2).run(_agreed, Case("mixtral", shares=(8, 4)), 0.1)
-    (alone, agreed, same, came), (others, others_agreed, others_same, others_came) = found
+    (alone, agreed, same), (others, others_agreed, others_same) = found
     assert alone != others
     assert agreed == others_agreed == [mine and theirs for mine, theirs in zip(alone, others, strict=True)]
     assert same
     assert others_same
-    # To each of 4 blocks: rows of 64 features for two experts of each token, there and back, and 4 numbers of them.
-    assert came + others_came == 4 * (2 * 12 * 16 * 2 * 64 * 8 + 2 * 4 * 8)
 
 
 # -- host memory

@@ -1651,14 +1651,6 @@ _bug(
     kind="a budget counts parameters that are gathered within a block",
 )
 _bug(
-    "on_its_way_and_there",
-    "meshwright.model.operators",
-    'if hasattr(local, "__tensor_flatten__"):',
-    "if False:",
-    f"{_BUDGET}::test_ranks_send_again_what_one_of_them_cannot_hold",
-    kind="what comes from other ranks is counted twice",
-)
-_bug(
     "summed_in_half_precision",
     "meshwright_fsdp2.half_messages",
     "torch.sum(received.view(group.size(), -1), 0, dtype=output_tensor.dtype, out=output_tensor)",

@@ -185,7 +185,4 @@ def storage_in(tensor: Tensor) -> torch.UntypedStorage:
     # Without gradients, the local part is the tensor itself, not a view that autograd follows.
     with torch.no_grad():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if hasattr(local, "__tensor_flatten__"):
-        # What is still on its way, around the memory into which it comes.
-        local = getattr(local, local.__tensor_flatten__()[0][0])
     return local.untyped_storage()
