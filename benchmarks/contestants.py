@@ -128,21 +128,11 @@ def fsdp2_by_hand(
         change: what is done to each block before it is sharded, such as compile.
         policy: mixed precision.
     """
-    policy = policy or MixedPrecisionPolicy()
     model = work.model()
     mesh = init_device_mesh(world.device.type, (world.size // work.tp, work.tp), mesh_dim_names=("dp", "tp"))
     if work.tp > 1:
         _tensor_parallel(model, mesh["tp"])
-    blocks = model.model.layers
-    for index, block in enumerate(blocks):
-        change(block)
-        # The last block's backward comes first: freeing it would only mean to gather it again.
-        fully_shard(block, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=index < len(blocks) - 1)
-    fully_shard(model, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=False)
-    for unit in (*blocks, model):
-        # Plain sums: the loss is already divided by the global count.
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
+    fsdp2_units(model, mesh["dp"], change, policy)
 
     def sync(is_last: bool) -> AbstractContextManager[None]:
         model.set_is_last_backward(is_last)
@@ -150,6 +140,26 @@ def fsdp2_by_hand(
         return nullcontext()
 
     return _step_by_hand(model, sync, work, world, data_group=mesh.get_group("dp"), loss_scale=1.0)
+
+
+def fsdp2_units(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    change: Callable[[nn.Module], None] = lambda block: None,
+    policy: MixedPrecisionPolicy | None = None,
+) -> None:
+    """Shard the Llama of `Work` over `mesh`, in units of a block."""
+    policy = policy or MixedPrecisionPolicy()
+    blocks: Any = model.model.layers
+    for index, block in enumerate(blocks):
+        change(block)
+        # The last block's backward comes first: freeing it would only mean to gather it again.
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=index < len(blocks) - 1)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for unit in (*blocks, model):
+        # Plain sums: the loss is already divided by the global count.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
 
 
 def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -222,19 +232,46 @@ def _step_by_hand(
     data_group: dist.ProcessGroup,
     loss_scale: float,
 ) -> Step:
+    """The loop by hand with torch's own optimizer, backward and clipping; see `loop_by_hand`."""
+    # Fused and foreach code takes DTensors of one mesh at a time.
+    meshes = _by_mesh(module)
+    optimizer = make_optimizer([{"params": parameters} for parameters in meshes])
+    ways = Ways(sync, clip=lambda: clip(meshes), loss_scale=loss_scale)
+    return loop_by_hand(module, optimizer, ways, work, world, data_group=data_group)
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How one library does what loops do in the same order.
+
+    Args:
+        sync: `sync(is_last)` goes around forward and backward of a microbatch and defers the reduction unless last.
+        clip: gradients to MAX_GRAD_NORM; returns the norm before.
+        backward: of a loss.
+        loss_scale: undoes what the reduction divides by.
+    """
+
+    sync: Callable[[bool], AbstractContextManager[None]]
+    clip: Callable[[], Tensor]
+    backward: Callable[[Tensor], None] = Tensor.backward
+    loss_scale: float = 1.0
+
+
+def loop_by_hand(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ways: Ways,
+    work: Work,
+    world: World,
+    *,
+    data_group: dist.ProcessGroup,
+) -> Step:
     """The loop that the hand-written contestants share.
 
     Args:
         module: sharded or wrapped.
-        make_optimizer: takes groups of parameters.
-        sync: `sync(is_last)` goes around forward and backward of a microbatch and defers the reduction unless last.
         data_group: of the ranks that see different batches.
-        loss_scale: undoes what the reduction divides by.
     """
-    # Fused and foreach code takes DTensors of one mesh at a time.
-    meshes = _by_mesh(module)
-    groups = [{"params": parameters} for parameters in meshes]
-    optimizer = make_optimizer(groups)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     batches = work.batches(dist.get_rank(data_group))
     module.train()
@@ -251,14 +288,14 @@ def _step_by_hand(
         dist.all_reduce(num_tokens, group=data_group)
         losses = []
         for position, (ids_BS, targets_BS) in enumerate(inputs):
-            with sync(position == len(inputs) - 1), loss_parallel() if work.tp > 1 else nullcontext():
+            with ways.sync(position == len(inputs) - 1), loss_parallel() if work.tp > 1 else nullcontext():
                 logits_BSV = module(input_ids=ids_BS, use_cache=False).logits
                 loss = token_loss(logits_BSV, targets_BS) / num_tokens
-                (loss * loss_scale).backward()
-            losses.append(_whole(loss.detach()))
+                ways.backward(loss * ways.loss_scale)
+            losses.append(whole(loss.detach()))
         mean_loss = torch.stack(losses).sum()
         dist.all_reduce(mean_loss, group=data_group)
-        norm = _clip(meshes)
+        norm = whole(ways.clip())
         loss_value, norm_value = torch.stack([mean_loss, norm.float()]).tolist()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -276,18 +313,18 @@ def _by_mesh(module: nn.Module) -> list[list[nn.Parameter]]:
     return list(found.values())
 
 
-def _clip(meshes: Sequence[Sequence[nn.Parameter]]) -> Tensor:
+def clip(meshes: Sequence[Sequence[nn.Parameter]]) -> Tensor:
     """Clip the norm of all gradients together, and return what it was."""
     if len(meshes) == 1:
-        return _whole(clip_grad_norm_(meshes[0], MAX_GRAD_NORM, foreach=True))
-    norms = [_whole(get_total_norm([p.grad for p in parameters], foreach=True)) for parameters in meshes]
+        return whole(clip_grad_norm_(meshes[0], MAX_GRAD_NORM, foreach=True))
+    norms = [whole(get_total_norm([p.grad for p in parameters], foreach=True)) for parameters in meshes]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     for parameters in meshes:
         clip_grads_with_norm_(parameters, MAX_GRAD_NORM, norm, foreach=True)
     return norm
 
 
-def _whole(value: Tensor) -> Tensor:
+def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 

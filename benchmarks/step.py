@@ -32,6 +32,7 @@ import torch.distributed as dist
 from common import origin
 from contestants import CONTESTS as CONTESTS_OF_DATA
 from contestants import Contest, Step, Work, meshwright_step
+from peers import PEERS
 from pipelines import SCHEDULES, options, pipeline_by_hand
 from rich.console import Console
 from rich.table import Table
@@ -58,6 +59,7 @@ class PipelineContest:
 
 CONTESTS: dict[str, Contest | PipelineContest] = {
     **CONTESTS_OF_DATA,
+    **PEERS,
     **{f"pipeline-{name}": PipelineContest(name) for name in SCHEDULES},
 }
 TARGET = 0.02
@@ -181,8 +183,8 @@ def orders(seed: int) -> Iterator[tuple[int, ...]]:
 
 
 def largest_disagreement(race: Race) -> float:
-    """Largest relative difference from raw A over all rounds; infinite where a value is not finite."""
-    if not np.isfinite(race.values).all():
+    """Largest relative difference from raw A over all rounds; infinite where a value is not finite, or 0."""
+    if not (np.isfinite(race.values) & (race.values != 0)).all():
         return float("inf")
     reference = race.values[:, :1]
     return float((np.abs(race.values - reference) / np.abs(reference)).max())

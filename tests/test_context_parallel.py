@@ -267,7 +267,8 @@ def test_activations_of_a_rank_are_its_part_beside_gathered_keys_and_values(rank
     chunk = LONG // (2 * ranks)
     read = BLOCKS * (2 * ranks + 1) * chunk * (2 * 12 * 4 + chunk) * WIDTH
     for kept in pool(ranks).run(_kept, ranks, "allgather"):
-        assert kept < whole / ranks + gathered + read
+        # Single numbers are not divided.
+        assert kept < whole / ranks + gathered + read + 64
     for kept in pool(ranks).run(_kept, ranks, "ulysses"):
         # Attention's output on both sides of the exchange.
         assert kept < 1.12 * whole / ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright import BatchError, Mesh, MeshSizes, count_tokens, open_world
+from meshwright import BatchError, count_tokens, open_world
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.collectives import Traffic, measure_collectives
@@ -52,20 +52,31 @@ LAYERS = 4
 
 def _step(
     strategy: str, config: dict[str, Any], sizes: dict[str, int], case: Case, wrapper: Mapping[str, Any]
-) -> tuple[Traffic, Counter[str]]:
-    """What a third step sends, and a fourth one reads, of a loop by hand."""
+) -> tuple[list[Traffic], Traffic, Counter[str]]:
+    """The messages of a third step, what else it communicates, and what a fourth one reads."""
     manager = build_manager(strategy, config, sizes, case, wrapper_config=wrapper)
+    world, messages = manager.mesh.world, []
+    exchanged = world._exchanged
+
+    def noted(*numbers: Any) -> Any:
+        # In the thread of the message, which no other note sees.
+        answers: list[Any] = []
+        sent = measure_collectives(lambda: answers.append(exchanged(*numbers)), {"world": dist.group.WORLD})
+        messages.append(sent.of("send", "world"))
+        return answers[0]
 
     def step(index: int) -> None:
         batches = share(case, index, manager.mesh.data_rank, manager.mesh.data_size)
-        loss = manager.forward_backward(batches, num_tokens=count_tokens(batches, manager.mesh))
+        loss = manager.forward_backward(batches, num_tokens=manager.announce(batches))
         manager.read(loss, manager.clip_grad_norm(case.max_norm))
         manager.optimizer_step()
 
     step(0)
     step(1)
+    world._exchanged = noted
     traffic = measure_collectives(lambda: step(2), {"world": dist.group.WORLD})
-    return traffic, count_reads(lambda: step(3))
+    world._exchanged = exchanged
+    return messages, traffic, count_reads(lambda: step(3))
 
 
 def _expected_reads(stack: str, reads: Mapping[str, int]) -> dict[str, int]:
@@ -84,14 +95,15 @@ def _expected_reads(stack: str, reads: Mapping[str, int]) -> dict[str, int]:
 @pytest.mark.parametrize("stack", STACKS)
 def test_a_step_sends_one_message_in_log2_rounds_and_waits_once(stack: str) -> None:
     ranks = 1 if stack == "single" else 4
-    for traffic, reads in pool(ranks).run(_step, *STACKS[stack]):
-        sent = [each for each in traffic.of("send", "world") if each.dtype == torch.int64]
+    for messages, traffic, reads in pool(ranks).run(_step, *STACKS[stack]):
+        (sent,) = messages
         assert len(sent) == ROUNDS[ranks]
-        assert all(each.bytes < 100 for each in sent)
+        assert all(each.bytes == 64 for each in sent)
+        assert not [each for each in traffic.of("send", "world") if each.dtype == torch.int64]
         assert {place: reads[place] for place in reads if place not in HOST} == _expected_reads(stack, reads)
 
 
-# -- a count of tokens travels with the step
+# -- a step that is announced
 
 
 def _told(work: Any) -> str:
@@ -101,57 +113,62 @@ def _told(work: Any) -> str:
         return f"BatchError: {error}"
 
 
-def _by_hand(culprit: int | None, reader: int | None) -> tuple[list[str], int]:
-    """Good and bad steps of a manager that has trained before, where a rank reads a count before it trains."""
+def _announced(culprit: int, reader: int | None) -> list[str]:
+    """Good and bad steps that are announced, whose count a rank reads alone before all do something else together."""
     case = Case(microbatches=2)
     manager = build_manager("fsdp2", {}, {}, case)
     mesh = manager.mesh
     good = share(case, 0, mesh.data_rank, mesh.data_size)
-    manager.eval_loss(good, num_tokens=count_tokens(good, mesh))
-    is_culprit, is_reader = mesh.rank == culprit, mesh.rank == reader
-    told = []
-    for bad in (good[:1], [{**each, "labels": each["labels"].int()} for each in good], good):
-        counted = count_tokens(good, mesh)
-        if is_reader:
-            told.append(int(counted))
-        mine = bad if is_culprit else good
-        told.append(_told(lambda mine=mine, counted=counted: float(manager.eval_loss(mine, num_tokens=counted))))
-        told.append(int(counted))
-    malformed = [{**each, "labels": each["labels"].int()} for each in good] if is_culprit else good
-    counted = count_tokens(malformed, mesh)
-    # Whoever comes to it hears the same.
-    told.append(_told(lambda: int(counted) if is_reader else float(manager.eval_loss(good, num_tokens=counted))))
-    # Nobody reads this one, and it is sent all the same before the next message.
-    count_tokens(good, mesh)
-    told.append(_told(lambda: float(manager.eval_loss(good, num_tokens=torch.tensor(7 + is_culprit)))))
-    return [str(each) for each in told], int(count_tokens(good, mesh))
+    told, total = [], count_tokens(good, mesh)
+    unlabelled = [{"input_ids": each["input_ids"]} for each in good]
+    outside = [{**each, "labels": each["labels"] + 10**6} for each in good]
+    for bad in (good[:1], unlabelled, outside, good):
+        mine = bad if mesh.rank == culprit else good
+        counts = [count_tokens(good, mesh), manager.announce(mine)]
+        if mesh.rank == reader:
+            told_alone = [int(each) for each in counts]
+            assert told_alone[0] == total
+        dist.barrier()
+        told.append(_told(lambda mine=mine, counts=counts: float(manager.eval_loss(mine, num_tokens=counts[1]))))
+    # Nobody reads this one, nor trains on it.
+    manager.announce(good)
+    told.append(_told(lambda: float(manager.eval_loss(good, num_tokens=torch.tensor(7 + (mesh.rank == culprit))))))
+    announced = manager.announce(good)
+    told.append(_told(lambda: manager.eval_loss([*good], num_tokens=announced)))
+    counts_only = mesh.rank == culprit
+    told.append(
+        _told(
+            lambda: (
+                count_tokens(good, mesh) if counts_only else manager.eval_loss(good, num_tokens=manager.announce(good))
+            )
+        )
+    )
+    told.append(str(float(manager.eval_loss(good, num_tokens=announced))))
+    return told
 
 
-@pytest.mark.parametrize(("culprit", "reader"), [(1, None), (1, 0), (1, 1), (None, None)])
-def test_a_count_that_is_read_early_or_late_or_never_leaves_errors_as_they_are(
-    culprit: int | None, reader: int | None
+@pytest.mark.parametrize(("culprit", "reader"), [(1, None), (1, 0), (1, 1)])
+def test_an_announced_step_is_refused_alike_on_all_ranks_whoever_reads_its_count(
+    culprit: int, reader: int | None
 ) -> None:
-    answers = pool(2).run(_by_hand, culprit, reader)
-    total = answers[0][1]
-    assert all(count == total for _, count in answers)
-    alike = [[each for each in told if each != str(total)] for told, _ in answers]
-    if culprit is not None or reader is None:
-        assert alike[0] == alike[1]
-    if culprit is not None:
-        text = "\n".join(alike[0])
-        assert "between 1 and 2" in text
-        assert "labels must be an int64 tensor" in text
-        assert "disagree on num_tokens: between 7 and 8" in text
+    told, others = pool(2).run(_announced, culprit, reader)
+    assert told == others
+    assert told[-1] == told[3]
+    few, unlabelled, outside, good, differ, exchanged, mixed, _ = told
+    assert "between 1 and 2" in few
+    assert "labels must be an int64 tensor" in unlabelled
+    assert "labels range from" in outside
+    assert float(good) > 0
+    assert "disagree on num_tokens: between 7 and 8" in differ
+    assert "others than those that were announced" in exchanged
+    assert "do not call alike" in mixed
 
 
 def _numbers() -> list[Any]:
-    world = open_world("cpu")
-    mesh = Mesh(MeshSizes().resolve(world.size), world)
-    case = Case()
-    batches = share(case, 0, mesh.data_rank, mesh.data_size)
-    eager = count_tokens(batches, mesh)
-    world.in_steps = True
-    waits = [count_tokens(batches, mesh) for _ in range(5)]
+    manager = build_manager("ddp", {}, {}, Case())
+    mesh = manager.mesh
+    batches = share(Case(), 0, mesh.data_rank, mesh.data_size)
+    eager, waits = count_tokens(batches, mesh), [manager.announce(batches) for _ in range(5)]
     found = [
         int(waits[4]),
         float(torch.ones(()) / waits[0]),

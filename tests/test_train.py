@@ -5,17 +5,30 @@ from __future__ import annotations
 import functools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from meshwright import Loop, Registry, StepResult, TrainingError, count_tokens, fit, hookimpl
+from meshwright import (
+    DataError,
+    Loop,
+    Registry,
+    StepResult,
+    TrainingError,
+    count_tokens,
+    fit,
+    hookimpl,
+    load_checkpoint,
+    save_checkpoint,
+)
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
-from meshwright.testing.parity import build_manager, full_weights
+from meshwright.testing.parity import build_manager, build_with_optimizer, full_weights
+from meshwright.train.ahead import step_seed
 from meshwright.train.loop import train_step
 from meshwright.train.optim import build_scheduler
 from meshwright.train.run_file import ScheduleConfig
@@ -240,7 +253,10 @@ def _drawn(*, ahead: bool) -> tuple[list[Any], list[float]]:
 
     def alone() -> None:
         for step in range(STEPS):
-            registry.hook.on_step_end(result=train_step(manager, scheduler, loop, step))
+            torch.manual_seed(step_seed(5, step, manager.mesh.data_rank))
+            drawn = batches(step)
+            plain = replace(loop, seed=None, batches=lambda _, drawn=drawn: drawn)
+            registry.hook.on_step_end(result=train_step(manager, scheduler, plain, step))
 
     run = functools.partial(fit, manager, scheduler, loop, registry) if ahead else alone
     with registry.observing(Told()), pytest.raises(KeyError, match="no more data"):
@@ -281,5 +297,99 @@ def _order() -> list[str]:
 
 def test_the_next_step_is_announced_before_this_one_is_waited_for() -> None:
     step = ["forward_backward", "clip_grad_norm", "read", "optimizer_step"]
-    expected = [*step[:2], "announce", *step[2:], *step]
+    expected = ["announce", *step[:2], "announce", *step[2:], *step]
     assert pool(2).run(_order) == [expected] * 2
+
+
+# -- the next step begins while this one computes
+
+
+def _in_part(strategy: str, config: dict[str, Any], sizes: dict[str, int], directory: str) -> tuple[Any, Any, Any]:
+    """A run with steps begun ahead, evaluated and saved in between; its end once more, from what was saved; and the run
+    with no step begun ahead. Of each its results, but for their times."""
+    case = Case(microbatches=2, sequences=16)
+    built = [build_with_optimizer(strategy, config, sizes, case) for _ in range(3)]
+    first, again, plain = (manager for manager, _ in built)
+    schedule = ScheduleConfig(name="linear", warmup_steps=2)
+    scheduler, later, steps = (build_scheduler(schedule, optimizer, STEPS) for _, optimizer in built)
+
+    def save(step: int) -> None:
+        save_checkpoint(first, f"{directory}/{step}", step=step, scheduler=scheduler)
+
+    whole = fit(first, scheduler, _loop(first, case, eval_every=2, save=save, save_every=3, seed=1))
+    load_checkpoint(again, f"{directory}/3", scheduler=later)
+    part = fit(again, later, _loop(again, case, eval_every=2, start=3, seed=1))
+    loop = _loop(plain, case, seed=1)
+    alone = [train_step(plain, steps, loop, step) for step in range(STEPS)]
+
+    def told(results: list[StepResult], *without: str) -> list[dict[str, Any]]:
+        return [
+            {key: value for key, value in vars(each).items() if key not in ("seconds", *without)} for each in results
+        ]
+
+    weights, others = full_weights(first), full_weights(again)
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    return told(whole), told(part), (told(whole, "held_out_loss"), told(alone, "held_out_loss"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "config", "sizes", "ranks"),
+    [
+        ("ddp", {}, {}, 2),
+        ("fsdp2", {}, {"tp_size": 2}, 4),
+        ("fsdp2", {}, {"pp_size": 2}, 4),
+        ("megatron_fsdp", {}, {}, 4),
+    ],
+)
+def test_a_run_whose_steps_begin_ahead_goes_on_where_it_was_and_is_the_run_with_none_ahead(
+    strategy: str, config: dict[str, Any], sizes: dict[str, int], ranks: int, tmp_path: Path
+) -> None:
+    for whole, part, (ahead, alone) in pool(ranks).run(_in_part, strategy, config, sizes, str(tmp_path)):
+        assert len({each["num_tokens"] for each in whole}) > 1
+        assert [each["held_out_loss"] is not None for each in whole] == [False, True] * 3
+        assert part == whole[3:]
+        assert ahead == alone
+
+
+def _undrawn(kind: str, culprits: tuple[int, ...]) -> tuple[str, int]:
+    """What a rank is told where some ranks have nothing sound for the third step; and what was trained until then."""
+    case = Case()
+    manager = build_manager("fsdp2", {}, {}, case)
+    registry, recorder = Registry(plugins=[]), Recorder()
+
+    def batches(step: int) -> Any:
+        good = share(case, step, manager.mesh.data_rank, manager.mesh.data_size)
+        if step != 2 or manager.mesh.rank not in culprits:
+            return good
+        if kind == "known":
+            raise DataError("the tokens of this step are gone")
+        if kind == "unknown":
+            raise KeyError("row 7")
+        return [{**good[0], "labels": good[0]["labels"].int()}]
+
+    try:
+        with registry.observing(recorder):
+            fit(manager, _scheduler(manager), _loop(manager, case, batches=batches), registry)
+    except Exception as error:
+        # Ranks can go on together.
+        mine = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
+        manager.eval_loss(mine, num_tokens=count_tokens(mine, manager.mesh))
+        return f"{type(error).__name__}: {error}", len(recorder.seen)
+    return "nothing", len(recorder.seen)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("culprits", [(1,), (0, 1, 2, 3)])
+def test_what_is_wrong_with_a_step_that_was_begun_ahead_is_told_to_all_ranks(
+    ranks: int, culprits: tuple[int, ...]
+) -> None:
+    for kind, error in (("known", "DataError: the tokens of"), ("malformed", "BatchError: microbatch 0 of 1: labels")):
+        told = pool(ranks).run(_undrawn, kind, culprits)
+        assert len(set(told)) == 1
+        assert told[0][0].startswith(error)
+        assert told[0][1] == 2
+    for rank, (text, steps) in enumerate(pool(ranks).run(_undrawn, "unknown", culprits)):
+        cause = "KeyError: 'row 7'"
+        about = "the microbatches of step 3 cannot be drawn"
+        assert text.startswith(cause if rank in culprits else f"BatchError: {about}: {cause}")
+        assert steps == 2

@@ -125,8 +125,14 @@ class DataParallelManager(StatefulManager):
         # Who asks for sums that do not depend on the layout wants the same of the factor that clips them.
         return Gradients(self.trainable, self.parts, self.mesh, wide=wide)
 
+    @property
+    def reduces_later(self) -> bool:
+        """In a pipeline: whether a last backward would wait for its reductions, and may be run as others are, with
+        `reduce_gradients` to follow when what it gives to the stage before is on its way."""
+        return False
+
     def reduce_gradients(self) -> None:
-        """In a pipeline whose backwards were all run with `sync_gradients(is_last=False)`: what the last one does."""
+        """In a pipeline whose backwards were all run with `is_last=False`: what the last one does. Collective."""
 
     def check_gradients(self) -> Findings | None:
         """Called after the last microbatch, when gradients are reduced.
@@ -237,6 +243,7 @@ class DataParallelManager(StatefulManager):
         return self.forward.terms(self.check_batches)
 
     def announce(self, microbatches: Sequence[Batch]) -> Tensor:
+        self._require_model()
         return announce(microbatches, self.mesh, self._terms)
 
     def read(self, *values: Tensor) -> list[float]:

@@ -42,12 +42,7 @@ class World:
         device: of this rank.
         group: None for all ranks; else the world is the ranks of this group, as a pipeline's stage sees it.
         rank, size: within the group.
-        before_message: called before the next message of all ranks, once: a message that waits for one to travel with.
-        in_steps: whether ranks have agreed on a step before; see `meshwright.step.agreement`.
     """
-
-    before_message: Callable[[], object] | None = None
-    in_steps: bool = False
 
     def __init__(self, device: torch.device, *, owns_group: bool, group: dist.ProcessGroup | None = None) -> None:
         self.device = device
@@ -55,6 +50,7 @@ class World:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._owns_group = owns_group
+        self._begun: Callable[[], object] | None = None
         config = dist.distributed_c10d.get_backend_config()
         self._control_device = torch.device("cpu") if "cpu" in config or "gloo" in config else device
         self._doubles = self._control_device.type == "cpu" and ("cpu:gloo" in config or config == "gloo")
@@ -79,7 +75,7 @@ class World:
             sums: int64; sums are modulo 2**64.
             highs: int64.
         """
-        self.send_waiting()
+        self._finish_begun()
         return self._exchanged(sums, highs)
 
     def begin_exchange(self, sums: Sequence[int], highs: Sequence[int]) -> Callable[[], tuple[list[int], list[int]]]:
@@ -90,12 +86,12 @@ class World:
         Returns:
             What waits for the result, and gives it.
         """
-        self.send_waiting()
+        self._finish_begun()
         if not self._doubles or self.size == 1:
             result = self._exchanged(sums, highs)
             return lambda: result
         waiting = in_background(lambda: self._exchanged(sums, highs))
-        self.before_message = waiting
+        self._begun = waiting
         return waiting
 
     def _exchanged(self, sums: Sequence[int], highs: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -110,11 +106,11 @@ class World:
         values = mine.tolist()
         return values[: len(sums)], values[len(sums) :]
 
-    def send_waiting(self) -> None:
-        """Send what waits for another message to travel with, if there is something."""
-        if self.before_message is not None:
-            send, self.before_message = self.before_message, None
-            send()
+    def _finish_begun(self) -> None:
+        """Wait for the message that has begun, if there is one."""
+        if self._begun is not None:
+            wait, self._begun = self._begun, None
+            wait()
 
     def _double(self, mine: torch.Tensor, sums: int) -> None:
         """Combine `mine` with those of all ranks, in place; see [Note: doubling]."""
@@ -163,7 +159,7 @@ class World:
 
     def raise_any(self, error: MeshwrightError | None) -> NoReturn:
         """`raise_together` where all ranks know that some rank has an error."""
-        self.send_waiting()
+        self._finish_begun()
         found: list[MeshwrightError | None] = [None] * self.size
         dist.all_gather_object(found, error, group=self.group)
         culprits = {rank: each for rank, each in enumerate(found) if each is not None}
@@ -200,7 +196,7 @@ class World:
                 box[0] = (None, work())
             except MeshwrightError as caught:
                 box[0] = (caught, None)
-        self.send_waiting()
+        self._finish_begun()
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         error, result = box[0]
         if error is not None:
@@ -218,6 +214,7 @@ class World:
     def close(self) -> None:
         """End the process group, if this started it; nothing otherwise."""
         if self._owns_group and dist.is_initialized():
+            self._finish_begun()
             dist.destroy_process_group()
 
 

@@ -80,7 +80,7 @@ class BudgetedBlocks:
         """Call a block and note what it computes; only within `measuring`."""
         inputs, given = self._inputs.bytes_of((args, kwargs)), _Given()
         self._largest = max(self._largest, _elements(args, kwargs))
-        with torch.enable_grad(), Recorder() as recorder:
+        with torch.enable_grad(), Recorder(self._blocks[index].block) as recorder:
             positional = [given.one(each) for each in args]
             result = original(*positional, **{name: given.one(each) for name, each in kwargs.items()})
         self.profiles.append(recorder.profile(inputs, given.hidden))
@@ -113,7 +113,7 @@ class _Block:
         self, blocks: BudgetedBlocks, block: nn.Module, recompute: Recompute, original: ForwardMethod, index: int
     ) -> None:
         self.index = index
-        self._all, self._block, self._recompute, self._original = blocks, block, recompute, original
+        self._all, self.block, self._recompute, self._original = blocks, block, recompute, original
         self._choices: list[Choice] = []
         self._next = 0
 
@@ -123,7 +123,7 @@ class _Block:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._all.is_measuring:
             return self._all.measure(self.index, self._original, args, kwargs)
-        if not (self._block.training and torch.is_grad_enabled()):
+        if not (self.block.training and torch.is_grad_enabled()):
             return self._original(*args, **kwargs)
         if not self._choices:
             raise StrategyError(

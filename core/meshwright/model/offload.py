@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from .._compat.torch import version_of
 from .forward_order import ForwardMethod
-from .operators import storage_in, tensors_in
+from .operators import is_parameter_of, storage_in, tensors_in
 
 
 class OffloadedBlocks:
@@ -52,7 +52,7 @@ class _Call:
     """One call of a block."""
 
     def __init__(self, blocks: OffloadedBlocks, block: nn.Module, given: Any) -> None:
-        self._blocks = blocks
+        self._blocks, self._block = blocks, block
         stays = [each for module in block.modules() for each in (*module.parameters(False), *module.buffers(False))]
         # Hidden states come first.
         tensors = list(tensors_in(given))
@@ -68,9 +68,15 @@ class _Call:
             with torch.no_grad():
                 return _Divided(tensor, self.pack(tensor.to_local()))
         storage = tensor.untyped_storage()
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or id(storage) in self._stays:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or self._keeps(storage):
             return tensor.detach() if tensor.grad_fn is not None else tensor
         return _View(self._move(storage, version_of(tensor)), tensor)
+
+    def _keeps(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a memory stays; that of parameters may have been gathered since the call began."""
+        if id(storage) not in self._stays and is_parameter_of(self._block, storage):
+            self._stays[id(storage)] = storage
+        return id(storage) in self._stays
 
     def _move(self, storage: torch.UntypedStorage, version: int) -> _Moved:
         known, moved = self._moved.get((id(storage), version), (lambda: None, None))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._compat.torch import (
@@ -39,6 +39,7 @@ _PER_BYTE, _PER_BYTE_SENT = 200, 5000
 class _Seen:
     """One call of an operator."""
 
+    func: Any
     key: Hashable
     made: int
     cost: float
@@ -47,12 +48,23 @@ class _Seen:
 
 
 class Recorder(TorchDispatchMode):
-    """Around one call of a block with gradients on."""
+    """Around one call of a block with gradients on.
+
+    [Note: parameters that come and go] Within a block, a strategy may gather the parameters of a part of it, and free
+    them behind. Their memory is made there, but is no activation. And since recomputation may find them gathered
+    already, it does not call what gathers as often as the forward does: operators of these kinds, which run without
+    gradients and compute nothing, cannot be held, for they are known by how often they were called.
+
+    Args:
+        block: whose parameters are looked at when something is saved.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
+        self._block = block
+        self._gathers: set[Any] = set()
         self._seen: list[_Seen] = []
         self._counts: Counter[Any] = Counter()
         # Of each storage that lives: the operator that has made it, or None where it was there before.
@@ -76,6 +88,9 @@ class Recorder(TorchDispatchMode):
         for tensor in given:
             self._note(storage_in(tensor), None)
         result = func(*args, **kwargs)
+        operations = arithmetic(func, args, result)
+        if not torch.is_grad_enabled() and not operations:
+            self._gathers.add(func)
         index = len(self._seen)
         results = list(tensors_in(result))
         made = sum(self._note(storage_in(tensor), index) for tensor in results)
@@ -84,9 +99,10 @@ class Recorder(TorchDispatchMode):
         per_byte = _PER_BYTE_SENT if sends else _PER_BYTE
         self._seen.append(
             _Seen(
+                func=func,
                 key=(func, self._counts[func]),
                 made=made,
-                cost=max(arithmetic(func, args, result), per_byte * moved),
+                cost=max(operations, per_byte * moved),
                 is_communication=sends,
                 can_be_held=made > 0 and not draws_random_numbers(func, args, kwargs),
             )
@@ -108,7 +124,7 @@ class Recorder(TorchDispatchMode):
         operators = [
             Operator(each.key, each.made, each.cost)
             for each in needed
-            if each.can_be_held and not each.is_communication
+            if each.can_be_held and not each.is_communication and each.func not in self._gathers
         ]
         if sent:
             size, cost = sum(each.made for each in sent), sum(each.cost for each in sent)
@@ -121,7 +137,8 @@ class Recorder(TorchDispatchMode):
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = storage_in(tensor)
         self._note(storage, None)
-        self._saved[id(storage)] = storage.nbytes()
+        if not is_parameter_of(self._block, storage):
+            self._saved[id(storage)] = storage.nbytes()
         self._needed = len(self._seen)
         # The graph of a result that holds the result itself would never be freed.
         return tensor.detach()
@@ -158,9 +175,17 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(list(value.values()))
 
 
+def is_parameter_of(module: nn.Module, storage: torch.UntypedStorage) -> bool:
+    """Whether a memory is that of a parameter, as the module has it now."""
+    return any(storage is storage_in(each) for each in module.parameters() if not each.is_meta)
+
+
 def storage_in(tensor: Tensor) -> torch.UntypedStorage:
     """The memory of a tensor on this rank."""
     # Without gradients, the local part is the tensor itself, not a view that autograd follows.
     with torch.no_grad():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if hasattr(local, "__tensor_flatten__"):
+        # What is still on its way, around the memory into which it comes.
+        local = getattr(local, local.__tensor_flatten__()[0][0])
     return local.untyped_storage()

@@ -1,10 +1,9 @@
 """One message a step: what ranks must know of each other's microbatches before they can train on them together.
 
 [Note: one message] It has the sum of the ranks' tokens, whether any rank has found something wrong, and whether what
-must be equal is: the number of microbatches, `num_tokens`, and, where ranks share a batch, its tokens. So a count of
-tokens needs no message of its own: within a loop it waits until `forward_backward` is given it, and travels with the
-checks. A count that is read before is sent by itself. Ranks need not read alike: who reads sends the same message as
-who trains, and says in it that no checks have come with it; then those who train send another.
+must be equal is: the number of microbatches, `num_tokens`, and, where ranks share a batch, its tokens. It is sent when
+a step is announced, in the background; `forward_backward` takes the answer. Where tokens are counted instead, that is a
+message, too, and `forward_backward` sends its own: what it is given may be something else than what was counted.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from torch import Tensor
 from ..base.errors import BatchError
 from ..mesh.mesh import Mesh
 from ..strategy.contract import Batch
-from .batch import Terms, apart, count_here, defect_of, defect_under
-from .message import Answer, Message, check_shares
+from .batch import Terms, apart, defect_under
+from .message import ANNOUNCED, Answer, Message, check_shares
 
 
 @dataclass(frozen=True)
@@ -39,17 +38,17 @@ class Agreed:
 
 
 class TokenCount(Tensor):
-    """A count of tokens, int64 scalar on the CPU, that is sent when it is needed; see [Note: one message].
+    """The count of tokens of a step that is announced, int64 scalar on the CPU; see [Note: one message].
 
-    Any use of it as a tensor is one of the number, and collective over the world the first time.
+    Any use of it as a tensor is one of the number, and waits until all ranks have announced theirs; nothing is sent.
     """
 
-    waiting: WaitingCount
+    announced: Announced
 
     @classmethod
-    def of(cls, waiting: WaitingCount) -> TokenCount:
+    def of(cls, announced: Announced) -> TokenCount:
         count: TokenCount = torch.zeros((), dtype=torch.int64).as_subclass(cls)
-        count.waiting = waiting
+        count.announced = announced
         return count
 
     @classmethod
@@ -61,7 +60,7 @@ class TokenCount(Tensor):
 
 def _as_numbers(value: Any) -> Any:
     if isinstance(value, TokenCount):
-        return value.waiting.total()
+        return torch.tensor(value.announced.answer().tokens, dtype=torch.int64)
     if type(value) in (list, tuple):
         return type(value)(map(_as_numbers, value))
     if isinstance(value, dict):
@@ -69,87 +68,22 @@ def _as_numbers(value: Any) -> Any:
     return value
 
 
-class WaitingCount:
-    """What a rank knows of a count: its own tokens, and what is wrong with its microbatches; in the end, the sum."""
+@dataclass(frozen=True)
+class Announced:
+    """A message that has begun.
 
-    def __init__(self, microbatches: Sequence[Batch], mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._total: Tensor | None = None
-        self._answer: Callable[[], Answer] | None = None
-        self.microbatches: Sequence[Batch] | None = None
-        self.defect = defect_of(microbatches)
-        self.tokens = count_here(microbatches) if self.defect is None and mesh.leads_data else 0
+    Attributes:
+        microbatches, terms: that it speaks of.
+        answer: waits for the answer, as often as it is called.
+    """
 
-    @property
-    def is_sent(self) -> bool:
-        """Whether the sum is known."""
-        return self._total is not None
-
-    def total(self) -> Tensor:
-        """The sum over ranks, int64 scalar. Collective where it has not been sent.
-
-        Raises:
-            BatchError: a microbatch of any rank is malformed; or those who train have found something else wrong.
-        """
-        if self._total is None and self._answer is not None:
-            self.take(self._answer())
-        if self._total is None:
-            self.take(self.send(Message(self._mesh, miscounted=self.defect, tokens=self.tokens, is_read=True)))
-        return self._total
-
-    def wait(self) -> None:
-        """Let the count travel with another message, or before it."""
-        self._mesh.world.before_message = self._send_alone
-
-    def _send_alone(self) -> None:
-        self.total()
-
-    def send(self, message: Message) -> Answer:
-        """Send a message that the count travels with."""
-        world = self._mesh.world
-        if world.before_message == self._send_alone:
-            world.before_message = None
-        return message.sent()
-
-    def step_message(self, microbatches: Sequence[Batch], defect: str | None, terms: Terms) -> Message:
-        """What this rank sends with the count, before it trains on microbatches."""
-        return Message.of_step(self._mesh, microbatches, defect, terms, miscounted=self.defect, tokens=self.tokens)
-
-    def begin(self, message: Message, microbatches: Sequence[Batch]) -> None:
-        """Begin to send a message with the checks of the step that the count is of."""
-        self.microbatches, self._answer = microbatches, message.begun()
-
-    def begun(self, microbatches: Sequence[Batch]) -> Answer | None:
-        """The answer to the message that has begun, once; None: there is none.
-
-        Args:
-            microbatches: that are to be trained on.
-
-        Raises:
-            BatchError: they are others than those that the message is of; on this rank alone.
-        """
-        if self._answer is None:
-            return None
-        if microbatches is not self.microbatches:
-            raise BatchError("forward_backward is given other microbatches than those announced for its num_tokens.")
-        answer, self._answer = self._answer(), None
-        return answer
-
-    def take(self, answer: Answer) -> None:
-        """The sum, from the message that the count has travelled with.
-
-        Raises:
-            BatchError: the message says that something is wrong.
-        """
-        answer.check_counts()
-        self._total = torch.tensor(answer.tokens, dtype=torch.int64)
+    microbatches: Sequence[Batch]
+    terms: Terms
+    answer: Callable[[], Answer]
 
 
 def count_tokens(microbatches: Sequence[Batch], mesh: Mesh) -> Tensor:
-    """Count the unmasked targets of the global batch.
-
-    Where a manager has trained on this mesh before, the count travels with the checks of `forward_backward`, and costs
-    no message of its own. Read it behind that, or on all ranks: else who reads waits for the others to train.
+    """Count the unmasked targets of the global batch, by a message of its own.
 
     Args:
         microbatches: this data-parallel rank's share of the step.
@@ -159,60 +93,45 @@ def count_tokens(microbatches: Sequence[Batch], mesh: Mesh) -> Tensor:
         int64 scalar on the CPU, equal on all ranks.
 
     Raises:
-        BatchError: a microbatch of any rank is malformed; on all ranks, here or where the count is first used.
+        BatchError: a microbatch of any rank is malformed; on all ranks.
     """
-    waiting = WaitingCount(microbatches, mesh)
-    if not mesh.world.in_steps:
-        return waiting.total()
-    # Counts are sent in the order in which they were made.
-    mesh.world.send_waiting()
-    waiting.wait()
-    return TokenCount.of(waiting)
+    answer = Message.of_count(mesh, microbatches).sent()
+    answer.check()
+    return torch.tensor(answer.tokens, dtype=torch.int64)
 
 
 def announce(microbatches: Sequence[Batch], mesh: Mesh, terms: Terms) -> Tensor:
     """Begin to agree on a step, while the one before computes; see `StrategyManager.announce`. Collective."""
-    mesh.world.in_steps = True
-    waiting = WaitingCount(microbatches, mesh)
     defect = defect_under(microbatches, terms, mesh.degrees.cp)
-    waiting.begin(waiting.step_message(microbatches, defect, terms), microbatches)
-    return TokenCount.of(waiting)
+    answer = Message.of_step(mesh, microbatches, defect, terms, given=ANNOUNCED).begun()
+    return TokenCount.of(Announced(microbatches, terms, answer))
 
 
 def agree(microbatches: Sequence[Batch], num_tokens: Tensor, mesh: Mesh, terms: Terms) -> Agreed:
-    """Make sure that all ranks can run this step together; one message where they can. Collective.
+    """Make sure that all ranks can run this step, by one message, or by that which has announced it. Collective.
 
     Args:
         num_tokens: as `StrategyManager.forward_backward` takes it.
         terms: what the caller asks of microbatches.
 
     Raises:
-        BatchError: on all ranks, as `StrategyManager.forward_backward` says.
+        BatchError: on all ranks, as `StrategyManager.forward_backward` says; on this one alone, if the microbatches are
+            others than those announced.
     """
-    mesh.world.in_steps = True
-    waiting = num_tokens.waiting if isinstance(num_tokens, TokenCount) else None
-    begun = waiting.begun(microbatches) if waiting is not None else None
-    if waiting is not None and begun is not None:
-        waiting.take(begun)
-        return _agreed(microbatches, waiting.total(), begun, mesh)
-    defect = defect_under(microbatches, terms, mesh.degrees.cp)
-    if waiting is not None and not waiting.is_sent:
-        answer = waiting.send(waiting.step_message(microbatches, defect, terms))
-        waiting.take(answer)
-        if not answer.readers:
-            return _agreed(microbatches, waiting.total(), answer, mesh)
-        # Some rank has read the number and is yet to come here.
-    tokens = int(num_tokens)
-    answer = Message.of_step(mesh, microbatches, defect, terms, given=tokens).sent()
-    return _agreed(microbatches, torch.tensor(tokens), answer, mesh)
-
-
-def _agreed(microbatches: Sequence[Batch], num_tokens: Tensor, answer: Answer, mesh: Mesh) -> Agreed:
+    if isinstance(num_tokens, TokenCount) and num_tokens.announced.terms == terms:
+        if microbatches is not num_tokens.announced.microbatches:
+            raise BatchError("the microbatches are others than those that were announced with this num_tokens.")
+        answer = num_tokens.announced.answer()
+        total = answer.tokens
+    else:
+        total = int(num_tokens)
+        defect = defect_under(microbatches, terms, mesh.degrees.cp)
+        answer = Message.of_step(mesh, microbatches, defect, terms, given=total).sent()
     answer.check()
-    if int(num_tokens) < 1:
+    if total < 1:
         raise BatchError(
             "num_tokens is 0: no rank has an unmasked target in this step. Leave the step out, or unmask labels."
         )
     if answer.shares:
         check_shares(microbatches, mesh)
-    return Agreed(apart(microbatches), num_tokens, answer.most)
+    return Agreed(apart(microbatches), torch.tensor(total), answer.most)

@@ -12,62 +12,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch.distributed as dist
 
 from ..base.errors import BatchError
 from ..mesh.mesh import Mesh
 from ..strategy.contract import IGNORED_LABEL, Batch
-from .batch import Terms, checksum
+from .batch import Terms, checksum, count_here, defect_of
 
-_NOTHING = -(2**62)
-"""Below all that is compared."""
-COUNTED = -1
-"""In the place of a number of tokens, where it is counted by the message itself."""
+ANNOUNCED = -1
+COUNTED = -2
+"""In the place of a number of tokens, where the message counts them itself: of a step, and of no step."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank sends; see [Note: one message].
+    """What one rank sends; see `agreement`.
 
     Attributes:
-        defect: what it has found wrong with the step.
-        miscounted: what it has found wrong with the microbatches that are counted.
-        tokens: that the message counts.
-        is_read: the number is read, and no step is checked.
-        count: of microbatches; None: it is not checked.
-        given: the number of tokens, where the message does not count them.
+        defect: what it has found wrong.
+        tokens: that it counts.
+        count: of microbatches.
+        given: the number of tokens that it was given; `ANNOUNCED` or `COUNTED` where it was not.
         share: see [Note: equal shares].
         most: see `Terms.count`.
     """
 
     mesh: Mesh
-    defect: str | None = None
-    miscounted: str | None = None
+    defect: str | None
+    given: int
     tokens: int = 0
-    is_read: bool = False
-    count: int | None = None
-    given: int = COUNTED
+    count: int = 0
     share: int = 0
-    most: int = _NOTHING
+    most: int = 0
 
     @classmethod
     def of_step(
-        cls,
-        mesh: Mesh,
-        microbatches: Sequence[Batch],
-        defect: str | None,
-        terms: Terms,
-        *,
-        miscounted: str | None = None,
-        tokens: int = 0,
-        given: int = COUNTED,
+        cls, mesh: Mesh, microbatches: Sequence[Batch], defect: str | None, terms: Terms, *, given: int
     ) -> Message:
         if defect is not None:
-            return cls(mesh, defect, miscounted, tokens, given=given)
+            return cls(mesh, defect, given)
+        tokens = _tokens(mesh, microbatches) if given == ANNOUNCED else 0
         most, share = terms.count(microbatches), share_of(mesh, checksum(microbatches))
-        return cls(mesh, None, miscounted, tokens, count=len(microbatches), given=given, share=share, most=most)
+        return cls(mesh, None, given, tokens, count=len(microbatches), share=share, most=most)
+
+    @classmethod
+    def of_count(cls, mesh: Mesh, microbatches: Sequence[Batch]) -> Message:
+        defect = defect_of(microbatches)
+        return cls(mesh, defect, COUNTED, _tokens(mesh, microbatches) if defect is None else 0)
 
     def sent(self) -> Answer:
         sums, highs = self.mesh.world.exchange(*self._numbers())
@@ -84,10 +76,12 @@ class Message:
         return answer
 
     def _numbers(self) -> tuple[list[int], list[int]]:
-        counts = [_NOTHING] * 2 if self.count is None else [self.count, -self.count]
-        wrong = [int(each is not None) for each in (self.miscounted, self.defect)]
-        sums = [*wrong, int(self.is_read), self.tokens, self.share]
-        return sums, [*counts, self.given, -self.given, self.most]
+        sums = [int(self.defect is not None), self.tokens, self.share]
+        return sums, [self.count, -self.count, self.given, -self.given, self.most]
+
+
+def _tokens(mesh: Mesh, microbatches: Sequence[Batch]) -> int:
+    return count_here(microbatches) if mesh.leads_data else 0
 
 
 @dataclass(frozen=True)
@@ -95,9 +89,7 @@ class Answer:
     """The same on all ranks, but for the message that this one has sent: sums, and highest values, of all."""
 
     message: Message
-    miscounts: int
     defects: int
-    readers: int
     tokens: int
     shares: int
     high_count: int
@@ -106,39 +98,30 @@ class Answer:
     minus_low_given: int
     most: int
 
-    def check_counts(self) -> None:
-        """Refuse tokens that were not counted, or not by all.
-
-        Raises:
-            BatchError: on all ranks alike.
-        """
-        if self.miscounts:
-            self._raise(self.message.miscounted)
-        low, high = -self.minus_low_given, self.high_given
-        if low != high:
-            told = f"between {low} and {high}" if low != COUNTED else f"{high}, and what is still to be counted"
-            raise BatchError(
-                f"ranks disagree on num_tokens: {told}. It is the count over the global batch, equal on all ranks: use "
-                f"meshwright.count_tokens."
-            )
-
     def check(self) -> None:
-        """Refuse a step that the ranks would not run alike.
+        """Refuse what is malformed, and a step that the ranks would not run alike.
 
         Raises:
             BatchError: on all ranks alike.
         """
         if self.defects:
-            self._raise(self.message.defect)
+            self.message.mesh.world.raise_any(BatchError(self.message.defect) if self.message.defect else None)
+        low, high = -self.minus_low_given, self.high_given
+        if low < 0 and low != high:
+            raise BatchError(
+                "ranks do not call alike: some announce a step, or count tokens, while others do something else. Call "
+                "announce, count_tokens and forward_backward on all ranks, in the same order."
+            )
         if self.high_count != -self.minus_low_count:
             raise BatchError(
                 f"ranks disagree on the number of microbatches: between {-self.minus_low_count} and {self.high_count}. "
                 f"Give every rank the same number; pad with microbatches whose labels are all {IGNORED_LABEL}."
             )
-        self.check_counts()
-
-    def _raise(self, defect: str | None) -> NoReturn:
-        self.message.mesh.world.raise_any(BatchError(defect) if defect else None)
+        if low != high:
+            raise BatchError(
+                f"ranks disagree on num_tokens: between {low} and {high}. It is the count over the global batch, equal "
+                f"on all ranks: use meshwright.count_tokens."
+            )
 
 
 def check_shares(microbatches: Sequence[Batch], mesh: Mesh) -> None:

@@ -88,7 +88,7 @@ class StrategyManager(ABC):
             microbatches: this data-parallel rank's share, at least one; each holds `input_ids` and `labels`,
                 int64, (B, S), and what else the model's forward takes.
             num_tokens: unmasked targets in the global batch, int64 scalar, equal on all ranks; see
-                `meshwright.step.agreement.count_tokens`.
+                `announce`, or `meshwright.step.agreement.count_tokens`.
 
         Returns:
             Mean loss per token of the global batch [nats], scalar, equal on all ranks; float32, or float64 for a
@@ -119,18 +119,18 @@ class StrategyManager(ABC):
     def optimizer_step(self) -> None:
         """Step the optimizer and drop the gradients."""
 
-    def announce(self, microbatches: Sequence[Batch]) -> Tensor | None:
+    @abstractmethod
+    def announce(self, microbatches: Sequence[Batch]) -> Tensor:
         """Begin to agree with the other ranks on the next step, while the device computes this one. Collective.
 
         What is wrong with the microbatches is told by the step.
 
         Args:
-            microbatches: this very sequence is to be given to the next `forward_backward`.
+            microbatches: this very sequence is to be given to the next `forward_backward` or `eval_loss`.
 
         Returns:
-            `num_tokens` of that call; None: the strategy does not, and tokens are to be counted with `count_tokens`.
+            `num_tokens` of that call, which any rank may read before, or none.
         """
-        return None
 
     def read(self, *values: Tensor) -> list[float]:
         """The values of scalars, such as the loss and the norm of a step, with one wait for the device.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..step.agreement import count_tokens
+from ..base.errors import BatchError, MeshwrightError
 from ..strategy.contract import Batch, StrategyManager
 
 
@@ -23,7 +23,7 @@ class _Drawn:
 
     step: int
     microbatches: Sequence[Batch]
-    num_tokens: Tensor | None
+    num_tokens: Tensor
     error: Exception | None
     state: Tensor
 
@@ -46,8 +46,10 @@ class Ahead:
 
     def begin(self, step: int) -> None:
         """Draw a step, counted from 0, and tell the other ranks of it, without waiting for them. Collective."""
-        if step >= self._steps:
-            return
+        if step < self._steps:
+            self._drawn = self._begun(step)
+
+    def _begun(self, step: int) -> _Drawn:
         before = torch.get_rng_state()
         if self._seed is not None:
             # The generators of accelerators stay as they are: this step may need them.
@@ -61,23 +63,34 @@ class Ahead:
         state = torch.get_rng_state()
         torch.set_rng_state(before)
         # Of none, the others hear that there is something wrong.
-        num_tokens = self._manager.announce(microbatches)
-        self._drawn = _Drawn(step, microbatches, num_tokens, error, state)
+        return _Drawn(step, microbatches, self._manager.announce(microbatches), error, state)
 
     def take(self, step: int) -> tuple[Sequence[Batch], Tensor]:
-        """The microbatches of a step, and `num_tokens` for them; seeds all generators. Collective."""
+        """The microbatches of a step, and `num_tokens` for them; seeds all generators. Collective.
+
+        Raises:
+            Exception: in drawing them; the other ranks hear of it in `forward_backward`, and raise MeshwrightError.
+        """
         drawn, self._drawn = self._drawn, None
+        if drawn is None or drawn.step != step:
+            drawn = self._begun(step)
         if self._seed is not None:
             torch.manual_seed(self._seed_of(step, self._seed))
-        if drawn is None or drawn.step != step:
-            microbatches = self._batches(step)
-            return microbatches, count_tokens(microbatches, self._manager.mesh)
         torch.set_rng_state(drawn.state)
         if drawn.error is not None:
+            self._tell(drawn.error, step)
             raise drawn.error
-        if drawn.num_tokens is None:
-            return drawn.microbatches, count_tokens(drawn.microbatches, self._manager.mesh)
         return drawn.microbatches, drawn.num_tokens
+
+    def _tell(self, error: Exception, step: int) -> None:
+        known = isinstance(error, MeshwrightError)
+        told = f"the microbatches of step {step + 1} cannot be drawn: {type(error).__name__}: {error}"
+        try:
+            self._manager.mesh.world.raise_any(error if isinstance(error, MeshwrightError) else BatchError(told))
+        except MeshwrightError:
+            # What a rank did not expect, it tells with its own traceback.
+            if known:
+                raise
 
     def _seed_of(self, step: int, seed: int) -> int:
         return step_seed(seed, step, self._manager.mesh.data_rank)

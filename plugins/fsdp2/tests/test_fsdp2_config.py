@@ -23,7 +23,7 @@ MIXED_NAMES = {"param_dtype": "bfloat16", "reduce_dtype": "torch.float32", "outp
 TARGET = "torch.distributed.fsdp.MixedPrecisionPolicy"
 
 
-def test_fields_and_defaults_are_those_of_the_reference_and_three_of_our_own() -> None:
+def test_fields_and_defaults_are_those_of_the_reference_and_some_of_our_own() -> None:
     assert FSDP2Config().to_dict() == {
         "sequence_parallel": False,
         "tp_plan": None,
@@ -41,6 +41,7 @@ def test_fields_and_defaults_are_those_of_the_reference_and_three_of_our_own() -
         "fsdp2_forward_prefetch_depth": 1,
         "reshard_after_forward": None,
         "reduce_dtype": None,
+        "loss_chunk_rows": None,
         "cp_attention": "allgather",
     }
 

@@ -41,6 +41,7 @@ def test_fields_and_defaults_are_those_of_the_reference_and_then_the_packages() 
     assert {name: fields.pop(name) for name in REFERENCE} == REFERENCE
     assert fields == {
         "reduce_dtype": None,
+        "loss_chunk_rows": None,
         "cp_attention": "allgather",
         "data_parallel_sharding_strategy": None,
         "outer_dp_sharding_strategy": 0,

@@ -13,7 +13,7 @@ from torch_orders import torch_orders
 
 from meshwright import ConfigError
 from meshwright_pipeline.schedule.from_csv import read_csv, stages_in_csv
-from meshwright_pipeline.schedule.order import COMPUTE, Action, Kind, Schedule
+from meshwright_pipeline.schedule.order import COMPUTE, Action, Exchange, Kind, Schedule
 from meshwright_pipeline.schedule.rules import SCHEDULES, build_schedule, schedule_rule
 from meshwright_pipeline.schedule.timeline import bubble_fraction, peak_live, timeline, validate, with_communication
 
@@ -237,6 +237,11 @@ def transfers(schedule):
     return found
 
 
+def flat(order):
+    """The actions of an order, those of exchanges one by one."""
+    return [action for each in order for action in (each.transfers if isinstance(each, Exchange) else (each,))]
+
+
 def execute(schedule, orders, rng):
     """Run ranks in a random order, each send waiting until its receiver is there too (rendezvous).
 
@@ -263,24 +268,28 @@ def execute(schedule, orders, rng):
         here[rank].add(("F" if action.kind is F else "W" if action.kind is W else "B", stage, number))
 
     def step(rank):
-        action = current(rank)
-        if action.kind in COMPUTE:
-            compute(rank, action)
+        mine = current(rank)
+        if isinstance(mine, Action):
+            compute(rank, mine)
             at[rank] += 1
             return True
-        peer = schedule.placement[action.peer_stage]
-        sends = action.kind in (Kind.SEND_F, Kind.SEND_B)
-        other = Kind[action.kind.replace(*(("SEND", "RECV") if sends else ("RECV", "SEND")))]
-        if current(peer) != Action(other, action.peer_stage, action.microbatch):
+        theirs = current(mine.peer)
+        if not isinstance(theirs, Exchange) or theirs.peer != rank:
             return False
-        giver, taker = (rank, peer) if sends else (peer, rank)
-        sent = current(giver)
-        value = (sent.kind[-1], sent.stage, sent.microbatch)
-        assert value in here[giver], f"{sent} before its value is there"
-        here[taker].add(value)
-        met.add((sent, current(taker)))
+        # What is sent must have been there before: nothing in an exchange waits for the rest of it.
+        before = {each: set(here[each]) for each in (rank, mine.peer)}
+        for one, other in zip(mine.transfers, theirs.transfers, strict=True):
+            sends = one.kind in (Kind.SEND_F, Kind.SEND_B)
+            assert schedule.placement[one.peer_stage] == mine.peer
+            giver, sent, taker, received = (rank, one, mine.peer, other) if sends else (mine.peer, other, rank, one)
+            kind = Kind[sent.kind.replace("SEND", "RECV")]
+            assert received == Action(kind, sent.peer_stage, sent.microbatch)
+            value = (sent.kind[-1], sent.stage, sent.microbatch)
+            assert value in before[giver], f"{sent} before its value is there"
+            here[taker].add(value)
+            met.add((sent, received))
         at[rank] += 1
-        at[peer] += 1
+        at[mine.peer] += 1
         return True
 
     while any(current(rank) for rank in range(schedule.ranks)):
@@ -295,8 +304,39 @@ def execute(schedule, orders, rng):
 def test_transfers_are_complete_and_never_deadlock_even_where_sends_block(schedule, rng):
     orders = with_communication(schedule)
     assert execute(schedule, orders, rng) == transfers(schedule)
-    computing = tuple(tuple(each for each in order if each.kind in COMPUTE) for order in orders)
+    computing = tuple(tuple(each for each in order if isinstance(each, Action)) for order in orders)
     assert computing == schedule.orders
+
+
+@pytest.mark.parametrize(
+    ("name", "exchanges", "transfers"),
+    [
+        ("GPipe", 24, 24),
+        ("1F1B", 14, 24),
+        ("Interleaved1F1B", 50, 72),
+        ("LoopedBFS", 48, 72),
+        ("InterleavedZeroBubble", 65, 72),
+        ("ZBVZeroBubble", 46, 48),
+        ("DualPipeV", 44, 48),
+    ],
+)
+def test_what_two_ranks_have_for_each_other_at_one_moment_is_one_exchange(name, exchanges, transfers):
+    stages = 2 * SCHEDULES[name].min_chunks
+    for order in with_communication(build_schedule(name, ranks=2, stages=stages, microbatches=12)):
+        found = [each for each in order if isinstance(each, Exchange)]
+        assert (len(found), sum(len(each.transfers) for each in found)) == (exchanges, transfers)
+
+
+@pytest.mark.parametrize("microbatches", [4, 12, 40])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_steady_state_of_1f1b_is_one_exchange_for_a_forward_and_a_backward(ranks, microbatches):
+    schedule = build_schedule("1f1b", ranks=ranks, stages=ranks, microbatches=microbatches)
+    orders = with_communication(schedule)
+    for rank in range(ranks - 1):
+        found = [each for each in orders[rank] if isinstance(each, Exchange) and each.peer == rank + 1]
+        # Forwards of the warm-up and backwards of the drain go alone.
+        alone = min(ranks - rank, microbatches)
+        assert Counter(len(each.transfers) for each in found) == Counter({1: 2 * alone, 2: microbatches - alone})
 
 
 @given(schedules())
@@ -308,7 +348,7 @@ def test_two_ranks_name_their_transfers_in_the_same_order(schedule):
             mine, theirs = (
                 [
                     frozenset(((each.stage, each.microbatch), (each.peer_stage, each.microbatch)))
-                    for each in orders[rank]
+                    for each in flat(orders[rank])
                     if each.kind not in COMPUTE and schedule.placement[each.peer_stage] == peer
                 ]
                 for rank, peer in ((one, other), (other, one))
@@ -406,7 +446,7 @@ def test_a_file_may_place_stages_as_it_likes(tmp_path):
     assert schedule.placement == (0, 0, 1)
     orders = with_communication(schedule)
     # Nothing is sent between stages 0 and 1, which are on one rank.
-    assert [str(each) for each in orders[0]] == ["0F0", "1F0", "1SEND_F0", "1RECV_B0", "1B0", "0B0"]
+    assert [str(each) for each in flat(orders[0])] == ["0F0", "1F0", "1SEND_F0", "1RECV_B0", "1B0", "0B0"]
 
 
 @pytest.mark.parametrize(

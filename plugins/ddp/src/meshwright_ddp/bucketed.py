@@ -124,6 +124,11 @@ class BucketedDataParallel(nn.Module):
             self._delayed.collected = []
         self._sync.begin_step()
 
+    def start_grad_sync(self) -> None:
+        """Begin to reduce what has not been reduced; all backwards of the step must have ended. Collective."""
+        self._compute_delayed()
+        self._sync.start()
+
     def finish_grad_sync(self, *, force_all_reduce: bool = False, allow_unused: bool = False) -> None:
         """Reduce what has not been reduced, and set the gradients of what is trained: shards, or parameters.
 

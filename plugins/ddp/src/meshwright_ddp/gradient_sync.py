@@ -103,6 +103,12 @@ class GradientSync:
         while self._next < len(self._buckets) and self._buckets[self._next].is_ready:
             self._dispatch()
 
+    def start(self) -> None:
+        """Issue the reductions of all buckets that are left, whether ready or not. Collective."""
+        if not self.is_finished:
+            while self._next < len(self._buckets):
+                self._dispatch()
+
     def finish(self, *, force_all_reduce: bool, allow_unused: bool) -> None:
         """Reduce what has not been reduced; the buffers hold zeros for what no rank has used. Collective.
 

@@ -97,6 +97,17 @@ class DDPManager(DataParallelManager):
         if self._torch is not None:
             self._torch.after_backward(is_last=is_last)
 
+    @property
+    def reduces_later(self) -> bool:
+        # With overlap the bucketed engine reduces in backward, and nothing waits for it there.
+        return self._bucketed is None or not self._bucketed.config.overlap_grad_reduce
+
+    def reduce_gradients(self) -> None:
+        if isinstance(self._torch, StageEngine):
+            self._torch.reduce()
+        elif self._bucketed is not None:
+            self._bucketed.start_grad_sync()
+
     def check_gradients(self) -> Findings | None:
         """Finish the reduction of the bucketed engine. Collective."""
         return self._bucketed.reduce_gradients(allow_unused=True) if self._bucketed is not None else None

@@ -57,17 +57,21 @@ class StageEngine:
         return nullcontext()
 
     def after_backward(self, *, is_last: bool) -> None:
-        """Keep a microbatch's gradients, and sum them over ranks after the last. Collective then.
-
-        Sums are in `reduce_dtype`, or else the parameters' dtype; `.grad` gets them in the parameters' shape and dtype.
-        """
+        """Keep a microbatch's gradients, and reduce after the last."""
         if self._sums is not None:
             self._sums.take(self._manager.trainable())
         if is_last:
-            self._manager.gradients.fill_missing()
-            used = [parameter for parameter in self._manager.trainable() if parameter.grad is not None]
-            for bucket in self._buckets(used):
-                self._sum(bucket)
+            self.reduce()
+
+    def reduce(self) -> None:
+        """Sum the step's gradients over ranks. Collective.
+
+        Sums are in `reduce_dtype`, or else the parameters' dtype; `.grad` gets them in the parameters' shape and dtype.
+        """
+        self._manager.gradients.fill_missing()
+        used = [parameter for parameter in self._manager.trainable() if parameter.grad is not None]
+        for bucket in self._buckets(used):
+            self._sum(bucket)
 
     def _buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         """Of one dtype each, of the configured size or one parameter more, in the order of the parameters."""

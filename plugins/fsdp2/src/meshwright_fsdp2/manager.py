@@ -228,6 +228,10 @@ class FSDP2Manager(DataParallelManager):
     def reduces_once(self) -> bool:
         return self.config.defer_fsdp_grad_sync is True
 
+    @property
+    def reduces_later(self) -> bool:
+        return self.reduces_once
+
     def reduce_gradients(self) -> None:
         with self.sync_gradients(is_last=True):
             reduce_now(self._sharding.root)

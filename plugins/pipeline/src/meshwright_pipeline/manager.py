@@ -7,6 +7,7 @@ Source: Huang et al. 2019, arXiv:1811.06965; torch.distributed.pipelining for th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -232,7 +233,7 @@ class PipelineManager(StrategyManager):
             self.mesh.world.together(lambda stage=stage: stage.try_out(piece))  # type: ignore[misc]
         self._tried_out = True
 
-    @property
+    @functools.cached_property
     def _terms(self) -> Terms:
         size = self.config.pp_microbatch_size
         multiple = max(manager.forward.sequence_multiple for manager in self._managers.values())

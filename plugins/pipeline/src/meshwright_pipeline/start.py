@@ -134,6 +134,8 @@ def take_apart(model: nn.Module, weights: Weights | None, setting: Setting) -> S
         routers = StageRouters(*found, torch.float64 if wide else torch.float32) if found is not None else None
         stages[index] = PipelineStage(managers[index], boundary, setting.stage_options(index, orders, routers))
     own_parameters(list(parts.values()))
+    # NCCL wants the first collective of a group to be of all its ranks, which a batch between two is not.
+    dist.all_reduce(torch.zeros((), device=mesh.device), group=mesh.group("pp"))
     for index, part in parts.items():
         stage, blocks = stages[index], split[index]
         mesh.world.together(

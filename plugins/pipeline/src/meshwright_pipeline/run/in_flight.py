@@ -52,7 +52,8 @@ def choose_activations(
     budgeted = _budgeted(stages)
     if not budgeted:
         return
-    actions = orders.actions(orders.run_length(len(pieces)), train=True)
+    order = orders.actions(orders.run_length(len(pieces)), train=True)
+    actions = [action for action in order if isinstance(action, Action)]
     real = [piece for piece in pieces if not isinstance(piece, Idle)]
     largest = max(real, key=lambda piece: piece["input_ids"].numel())
     rehearsals = [functools.partial(stage.rehearse, largest) for stage in stages.values()]
@@ -68,7 +69,7 @@ def moments_of(actions: Sequence[Action], stages: Sequence[int]) -> list[Moment]
     """The moments of one rank at which most may be held.
 
     Args:
-        actions: of the rank, in order.
+        actions: what the rank computes, in order.
         stages: of the rank.
     """
     flying: Counter[int] = Counter()

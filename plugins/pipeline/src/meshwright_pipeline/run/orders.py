@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config import PipelineConfig, number_of_microbatches, schedule_of
-from ..schedule.order import Action, Kind, Schedule
+from ..schedule.order import Action, Exchange, Kind, Schedule
 from ..schedule.timeline import with_communication
 
 
@@ -32,7 +32,7 @@ class Orders:
 
     def __init__(self, config: PipelineConfig, *, stages: int, ranks: int, rank: int) -> None:
         self._config, self._stages, self._ranks, self._rank = config, stages, ranks, rank
-        self._known: dict[tuple[int, bool], tuple[Action, ...]] = {}
+        self._known: dict[tuple[int, bool], tuple[Action | Exchange, ...]] = {}
         # What does not depend on the number of microbatches, with some number that the schedule takes.
         sequences = config.run_size or config.pp_microbatch_size
         schedule = self._schedule(number_of_microbatches(config, sequences=sequences))
@@ -48,8 +48,8 @@ class Orders:
         """
         return number_of_microbatches(self._config, sequences=microbatches * self._config.pp_microbatch_size)
 
-    def actions(self, microbatches: int, *, train: bool) -> tuple[Action, ...]:
-        """What this rank does in one run, with its sends and receives, in order.
+    def actions(self, microbatches: int, *, train: bool) -> tuple[Action | Exchange, ...]:
+        """What this rank does in one run, with its exchanges, in order.
 
         Args:
             microbatches: of the run.

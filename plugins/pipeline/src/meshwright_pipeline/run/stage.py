@@ -71,6 +71,11 @@ class PipelineStage:
         self._boundary, self._options = boundary, options
         self._store = WeightGradients()
 
+    @property
+    def reduces_later(self) -> bool:
+        """See `actions.Stage`; known after `parallelize`."""
+        return self.manager.reduces_later
+
     def parallelize(self, model: nn.Module, cut: Cut, blocks: range, weights: Weights | None) -> None:
         """Shard the stage's part of the model, of which it has these blocks; see [Note: what is received].
 
@@ -168,7 +173,7 @@ class PipelineStage:
             self._boundary.end()
 
     def backward(self, work: Callable[[], object], *, is_last: bool) -> None:
-        """See `actions.Stage`; gradients are reduced over the stage's ranks in the last one."""
+        """See `actions.Stage`."""
         with self.manager.sync_gradients(is_last=is_last):
             work()
         self.manager.after_backward(is_last=is_last)
@@ -184,13 +189,15 @@ class PipelineStage:
 
         return finish
 
-    def backward_weight(self, rest: Callable[[], object], *, is_last: bool) -> None:
-        """See `actions.Stage`; gradients are reduced over the stage's ranks behind the last one."""
+    def backward_weight(self, rest: Callable[[], object]) -> None:
+        """See `actions.Stage`."""
         with self.manager.sync_gradients(is_last=False):
             rest()
-        if is_last:
-            self.manager.reduce_gradients()
-        self.manager.after_backward(is_last=is_last)
+        self.manager.after_backward(is_last=False)
+
+    def reduce(self) -> None:
+        """See `actions.Stage`; over the stage's ranks."""
+        self.manager.reduce_gradients()
 
     def entering(self, batch: Batch) -> Kinds:
         """See `actions.Stage`; floating point in the dtype that is set for crossings."""

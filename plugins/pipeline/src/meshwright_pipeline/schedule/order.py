@@ -56,6 +56,16 @@ class Action:
         return self.stage + (1 if self.kind in (Kind.SEND_F, Kind.RECV_B) else -1)
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """All that two ranks pass to each other at one moment: one batch of sends and receives on each of them."""
+
+    peer: int
+    """The other rank."""
+    transfers: tuple[Action, ...]
+    """As this rank does them, in the same order on both."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """What each rank computes, in order."""

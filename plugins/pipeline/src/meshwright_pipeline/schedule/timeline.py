@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from meshwright.base.errors import ConfigError
 
-from .order import Action, Kind, Schedule, check_actions
+from .order import Action, Exchange, Kind, Schedule, check_actions
 
 UNIT_COSTS: Mapping[Kind, float] = MappingProxyType(
     {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
@@ -134,32 +134,46 @@ def validate(schedule: Schedule) -> None:
     timeline(schedule)
 
 
-def with_communication(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+def with_communication(schedule: Schedule) -> tuple[tuple[Action | Exchange, ...], ...]:
     """Each rank's order with its sends and receives.
 
     All ranks are followed through time together, and what an action made for a stage on another rank is sent and
-    received at that moment, on both sides. So the orders are projections of one sequence in which each transfer is
-    a single event: no rank can wait for another in a circle, not even if sends block, and two ranks name their
-    transfers in the same order, as NCCL wants.
+    received at that moment, on both sides; in one exchange with what else the two ranks have for each other then. So
+    the orders are projections of one sequence in which each exchange is a single event: no rank can wait for another
+    in a circle, not even if sends block, and two ranks name their transfers in the same order, as NCCL wants. Nothing
+    in an exchange waits for the rest of it, since computing takes time.
 
     Raises:
         ConfigError: the schedule cannot finish.
     """
-    events: list[tuple[float, bool, int, Action]] = []
+    ends: dict[float, list[Action]] = {}
+    starts: dict[float, list[tuple[int, Action]]] = {}
     for rank, times in enumerate(timeline(schedule)):
         for action, start, end in times:
-            events += [(start, True, rank, action), (end, False, rank, action)]
-    orders: list[list[Action]] = [[] for _ in range(schedule.ranks)]
-    # What ends at a moment comes before what starts then, and may need it.
-    for _, starts, rank, action in sorted(events, key=lambda event: event[:3]):
-        if starts:
+            starts.setdefault(start, []).append((rank, action))
+            ends.setdefault(end, []).append(action)
+    orders: list[list[Action | Exchange]] = [[] for _ in range(schedule.ranks)]
+    for moment in sorted(starts.keys() | ends.keys()):
+        # What ends at a moment comes before what starts then, and may need it.
+        sends = [send for action in ends.get(moment, ()) for send in _sends(action, schedule)]
+        for (low, high), transfers in _by_ranks(sends, schedule).items():
+            orders[low].append(Exchange(high, tuple(transfers[low])))
+            orders[high].append(Exchange(low, tuple(transfers[high])))
+        for rank, action in starts.get(moment, ()):
             orders[rank].append(action)
-            continue
-        for send in _sends(action, schedule):
-            receive = Kind.RECV_F if send.kind is Kind.SEND_F else Kind.RECV_B
-            orders[rank].append(send)
-            orders[schedule.placement[send.peer_stage]].append(Action(receive, send.peer_stage, send.microbatch))
     return tuple(tuple(order) for order in orders)
+
+
+def _by_ranks(sends: Sequence[Action], schedule: Schedule) -> dict[tuple[int, int], dict[int, list[Action]]]:
+    """By the two ranks between which they go, what each of the two does for these sends, in the same order."""
+    found: dict[tuple[int, int], dict[int, list[Action]]] = {}
+    for send in sends:
+        here, there = schedule.placement[send.stage], schedule.placement[send.peer_stage]
+        receive = Kind.RECV_F if send.kind is Kind.SEND_F else Kind.RECV_B
+        both = found.setdefault((min(here, there), max(here, there)), {here: [], there: []})
+        both[here].append(send)
+        both[there].append(Action(receive, send.peer_stage, send.microbatch))
+    return found
 
 
 def _sends(action: Action, schedule: Schedule) -> Iterator[Action]:
