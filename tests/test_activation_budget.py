@@ -356,9 +356,9 @@ def test_ranks_hold_what_the_budget_allows_and_train_bit_for_bit(
         assert max(each) >= 0.9, found
 
 
-def _agreed(case: Case, share: float) -> tuple[list[bool], list[bool], bool]:
-    """Which blocks hold what came from other ranks: by this rank's choice alone, and as all have agreed; and whether
-    losses and weights are those without recomputation."""
+def _agreed(case: Case, share: float) -> tuple[list[bool], list[bool], bool, int]:
+    """Which blocks hold what came from other ranks: by this rank's choice alone, and as all have agreed; whether losses
+    and weights are those without recomputation; and bytes that come to all blocks."""
     sizes = {"ep_size": 2}
 
     def trained(options: dict[str, Any]) -> tuple[Any, list[float], dict[str, Tensor]]:
@@ -378,17 +378,19 @@ def _agreed(case: Case, share: float) -> tuple[list[bool], list[bool], bool]:
     manager, found, moved = trained({"activation_checkpointing": {"budget_gb": budget / 1e9}})
     alone = Choices([manager.activations.profiles], ONE_STAGE)
     alone.fill(budget)
-    return held(alone.made[0]), held(manager.activations.choices), found == losses and _same(weights, moved)
+    came = sum(each.bytes for profile in profiles for each in profile.operators if each.key == COMMUNICATION)
+    return held(alone.made[0]), held(manager.activations.choices), found == losses and _same(weights, moved), came
 
 
 def test_ranks_send_again_what_one_of_them_cannot_hold() -> None:
-    (alone, agreed, same), (others, others_agreed, others_same) = pool(2).run(
-        _agreed, Case("mixtral", shares=(8, 4)), 0.1
-    )
+    found = pool(2).run(_agreed, Case("mixtral", shares=(8, 4)), 0.1)
+    (alone, agreed, same, came), (others, others_agreed, others_same, others_came) = found
     assert alone != others
     assert agreed == others_agreed == [mine and theirs for mine, theirs in zip(alone, others, strict=True)]
     assert same
     assert others_same
+    # To each of 4 blocks: rows of 64 features for two experts of each token, there and back, and 4 numbers of them.
+    assert came + others_came == 4 * (2 * 12 * 16 * 2 * 64 * 8 + 2 * 4 * 8)
 
 
 # -- host memory
@@ -454,6 +456,22 @@ def test_ranks_train_bit_for_bit_with_activations_in_host_memory(
         assert same
         assert out > 0
         assert back == out
+
+
+def _moved_of_experts() -> tuple[int, int]:
+    """Bytes that a step moves, and those of activations, where experts are gathered within their blocks."""
+    case, parts = Case("mixtral"), []
+    for mode in ({"offload": "cpu"}, {"budget_gb": LARGE}):
+        manager: Any = build_manager("fsdp2", {"activation_checkpointing": mode}, {"ep_size": 2}, case)
+        train_steps(manager, case, range(1))
+        parts.append(manager.activations)
+    profiles = parts[1].profiles
+    return parts[0].bytes_out, sum(each.whole + profiles[-1].inputs for each in profiles)
+
+
+def test_parameters_that_come_within_a_block_do_not_go_to_host_memory() -> None:
+    for moved, activations in pool(2).run(_moved_of_experts):
+        assert moved == activations
 
 
 # -- refusals

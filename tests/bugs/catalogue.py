@@ -1629,10 +1629,34 @@ _bug(
 _bug(
     "weights_go_to_the_host",
     "meshwright.model.offload",
-    " or id(storage) in self._stays",
+    " or self._keeps(storage)",
     "",
     f"{_BUDGET}::test_what_blocks_hold_goes_to_host_memory_and_back_once",
     kind="parameters are copied with the activations",
+)
+_bug(
+    "gathered_weights_go_to_the_host",
+    "meshwright.model.offload",
+    "if id(storage) not in self._stays and is_parameter_of(self._block, storage):",
+    "if False:",
+    f"{_BUDGET}::test_parameters_that_come_within_a_block_do_not_go_to_host_memory",
+    kind="parameters that are gathered within a block are copied with its activations",
+)
+_bug(
+    "gathered_weights_are_activations",
+    "meshwright.model.operators",
+    "if not is_parameter_of(self._block, storage):",
+    "if True:",
+    f"{_BUDGET}::test_parameters_that_come_within_a_block_do_not_go_to_host_memory",
+    kind="a budget counts parameters that are gathered within a block",
+)
+_bug(
+    "on_its_way_and_there",
+    "meshwright.model.operators",
+    'if hasattr(local, "__tensor_flatten__"):',
+    "if False:",
+    f"{_BUDGET}::test_ranks_send_again_what_one_of_them_cannot_hold",
+    kind="what comes from other ranks is counted twice",
 )
 _bug(
     "summed_in_half_precision",
@@ -1641,4 +1665,29 @@ _bug(
     "output_tensor.copy_(received.view(group.size(), -1).sum(0))",
     f"{_COUNTS}::test_messages_of_bfloat16_are_summed_in_float32",
     kind="the sum is rounded, not only what is sent",
+)
+
+# -- traffic
+
+_TRAFFIC = "tests/test_traffic.py::test_a_step_sends_the_least_and_what_is_told_beside_it"
+
+_bug(
+    "gathered_twice",
+    "meshwright_ddp.parameter_gather",
+    "            self.gather_all()\n\n    def gather_all",
+    "            self.gather_all()\n"
+    "            for gather in self._gathers:\n"
+    "                gather.is_stale = True\n"
+    "            self._started = 0\n"
+    "            self.gather_all()\n\n    def gather_all",
+    f"{_TRAFFIC}[ddp, distributed optimizer]",
+    kind="right numbers, twice the traffic",
+)
+_bug(
+    "reduced_to_everybody",
+    "meshwright_ddp.reduction",
+    "            self._issue(force_all_reduce)\n            return",
+    "            self._issue(True)\n            return",
+    f"{_TRAFFIC}[ddp, distributed optimizer]",
+    kind="gradients are reduced to ranks that do not need them",
 )
