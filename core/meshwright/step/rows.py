@@ -71,7 +71,8 @@ class Rows:
     @classmethod
     def of_logits(cls, logits: Tensor, *, vocabulary: Vocabulary = WHOLE) -> Rows:
         """Logits that are there already, (..., L)."""
-        flat = logits.reshape(-1, logits.shape[-1]).contiguous()
+        # A rank may have no entry, from which a number of rows cannot be found.
+        flat = logits.reshape(logits.shape[:-1].numel(), logits.shape[-1]).contiguous()
         return cls(flat, (), Projection(lambda x, given: x, False, vocabulary))
 
 

@@ -889,8 +889,10 @@ class _Carrier(nn.Module):
         return out
 
 
-def _gradients_of_carrying(way: str, schedule: str, rank_count: int) -> dict[str, torch.Tensor]:
-    """Of a step over stages of one block, of which the middle ones pass on what they do not use."""
+def _gradients_of_carrying(
+    way: str, schedule: str, rank_count: int
+) -> tuple[dict[str, torch.Tensor], list[tuple[int, int]]]:
+    """Of a step over stages, of which the middle ones pass on what they do not use; and how much each batch has."""
     torch.manual_seed(3)
     model = Carrying(way)
     name = "pipeline" if rank_count > 1 else "single"
@@ -901,25 +903,31 @@ def _gradients_of_carrying(way: str, schedule: str, rank_count: int) -> dict[str
         manager.parallelize(model)
         ids = torch.arange(6 * 7).view(6, 7) * 5 % ROUTED_VOCAB
         batch = [{"input_ids": ids, "labels": ids}]
-        manager.forward_backward(batch, num_tokens=count_tokens(batch, manager.mesh))
-        return {
+        batches: list[tuple[int, int]] = []
+        with _exchanges(lambda sends, receives: batches.append((len(sends), len(receives)))):
+            manager.forward_backward(batch, num_tokens=count_tokens(batch, manager.mesh))
+        gradients = {
             parameter: tensor.grad.clone()
             for part in manager.model_parts
             for parameter, tensor in part.named_parameters()
             if tensor.grad is not None
         }
+        return gradients, batches
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zbv"])
 @pytest.mark.parametrize("way", ["model", "given", "written"])
 def test_what_is_carried_beside_the_hidden_states_crosses_with_its_gradient(way: str, schedule: str) -> None:
-    expected = pool(1).run(_gradients_of_carrying, way, schedule, 1)[0]
-    found = {
-        name: grad for part in pool(2).run(_gradients_of_carrying, way, schedule, 2) for name, grad in part.items()
-    }
+    expected, _ = pool(1).run(_gradients_of_carrying, way, schedule, 1)[0]
+    parts = pool(2).run(_gradients_of_carrying, way, schedule, 2)
+    found = {name: grad for part, _ in parts for name, grad in part.items()}
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
         torch.testing.assert_close(found[name], grad, rtol=0, atol=1e-12)
+    if schedule == "gpipe":
+        # All that crosses the boundary for a microbatch goes together.
+        out, back = [(3 if way == "written" else 2, 0)] * 6, [(0, 3 if way == "written" else 2)] * 6
+        assert [batches for _, batches in parts] == [out + back, back + out]
 
 
 def test_a_model_that_keeps_what_cannot_be_sent_is_refused() -> None:
