@@ -363,10 +363,10 @@ def _gathers_of_a_stage(config: dict[str, Any]) -> list[str]:
     names = {"c10d::_allgather_base_": "gather", "c10d::recv_": "receive"}
     found = [(event.time_range.start, names[event.name]) for event in recorded.events() if event.name in names]
     names_in_order = [name for _, name in sorted(found)]
-    # First comes the message in which ranks agree on the step, in two rounds.
-    if names_in_order[:2] != ["receive"] * 2:
-        raise AssertionError(f"the step does not begin with a message: {names_in_order}")
-    return names_in_order[2:]
+    # First come the messages that count the step's tokens and agree on it, in two rounds each.
+    if names_in_order[:4] != ["receive"] * 4:
+        raise AssertionError(f"the step does not begin with two messages: {names_in_order}")
+    return names_in_order[4:]
 
 
 def test_aligned_gathers_of_a_stage_do_not_wait_for_its_first_microbatch() -> None:
