@@ -216,14 +216,14 @@ class Run:
                 stage.reduce()
             return
         flying = self._flying.pop(key)
-        gradients: Sequence[Tensor | None]
-        gradients = [None] if stage.is_last else self._arrived(Kind.RECV_B, action)
+        # The derivative of the loss by itself, or what the next stage has sent.
+        gradients = (torch.ones((), device=self._device),) if stage.is_last else self._arrived(Kind.RECV_B, action)
 
         def work() -> None:
             # Boundaries have one dtype, whatever the stage computes in. Where all that came before is frozen there is
             # nothing to do.
             pairs = [
-                (output[0], given.to(output[1]) if given is not None else None)
+                (output[0], given.to(output[1]))
                 for output, given in zip(flying.output, gradients, strict=True)
                 if output is not None
             ]
