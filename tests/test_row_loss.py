@@ -31,11 +31,12 @@ from meshwright.step.forward_options import forward_options
 from meshwright.step.row_head import RowHead
 from meshwright.step.token_loss import target_loss_sum
 from meshwright.strategy.ask import model_layout
+from meshwright.tensors.nested import tensors_in
 from meshwright.testing import Case, Outcome, pool
 from meshwright.testing.case import global_batch
 from meshwright.testing.memory import limit_memory, measure_memory
 from meshwright.testing.models import case_vocab
-from meshwright.testing.observe import Observer, tensors_in
+from meshwright.testing.observe import Observer
 from meshwright.testing.parity import build_manager, difference, full_weights, reference, train_case, train_steps
 from meshwright.testing.zoo import zoo_model, zoo_reason, zoo_types, zoo_vocab
 from meshwright.train.run_file import OptimizerConfig

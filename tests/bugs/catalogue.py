@@ -577,6 +577,22 @@ _bug(
     kind="what one rank finds wrong on its device is not told to the others",
 )
 _bug(
+    "undrawn_is_not_told",
+    "meshwright.train.ahead",
+    "            self._tell(drawn.error, step)\n",
+    "",
+    "tests/test_train.py::test_what_is_wrong_with_a_step_that_was_begun_ahead_is_told_to_all_ranks[culprits0-2]",
+    kind="a rank that cannot draw its microbatches raises alone, and the others wait for it",
+)
+_bug(
+    "rows_of_no_entries",
+    "meshwright.step.rows",
+    "logits.reshape(logits.shape[:-1].numel(), logits.shape[-1])",
+    "logits.reshape(-1, logits.shape[-1])",
+    f"{_STYLES}::test_loss_of_sharded_logits_is_that_of_whole_ones[4-6-torch.float64-3.0-ragged]",
+    kind="a rank without an entry of the vocabulary fails alone",
+)
+_bug(
     "drawn_ahead_from_other_numbers",
     "meshwright.train.ahead",
     "        torch.set_rng_state(drawn.state)\n",

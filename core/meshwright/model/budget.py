@@ -32,7 +32,7 @@ from ..base.errors import ConfigError, StrategyError
 from ..mesh.world import World
 from .forward_order import ForwardMethod
 from .knapsack import Choice, Choices, Moment, Profile
-from .operators import COMMUNICATION, Recorder, storage_in, tensors_in
+from .operators import COMMUNICATION, Recorder, hidden_in, storage_in, tensors_with_memory
 
 Recompute = Callable[..., Any]
 """Called with a forward, contexts in which it holds some results, and its arguments; all else is computed again."""
@@ -205,9 +205,9 @@ def _gb(size: int) -> str:
 
 
 def _elements(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Of the hidden states that a block is given, which come first."""
-    given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point())
-    return next((each.numel() for each in given), 0)
+    """Of the hidden states that a block is given."""
+    hidden = hidden_in((args, kwargs))
+    return hidden.numel() if hidden is not None else 0
 
 
 class _Given:
@@ -241,7 +241,7 @@ class _Inputs:
 
     def bytes_of(self, value: Any) -> int:
         """Of what no block before was given."""
-        new = {id(each): each for each in map(storage_in, tensors_in(value)) if id(each) not in self._alive}
+        new = {id(each): each for each in map(storage_in, tensors_with_memory(value)) if id(each) not in self._alive}
         for key, storage in new.items():
             self._alive[key] = weakref.ref(storage, lambda _, key=key: self._alive.pop(key))  # type: ignore[misc]
         return sum(each.nbytes() for each in new.values())

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from .._compat.torch import version_of
 from .forward_order import ForwardMethod
-from .operators import is_parameter_of, storage_in, tensors_in
+from .operators import hidden_in, is_parameter_of, storage_in, tensors_with_memory
 
 
 class OffloadedBlocks:
@@ -54,10 +54,8 @@ class _Call:
     def __init__(self, blocks: OffloadedBlocks, block: nn.Module, given: Any) -> None:
         self._blocks, self._block = blocks, block
         stays = [each for module in block.modules() for each in (*module.parameters(False), *module.buffers(False))]
-        # Hidden states come first.
-        tensors = list(tensors_in(given))
-        first = next((each for each in tensors if each.is_floating_point()), None)
-        stays += [each for each in tensors if each is not first]
+        hidden = hidden_in(given)
+        stays += [each for each in tensors_with_memory(given) if each is not hidden]
         # Held, so that no other memory gets the same identity.
         self._stays = {id(storage): storage for storage in map(storage_in, stays)}
         self._moved: dict[tuple[int, int], tuple[Callable[[], Any], _Moved | None]] = {}

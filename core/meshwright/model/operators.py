@@ -28,6 +28,7 @@ from .._compat.torch import (
     is_communication,
     written_arguments,
 )
+from ..tensors.nested import tensors_in
 from .knapsack import Operator, Profile
 
 COMMUNICATION = "communication"
@@ -84,7 +85,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = list(tensors_in((args, kwargs)))
+        given = list(tensors_with_memory((args, kwargs)))
         for tensor in given:
             self._note(storage_in(tensor), None)
         result = func(*args, **kwargs)
@@ -92,7 +93,7 @@ class Recorder(TorchDispatchMode):
         if not torch.is_grad_enabled() and not operations:
             self._gathers.add(func)
         index = len(self._seen)
-        results = list(tensors_in(result))
+        results = list(tensors_with_memory(result))
         made = sum(self._note(storage_in(tensor), index) for tensor in results)
         moved = sum(tensor.nbytes for tensor in (*given, *results)) if made else 0
         sends = is_communication(func)
@@ -157,22 +158,20 @@ class Recorder(TorchDispatchMode):
         """What is written into cannot be held: the second time, it would be written into again."""
         for where in written_arguments(func):
             value = kwargs.get(where) if isinstance(where, str) else (args[where] if where < len(args) else None)
-            for tensor in tensors_in(value):
+            for tensor in tensors_with_memory(value):
                 maker = self._makers[id(storage_in(tensor))][1]
                 if maker is not None:
                     self._seen[maker].can_be_held = False
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_with_memory(value: Any) -> Iterator[Tensor]:
     """The tensors of nested lists, tuples and mappings that have memory."""
-    if isinstance(value, Tensor):
-        if value.layout is torch.strided and not value.is_meta:
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_in(each)
-    elif isinstance(value, Mapping):
-        yield from tensors_in(list(value.values()))
+    return (each for each in tensors_in(value) if each.layout is torch.strided and not each.is_meta)
+
+
+def hidden_in(given: Any) -> Tensor | None:
+    """The hidden states that a block works on: what comes first of floating point in what it is given."""
+    return next((each for each in tensors_with_memory(given) if each.is_floating_point()), None)
 
 
 def is_parameter_of(module: nn.Module, storage: torch.UntypedStorage) -> bool:

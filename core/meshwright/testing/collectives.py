@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from ..tensors.nested import tensors_in
 from ._compat import bound_arguments, process_group
-from .observe import Observer, tensors_in
+from .observe import Observer
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 NOT_COLLECTIVES = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan")

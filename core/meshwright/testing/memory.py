@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .observe import Observer, tensors_in
+from ..tensors.nested import tensors_in
+from .observe import Observer
 
 
 @dataclass(frozen=True)

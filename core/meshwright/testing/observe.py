@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
-
-from torch import Tensor
 
 from .._compat.torch import TorchDispatchMode
 from ._compat import unwraps_itself
@@ -47,14 +45,3 @@ class Counting(Observer):
 
     def observe(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
         self.counts[str(operation)] += 1
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_in(each)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))

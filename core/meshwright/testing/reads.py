@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .observe import Observer, tensors_in
+from ..tensors.nested import tensors_in
+from .observe import Observer
 
 _READING = frozenset(
     {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "_unique2", "unique_dim", "on_host"}

@@ -7,6 +7,7 @@ back behind the drawing. What fails in drawing is told when the step's turn come
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,14 +84,13 @@ class Ahead:
         return drawn.microbatches, drawn.num_tokens
 
     def _tell(self, error: Exception, step: int) -> None:
-        known = isinstance(error, MeshwrightError)
+        world = self._manager.mesh.world
+        if isinstance(error, MeshwrightError):
+            world.raise_any(error)
         told = f"the microbatches of step {step + 1} cannot be drawn: {type(error).__name__}: {error}"
-        try:
-            self._manager.mesh.world.raise_any(error if isinstance(error, MeshwrightError) else BatchError(told))
-        except MeshwrightError:
-            # What a rank did not expect, it tells with its own traceback.
-            if known:
-                raise
+        # What a rank did not expect, it raises itself, with its own traceback.
+        with suppress(MeshwrightError):
+            world.raise_any(BatchError(told))
 
     def _seed_of(self, step: int, seed: int) -> int:
         return step_seed(seed, step, self._manager.mesh.data_rank)

@@ -65,7 +65,7 @@ class Recorded(Tensor):
         kwargs.pop("device", None)
         try:
             result = super().__torch_function__(func, types, args, kwargs)
-        except (NotImplementedError, RuntimeError):
+        except RuntimeError:
             # What asks for values gets them, or shows its error.
             return func(*_whole(args), **_whole(kwargs))
         if func is Tensor.data.__set__:
