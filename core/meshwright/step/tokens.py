@@ -1,0 +1,185 @@
+"""What an objective is given: the tokens of one microbatch, or what a model with another head says of them.
+
+[Note: whole sequences] An objective sees whole sequences on every rank. Where ranks share a sequence (`cp`), each
+computes what is asked for at its own positions, and all of them gather it: a number for each token, which is little
+beside hidden states. So whatever is made of a sequence is right without more ado; each of those ranks computes the same
+sum, of which it counts its part.
+
+Shapes: B sequences of a microbatch, S positions of each, K ids at each position, D documents, V entries of the
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..base.errors import ConfigError
+from ..strategy.contract import IGNORED_LABEL
+from .rows import Rows, token_statistics
+from .token_loss import targets
+from .token_statistics import Statistic
+
+Ask = Callable[[Tensor, Sequence[Statistic]], Mapping[str, Tensor]]
+"""`ask(ids_BSK, names)`: statistics of whole sequences, with gradients, in float32 or float64: (B, S) for each name, but
+(B, S, K) for "log_probs", which are those of the ids, 0 where an id is `IGNORED_LABEL`."""
+
+
+class Sequences:
+    """Where the sequences and documents of a microbatch are.
+
+    Args:
+        targets_BS: int64, the label that each position predicts; `IGNORED_LABEL` where it predicts none.
+        positions_BS: int64, as the batch has them, also (1, S); None: each sequence is one document.
+
+    Attributes:
+        targets: those, (B, S).
+    """
+
+    def __init__(self, targets_BS: Tensor, positions_BS: Tensor | None = None) -> None:
+        self.targets = targets_BS
+        self._positions_BS = positions_BS
+        self._documents: tuple[Tensor, int] | None = None
+
+    @property
+    def mask(self) -> Tensor:
+        """Which positions predict a label; bool, (B, S). Position s predicts the label of s + 1, the last one none."""
+        return self.targets != IGNORED_LABEL
+
+    def sequence_sum(self, values_BS: Tensor) -> Tensor:
+        """The sum over each sequence, (B,), with its gradient; int64 for bool."""
+        return values_BS.sum(1)
+
+    def document_sum(self, values_BS: Tensor) -> Tensor:
+        """The sum over each document, (D,), with its gradient: those of the first row, in order, then of the second.
+
+        A document begins at each row, and where `position_ids` do not rise. On an accelerator, this waits for them.
+        """
+        if self._positions_BS is None:
+            return self.sequence_sum(values_BS)
+        if self._documents is None:
+            whole_BS = self._positions_BS.expand(self.targets.shape)
+            begins_BS = torch.ones_like(whole_BS, dtype=torch.bool)
+            begins_BS[:, 1:] = whole_BS.diff(dim=1) <= 0
+            index = begins_BS.flatten().cumsum(0) - 1
+            self._documents = index, int(index[-1]) + 1
+        index, count = self._documents
+        values = values_BS.flatten()
+        values = values.long() if values.dtype is torch.bool else values
+        return values.new_zeros(count).index_add(0, index, values)
+
+
+class Tokens(Sequences):
+    """The tokens of a microbatch; see [Note: whole sequences]. What is asked for is computed then, and kept.
+
+    Args:
+        targets_BS: see `Sequences`.
+        ask: computes statistics.
+        positions_BS: see `Sequences`.
+        usual: names that have been asked for before in the same place, which are computed together; what is new joins
+            them.
+    """
+
+    def __init__(
+        self, targets_BS: Tensor, ask: Ask, *, positions_BS: Tensor | None = None, usual: set[Statistic] | None = None
+    ) -> None:
+        super().__init__(targets_BS, positions_BS)
+        self._ask, self._usual = ask, set() if usual is None else usual
+        self._known: dict[str, Tensor] = {}
+
+    @classmethod
+    def of_logits(cls, logits_BSV: Tensor, labels_BS: Tensor, *, position_ids: Tensor | None = None) -> Tokens:
+        """Tokens of logits that are there.
+
+        Args:
+            logits_BSV: floating point.
+            labels_BS: int64, as the model's input has them: the shift by one happens here.
+            position_ids: int64, (B, S) or (1, S), where several documents share a row.
+        """
+        rows = Rows.of_logits(logits_BSV)
+
+        def ask(ids_BSK: Tensor, names: Sequence[Statistic]) -> Mapping[str, Tensor]:
+            found = token_statistics(rows, ids_BSK.flatten(0, 1), names, chunk_rows=max(1, len(logits_BSV)))
+            return {name: value.unflatten(0, ids_BSK.shape[:2]) for name, value in found.items()}
+
+        return cls(targets(labels_BS), ask, positions_BS=position_ids)
+
+    @property
+    def log_probs(self) -> Tensor:
+        """Log-probability of the label [nats], (B, S), 0 where there is none."""
+        return self._statistic("log_probs")
+
+    @property
+    def logsumexp(self) -> Tensor:
+        """Logarithm of the sum of the exponentials of all logits [nats], (B, S), masked or not."""
+        return self._statistic("logsumexp")
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy of the distribution over the vocabulary [nats], (B, S), masked or not."""
+        return self._statistic("entropy")
+
+    @property
+    def mean_logit(self) -> Tensor:
+        """Mean of all logits, (B, S), masked or not."""
+        return self._statistic("mean_logit")
+
+    @property
+    def is_top1(self) -> Tensor:
+        """Whether no entry has a higher logit than the label, bool, (B, S); False where there is none. No gradient."""
+        return self._statistic("is_top1")
+
+    def log_probs_of(self, ids_BSK: Tensor) -> Tensor:
+        """Log-probabilities of given entries [nats], (B, S, K), 0 where an id is `IGNORED_LABEL`.
+
+        Args:
+            ids_BSK: int64.
+
+        Raises:
+            ConfigError: the ids have another dtype or shape.
+        """
+        if ids_BSK.dtype is not torch.int64 or ids_BSK.dim() != 3 or ids_BSK.shape[:2] != self.targets.shape:
+            raise ConfigError(
+                f"log_probs_of takes int64 ids of shape (B, S, K), here {(*self.targets.shape, 'K')}, not "
+                f"{ids_BSK.dtype} {tuple(ids_BSK.shape)}."
+            )
+        return self._ask(ids_BSK, ["log_probs"])["log_probs"]
+
+    def nothing(self) -> Tensor:
+        """0, scalar, of which the gradient reaches every parameter as that of any statistic does, and is 0."""
+        return self._ask(torch.full_like(self.targets, IGNORED_LABEL)[..., None], ["log_probs"])["log_probs"].sum()
+
+    def _statistic(self, name: Statistic) -> Tensor:
+        if name not in self._known:
+            self._usual.add(name)
+            names: list[Statistic] = sorted(self._usual - self._known.keys())
+            ids_BSK = self.targets[..., None]
+            if not {"log_probs", "is_top1"} & set(names):
+                ids_BSK = ids_BSK[..., :0]
+            found = dict(self._ask(ids_BSK, names))
+            if "log_probs" in found:
+                found["log_probs"] = found["log_probs"][..., 0]
+            self._known |= found
+        return self._known[name]
+
+
+class Outputs(Sequences):
+    """What a model with another head than that of a vocabulary says of a microbatch; see [Note: whole sequences].
+
+    Args:
+        targets_BS, positions_BS: see `Sequences`.
+        logits: of the head.
+
+    Attributes:
+        logits: (B, S, K) of a head over tokens, (B, K) of one over sequences; K of its features.
+    """
+
+    def __init__(self, targets_BS: Tensor, logits: Tensor, *, positions_BS: Tensor | None = None) -> None:
+        super().__init__(targets_BS, positions_BS)
+        self.logits = logits
+
+    def nothing(self) -> Tensor:
+        """0, scalar, of which the gradient reaches every parameter as that of the logits does, and is 0."""
+        return (self.logits * 0.0).nan_to_num().sum()
