@@ -101,7 +101,7 @@ class Tokens(Sequences):
         rows = Rows.of_logits(logits_BSV)
 
         def ask(ids_BSK: Tensor, names: Sequence[Statistic]) -> Mapping[str, Tensor]:
-            found = token_statistics(rows, ids_BSK.flatten(0, 1), names, chunk_rows=max(1, len(logits_BSV)))
+            found = token_statistics(rows, ids_BSK.flatten(0, 1), names, chunk_rows=len(rows.hidden_NH))
             return {name: value.unflatten(0, ids_BSK.shape[:2]) for name, value in found.items()}
 
         return cls(targets(labels_BS), ask, positions_BS=position_ids)
