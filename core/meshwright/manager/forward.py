@@ -25,7 +25,6 @@ from ..step.objective import Given, Tally, check_head, split_whole, tried
 from ..step.recorder import Recorder
 from ..step.router_loss import Notes, RouterLoss, find_routers
 from ..step.token_loss import split_targets
-from ..step.token_statistics import Statistic
 from ..strategy.contract import Batch
 from .ending import Ending
 from .row_loss import RowLoss
@@ -169,19 +168,6 @@ class Forward:
             self._router_loss_is_checked = True
         sums = router_loss.sums(outputs.router_logits if noted is None else noted, mask)
         return loss + router_loss.share(sums, group=self._mesh.group("dp_cp"), microbatches=microbatches)
-
-    def statistics(self, batch: Batch, names: Sequence[Statistic]) -> dict[str, Tensor]:
-        """Statistics of the tokens of one microbatch, with gradients; see `meshwright.step.token_statistics`.
-
-        Args:
-            batch: as `divide` gives it. Log-probabilities are those of its labels, 0 where a position predicts none.
-            names: of the statistics.
-
-        Returns:
-            For each name (B, S): of what follows each position.
-        """
-        inputs, targets_BS = split_targets(self.on_device(batch))
-        return self._row_loss.statistics(functools.partial(self.outputs, inputs), targets_BS, names)[0]
 
     def _check_logits(self, shape: Sequence[int], targets_BS: Tensor) -> None:
         for axis in self._axes:

@@ -40,7 +40,7 @@ def objective_of(value: Any) -> Objective | None:
     """
     if value is None:
         return None
-    found = import_class_from_path(value, kind=("function", "class")) if isinstance(value, str) else value
+    found: Any = import_class_from_path(value, kind=("function", "class")) if isinstance(value, str) else value
     try:
         return LossOfLogits(found() if isinstance(value, str) and inspect.isclass(found) else found)
     except TypeError as error:
