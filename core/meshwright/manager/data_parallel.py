@@ -23,7 +23,7 @@ from ..model.weights import Weights, fill, materialize
 from ..step.agreement import agree, announce
 from ..step.batch import Terms
 from ..step.forward_options import forward_options, forward_takes
-from ..step.objective import Given, Tally
+from ..step.objective import Given, Tally, without_columns
 from ..step.recorder import Recorder
 from ..step.router_loss import RouterLoss
 from ..step.row_head import RowHead
@@ -134,9 +134,9 @@ class DataParallelManager(Duties):
         if not self.module.training:
             self.module.train()
         losses = []
-        with self.forward.around_step(), self.around_step(microbatches):
+        with self.forward.around_step(), self.around_step(without_columns(given, microbatches)):
             tally = self._tally(given, microbatches)
-            self._choose_activations(microbatches)
+            self._choose_activations(without_columns(given, microbatches))
             for index, batch in enumerate(microbatches):
                 is_last = index == len(microbatches) - 1
                 with self.sync_gradients(is_last=is_last):
@@ -167,7 +167,7 @@ class DataParallelManager(Duties):
         was_training = self.module.training
         self.module.eval()
         try:
-            with self.forward.around_step(), self.around_step(microbatches), torch.no_grad():
+            with self.forward.around_step(), self.around_step(without_columns(given, microbatches)), torch.no_grad():
                 tally = self._tally(given, microbatches)
                 losses = [self._loss(batch, num_tokens, len(microbatches), tally) for batch in microbatches]
         finally:
@@ -184,7 +184,8 @@ class DataParallelManager(Duties):
 
     def _tally(self, given: Given | None, microbatches: Sequence[Batch]) -> Tally | None:
         """Before the first forward: what is to be found out of the model, and of an objective."""
-        self.forward.try_out(microbatches, takes_loss=given is None or given.on == "tokens")
+        takes_loss = given is None or given.on == "tokens"
+        self.forward.try_out(without_columns(given, microbatches), takes_loss=takes_loss)
         return self._steps.tally(given, functools.partial(self.forward.try_objective, microbatches[0]))
 
     def _terms(self, given: Given | None) -> Terms:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..base.errors import BatchError
 from ..strategy.contract import IGNORED_LABEL, Batch
-from .objective import Given
+from .objective import Given, without_columns
 from .token_loss import targets
 
 
@@ -78,7 +78,7 @@ def defect_under(microbatches: Sequence[Batch], terms: Terms, cp_size: int) -> s
         try:
             if terms.objective is not None:
                 terms.objective.check(microbatches, rows=terms.rows)
-            terms.check([terms.objective.inputs(each) if terms.objective else each for each in microbatches])
+            terms.check(without_columns(terms.objective, microbatches))
         except BatchError as error:
             defect = str(error)
     return defect

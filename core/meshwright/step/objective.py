@@ -146,6 +146,11 @@ class Given:
                     )
 
 
+def without_columns(given: Given | None, microbatches: Sequence[Batch]) -> Sequence[Batch]:
+    """Microbatches without what is an objective's own, as the model takes them."""
+    return microbatches if given is None else [given.inputs(batch) for batch in microbatches]
+
+
 def split_whole(batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A divided batch without what `Given.whole` has added to it, and that."""
     part = {name: tensor for name, tensor in batch.items() if not name.startswith(_WHOLE)}

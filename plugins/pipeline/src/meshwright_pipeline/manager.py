@@ -31,7 +31,7 @@ from meshwright.model.weights import Weights
 from meshwright.step.agreement import agree, announce
 from meshwright.step.batch import Terms
 from meshwright.step.forward_options import forward_takes
-from meshwright.step.objective import OF_MODEL, Given, Tally, split_whole
+from meshwright.step.objective import OF_MODEL, Given, Tally, split_whole, without_columns
 from meshwright.step.recorder import Recorder
 from meshwright.strategy.contract import Batch, Objective, OptimizerFactory, StrategyManager, TokenStatistic
 from meshwright.strategy.registry import get_strategy
@@ -163,9 +163,10 @@ class PipelineManager(StrategyManager):
         for manager in managers:
             if not manager.module.training:
                 manager.module.train()
-        with self._around(microbatches):
+        with self._around(without_columns(given, microbatches)):
             tally = self._tally(pieces[0], given)
-            choose_activations(self._stages, self._taken.orders, pieces, self.mesh.world)
+            inputs = converted(pieces, lambda piece: without_columns(given, [piece])[0])
+            choose_activations(self._stages, self._taken.orders, inputs, self.mesh.world)
             losses = self._run(pieces, given, train=True)
         found = {index: self._finished(manager) for index, manager in self._managers.items()}
         self._gradients_are_checked = True
@@ -198,7 +199,7 @@ class PipelineManager(StrategyManager):
         for manager in managers:
             manager.module.eval()
         try:
-            with self._around(microbatches), torch.no_grad():
+            with self._around(without_columns(given, microbatches)), torch.no_grad():
                 tally = self._tally(pieces[0], given)
                 losses = self._run(pieces, given, train=False)
         finally:
@@ -262,7 +263,7 @@ class PipelineManager(StrategyManager):
         """See `Forward.try_out`; each stage finds what is wrong with its part, and the last how it takes the loss, and
         what is wrong with an objective."""
         takes_loss = given is None or given.on == "tokens"
-        stages, inputs = self._stages.values(), piece if given is None else given.inputs(piece)
+        stages, (inputs,) = self._stages.values(), without_columns(given, [piece])
         if takes_loss not in self._tried_out:
             for stage in stages:
                 self.mesh.world.together(lambda stage=stage: stage.try_out(inputs, takes_loss=takes_loss))  # type: ignore[misc]

@@ -40,9 +40,11 @@ def objective_of(value: Any) -> Objective | None:
     """
     if value is None:
         return None
-    found: Any = import_class_from_path(value, kind=("function", "class")) if isinstance(value, str) else value
+    loss: Any = value
+    if isinstance(value, str):
+        loss = import_class_from_path(value, kind=("function", "class"))
     try:
-        return LossOfLogits(found() if isinstance(value, str) and inspect.isclass(found) else found)
+        return LossOfLogits(loss() if isinstance(value, str) and inspect.isclass(loss) else loss)
     except TypeError as error:
         raise ConfigError(
             f"loss_fn={value!r} cannot be made without arguments: {error}. Name a function, or give a callable."
