@@ -176,7 +176,13 @@ class DataParallelManager(Duties):
         return losses, tally
 
     def _summed(self, losses: Sequence[Tensor], tally: Tally | None, ending: Ending) -> Tensor:
-        total = self.forward.sum_over_ranks(losses, ending, tally)
+        """The loss of a step from the shares of this rank's microbatches; scalar, equal on all ranks. Collective."""
+        alike = self.mesh.group("tp") if self.mesh.degrees.tp > 1 else None
+        further = None if tally is None else tally.sums / self.forward.sharers
+        over = self.mesh.group("dp_cp")
+        total = ending.add_up(losses, losses[0].device, further=further, over=over, alike=alike)
+        for axis in self.axes:
+            axis.add_losses(total)
         return self._steps.loss(total, tally, ending).to(losses[0].dtype)
 
     def _given(self, objective: Objective | None) -> Given | None:

@@ -26,7 +26,6 @@ from ..step.recorder import Recorder
 from ..step.router_loss import Notes, RouterLoss, find_routers
 from ..step.token_loss import split_targets
 from ..strategy.contract import Batch
-from .ending import Ending
 from .row_loss import RowLoss
 from .values import Values
 
@@ -172,21 +171,6 @@ class Forward:
     def _check_logits(self, shape: Sequence[int], targets_BS: Tensor) -> None:
         for axis in self._axes:
             axis.check_logits(shape, targets_BS)
-
-    def sum_over_ranks(self, losses: Sequence[Tensor], ending: Ending, tally: Tally | None = None) -> Tensor:
-        """The loss of a step from the shares of this rank's microbatches, and the further sums of an objective; 1-D,
-        float64, equal on all ranks. Collective.
-
-        Args:
-            ending: what ranks tell each other beside.
-        """
-        alike = self._mesh.group("tp") if self._mesh.degrees.tp > 1 else None
-        further = None if tally is None else tally.sums / self.sharers
-        over = self._mesh.group("dp_cp")
-        total = ending.add_up(losses, losses[0].device, further=further, over=over, alike=alike)
-        for axis in self._axes:
-            axis.add_losses(total)
-        return total
 
     # -- before the first step
 

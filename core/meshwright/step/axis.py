@@ -111,7 +111,7 @@ class Axis:
         """
 
     def add_losses(self, total: Tensor) -> None:
-        """Add up the losses of ranks that see different parts of a microbatch, in place; float64, scalar. Collective.
+        """Add up the losses of ranks that see different parts of a microbatch, in place; float64, 1-D. Collective.
 
         Those of the ranks of `dp` and `cp` are added up already.
         """

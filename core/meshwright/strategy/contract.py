@@ -21,7 +21,7 @@ This module imports no torch, so that strategies can be listed and configs valid
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -29,11 +29,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from pydantic import BaseModel
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from ..mesh.mesh import Mesh
     from ..model.weights import Weights
+    from ..tensors.pieces import Sharded
     from ..tensors.state import OptimizerState, ShardedState, TensorKind
 
 Batch: TypeAlias = "Mapping[str, Tensor]"
@@ -91,6 +93,15 @@ class StrategyManager(ABC):
 
         A schedule sets rates in the `param_groups` of what is returned, and every step is made with these, also after
         state has been loaded, which gives torch's optimizers new groups: a wrapper looks them up, and keeps none.
+        """
+
+    @property
+    @abstractmethod
+    def optimizer(self) -> Optimizer:
+        """What `build_optimizer` has returned.
+
+        Raises:
+            StrategyError: it has not been called.
         """
 
     @abstractmethod
@@ -201,6 +212,45 @@ class StrategyManager(ABC):
 
         The context gives `model_parts`. Training goes on afterwards as if it had not been entered.
         """
+
+    def iter_parameters(self, *, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole, on every rank, one after the other: what an inference engine is fed with.
+
+        Frozen ones are among them; buffers are not. One with several names comes once, under the first of them. The
+        order is that of `named_parameters` of the unwrapped model, under every strategy (of stages that are given to a
+        pipeline: stage by stage), and so are the names. Nothing is summed: each element arrives with all its bits, as
+        `state_dict(full=True)` has it, or rounded once to `dtype`.
+
+        Collective: the call, and each step of what it returns, of which all ranks take equally many. They may leave
+        the rest. Between two steps of the optimizer; training goes on as if it had not been called.
+
+        Args:
+            bucket_bytes: of the buffer in which parts travel, at least 1; equal on all ranks. That and the parameter
+                that is given next is all that a rank holds beside its shards: drop one before you ask for the next.
+            dtype: into which floating-point parameters are converted; equal on all ranks. None: their own, as the
+                model computes with them.
+
+        Returns:
+            (name, tensor) pairs: tensors on the mesh's device, which are the caller's own.
+
+        Raises:
+            ConfigError: an argument is none of these, or ranks differ in them; on all ranks, by the call.
+            StrategyError: `parallelize` has not been called, or the ranks do not have all of a parameter.
+        """
+        from ..tensors.whole_parameters import whole_parameters
+
+        return whole_parameters(self.parameter_pieces, self.mesh, bucket_bytes=bucket_bytes, dtype=dtype)
+
+    def parameter_pieces(self) -> Mapping[str, Sharded | None]:
+        """This rank's pieces of all parameters, each under the first of its names, in the order of the whole model.
+
+        Of values that the model computes with, where it trains others; a piece may be of another dtype than its
+        `Sharded`, to which it is to be rounded. None of parameters that are on other ranks alone. If ranks have
+        different names, those of the first come first. This default takes what `sharded_state` has.
+        """
+        state = self.sharded_state().model
+        named = (part.named_parameters(remove_duplicate=False) for part in self.model_parts)
+        return {name: state[name] for each in named for name, _ in each if name in state}
 
     @abstractmethod
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:

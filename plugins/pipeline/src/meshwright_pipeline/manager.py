@@ -8,18 +8,15 @@ Source: Huang et al. 2019, arXiv:1811.06965; torch.distributed.pipelining for th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from meshwright.base.errors import ConfigError
-from meshwright.manager.call_order import check_new, check_nothing_pending, require_model, require_optimizer
+from meshwright.manager.call_order import check_new, check_nothing_pending, require_model
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.manager.ending import Ending, Findings
 from meshwright.manager.given_mesh import as_mesh
@@ -33,10 +30,9 @@ from meshwright.step.batch import Terms
 from meshwright.step.forward_options import forward_takes
 from meshwright.step.objective import OF_MODEL, Given, Tally, split_whole, without_columns
 from meshwright.step.recorder import Recorder
-from meshwright.strategy.contract import Batch, Objective, OptimizerFactory, StrategyManager, TokenStatistic
+from meshwright.strategy.contract import Batch, Objective, StrategyManager, TokenStatistic
 from meshwright.strategy.registry import get_strategy
 from meshwright.tensors.norms import check_clip, joined_norm
-from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
 
 from .config import PipelineConfig, check_options
 from .run.actions import Run
@@ -47,12 +43,11 @@ from .run.statistics import regrouped
 from .run.users_loss import objective_of
 from .start import Setting, Stages, take_apart, take_as_given
 from .state.copies import Copies
-from .state.optimizer import NoStages, StageOptimizers
-from .state.pieces_of_stages import loading_stages, stages_state
-from .state.whole_state import load_whole_state, whole_state
+from .state.manager import StatefulStages
+from .state.parameter_names import Names
 
 
-class PipelineManager(StrategyManager):
+class PipelineManager(StatefulStages):
     """Pipeline parallelism around another strategy; see `StrategyManager`.
 
     Args:
@@ -90,7 +85,6 @@ class PipelineManager(StrategyManager):
                 f"token loss knows how. Set tp_size=1, or leave loss_fn out."
             )
         self._model: Stages | None = None
-        self._optimizer: Optimizer | None = None
         self._tried_out: set[bool] = set()
         self._gradients_are_checked = False
         self._steps, self._recorder = Steps(mesh), Recorder()
@@ -121,34 +115,11 @@ class PipelineManager(StrategyManager):
 
     @property
     def _managers(self) -> dict[int, DataParallelManager]:
-        """Of this rank's stages, by their numbers."""
         return {index: stage.manager for index, stage in self._stages.items()}
 
     @property
-    def model_parts(self) -> Sequence[nn.Module]:
-        return [manager.model for manager in self._managers.values()]
-
-    # -- the optimizer
-
-    def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
-        canonical = self._taken.names.canonical
-
-        def named(given: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-            # The factory sees the names of the unwrapped model, so copies of one parameter get the same options.
-            return factory([(canonical[name], parameter) for name, parameter in given])
-
-        trained = [manager for manager in self._managers.values() if any(True for _ in manager.trainable())]
-        self.mesh.world.together(lambda: [manager.build_optimizer(named) for manager in trained])
-        rates: list[Any] = [None] * self.mesh.degrees.pp
-        mine = trained[0].optimizer.param_groups[0]["lr"] if trained else None
-        dist.all_gather_object(rates, mine, group=self.mesh.group("pp"))
-        rate = next((each for each in rates if each is not None), 0.0)
-        self._optimizer = StageOptimizers(trained) if trained else NoStages(rate)
-        self._optimizer.register_step_pre_hook(lambda *_: self._settle())
-        return self._optimizer
-
-    def optimizer_step(self) -> None:
-        require_optimizer(self._optimizer).step()
+    def _names(self) -> Names:
+        return self._taken.names
 
     # -- steps
 
@@ -311,36 +282,3 @@ class PipelineManager(StrategyManager):
             for manager in managers.values():
                 manager.gradients.scale(norm, max_norm)
         return norm
-
-    # -- whole parameters, and state
-
-    @contextmanager
-    def unshard(self) -> Iterator[Sequence[nn.Module]]:
-        managers = self._managers.values()
-        with ExitStack() as contexts:
-            yield [part for manager in managers for part in contexts.enter_context(manager.unshard())]
-
-    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
-        managers, names = self._managers, self._taken.names
-        if full:
-            return whole_state(managers, names, self.mesh, with_optimizer=self._optimizer is not None)
-        return {"stages": {index: manager.state_dict() for index, manager in managers.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Any], *, full: bool = False) -> None:
-        managers, names = self._managers, self._taken.names
-        if full:
-            load_whole_state(managers, names, self.mesh, state)
-            return
-        for index, manager in managers.items():
-            manager.load_state_dict(state["stages"][index])
-
-    def sharded_state(self) -> ShardedState:
-        state = stages_state(self._managers, self._taken.names)
-        return ShardedState(state.model, OptimizerState()) if isinstance(self._optimizer, NoStages) else state
-
-    @contextmanager
-    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
-        with loading_stages(self._managers, self._taken.names, optimizer) as target:
-            yield target
-        if isinstance(self._optimizer, NoStages) and optimizer is not None:
-            self._optimizer.follow(optimizer.groups)

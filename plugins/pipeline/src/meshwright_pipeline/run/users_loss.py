@@ -41,10 +41,11 @@ def objective_of(value: Any) -> Objective | None:
     if value is None:
         return None
     loss: Any = value
-    if isinstance(value, str):
-        loss = import_class_from_path(value, kind=("function", "class"))
     try:
-        return LossOfLogits(loss() if isinstance(value, str) and inspect.isclass(loss) else loss)
+        if isinstance(value, str):
+            loss = import_class_from_path(value, kind=("function", "class"))
+            loss = loss() if inspect.isclass(loss) else loss
+        return LossOfLogits(loss)
     except TypeError as error:
         raise ConfigError(
             f"loss_fn={value!r} cannot be made without arguments: {error}. Name a function, or give a callable."
