@@ -19,7 +19,6 @@ from meshwright.step.token_loss import targets
 from meshwright.step.tokens import Tokens
 from meshwright.strategy.contract import IGNORED_LABEL, Batch, StrategyManager
 from meshwright.testing.case import Case, Outcome, global_batch
-from meshwright.testing.models import case_vocab
 from meshwright.testing.parity import build_manager, full_weights
 
 
@@ -44,9 +43,7 @@ class Layout:
     def build(self, case: Case, config: Mapping[str, Any] | None = None) -> StrategyManager:
         """On every rank: the manager, ready to train."""
         wrapper = {"pipeline": dict(self.wrapper)} if self.wrapper else None
-        return build_manager(
-            self.strategy, {**self.config, **(config or {})}, self.sizes, case, wrapper_config=wrapper
-        )
+        return build_manager(self.strategy, {**self.config, **(config or {})}, self.sizes, case, wrapper_config=wrapper)
 
 
 ZERO1 = {"engine": "bucketed", "use_distributed_optimizer": True}
@@ -206,10 +203,7 @@ def trained_by(
     mesh, losses, norms, evaluated = manager.mesh, [], [], []
     for step in range(case.steps):
         mine = batches(case, step, mesh.data_rank, mesh.data_size)
-        if announced:
-            count = manager.announce(mine, objective=objective)
-        else:
-            count = count_tokens(mine, mesh, objective)
+        count = manager.announce(mine, objective=objective) if announced else count_tokens(mine, mesh, objective)
         losses += [float(manager.forward_backward(mine, num_tokens=count, objective=objective)), *_sums(manager)]
         norms.append(float(manager.clip_grad_norm(case.max_norm)))
         manager.optimizer_step()
@@ -222,8 +216,3 @@ def trained_by(
 
 def _sums(manager: StrategyManager) -> list[float]:
     return [float(each) for _, each in sorted(manager.last_sums.items())]
-
-
-def vocabulary(layout: Layout) -> int:
-    """Of the model that a layout trains."""
-    return case_vocab(layout.model)
