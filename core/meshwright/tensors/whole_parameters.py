@@ -56,10 +56,30 @@ class Told(NamedTuple):
 def whole_parameters(
     held: Callable[[], Held], mesh: Mesh, *, bucket_bytes: int, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """See `StrategyManager.iter_parameters`. Collective, and so is each step of what it returns.
+    """Every parameter whole, on every rank, one after the other: what an inference engine is fed with.
+
+    Frozen ones are among them; buffers are not. One with several names comes once, under the first of them. The
+    order is that of `named_parameters` of the unwrapped model, under every strategy (of stages that are given to a
+    pipeline: stage by stage), and so are the names. Nothing is summed: each element arrives with all its bits, as
+    `state_dict(full=True)` has it, or rounded once to `dtype`.
+
+    Collective: the call, and each step of what it returns, of which all ranks take equally many. They may leave
+    the rest. Between two steps of the optimizer; training goes on as if it had not been called.
 
     Args:
         held: `StrategyManager.parameter_pieces`.
+        mesh: of its ranks.
+        bucket_bytes: of the buffer in which parts travel, at least 1; equal on all ranks. That and the parameter
+            that is given next is all that a rank holds beside its shards: drop one before you ask for the next.
+        dtype: into which floating-point parameters are converted; equal on all ranks. None: their own, as the
+            model computes with them.
+
+    Returns:
+        (name, tensor) pairs: tensors on the mesh's device, which are the caller's own.
+
+    Raises:
+        ConfigError: an argument is none of these, or ranks differ in them; on all ranks, by the call.
+        StrategyError: `parallelize` has not been called, or the ranks do not have all of a parameter.
     """
     world = mesh.world
     world.together(lambda: _check_asked(bucket_bytes, dtype))

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PydanticInvalidForJsonSchema, field_validator, model_validator
 
 from ..base.errors import ConfigError
-from ..base.validation import FrozenModel, PathText, check_path, validated
+from ..base.validation import FrozenModel, validated
 from ..data.config import DataConfig
 from ..files.parsing import parse_yaml, read_text
+from ..files.paths import PathText, check_path
 from ..mesh.sizes import MeshSizes, Size
 from ..strategy.registry import Registry, get_registry
 
