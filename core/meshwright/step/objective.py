@@ -1,7 +1,7 @@
 """An objective in the place of the token loss: what is asked of it, its trial, and its calls in a step.
 
-[Note: objectives] An objective is called as `objective(tokens, columns)` for each microbatch. `tokens` is a `Tokens`, or
-an `Outputs` where `objective.on` is "outputs", for models whose head is not that of a vocabulary; `columns` are the
+[Note: objectives] An objective is called as `objective(tokens, columns)` for each microbatch. `tokens` is a `Tokens`,
+or an `Outputs` where `objective.on` is "outputs", for models whose head is not that of a vocabulary; `columns` are the
 entries of the batch that the model's forward does not name, of whole sequences: (B,), (B, S) or (B, S, K). It returns
 the sum over the microbatch's tokens or sequences, scalar, with a gradient through what it was given, and may return a
 mapping of further sums beside it, scalars, which the manager adds up as `last_sums`.
