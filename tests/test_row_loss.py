@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -272,9 +272,10 @@ def test_logits_are_held_for_a_chunk_where_they_are_large(rows: int, given: int 
 # -- dtypes
 
 
-def _rounded(config: Mapping[str, Any], chunk: int, dtype: str) -> Outcome:
+def _rounded(config: Mapping[str, Any], chunk: int, dtype: str, asks: bool) -> Outcome:
     case = Case(dtype=dtype, microbatches=2, max_norm=None, ragged=False)
-    return train_case("fsdp2", {**config, "loss_chunk_rows": chunk}, {}, case)
+    train = _train_on_statistics if asks else train_case
+    return train("fsdp2", {**config, "loss_chunk_rows": chunk}, {}, case)
 
 
 @pytest.mark.parametrize(
@@ -287,24 +288,29 @@ def _rounded(config: Mapping[str, Any], chunk: int, dtype: str) -> Outcome:
     ],
 )
 def test_loss_and_gradients_pass_by_the_dtype_of_a_models_outputs(config: dict[str, Any], tolerance: float) -> None:
-    (whole,), (found,) = (pool(1).run(_rounded, config, chunk, "float32") for chunk in (0, CHUNK))
-    assert found.losses[0] == pytest.approx(whole.losses[0], rel=1e-6)
-    assert found.norms[0] == pytest.approx(whole.norms[0], rel=tolerance)
+    for asks in (False, True):
+        (whole,), (found,) = (pool(1).run(_rounded, config, chunk, "float32", asks) for chunk in (0, CHUNK))
+        assert found.losses[0] == pytest.approx(whole.losses[0], rel=1e-6)
+        # The gradient of what is asked for at once is rounded once.
+        limit = max(tolerance, 1e-4) if asks else tolerance
+        assert found.norms[0] == pytest.approx(whole.norms[0], rel=limit)
 
 
 # -- statistics
+
+
+_NAMES = ("log_probs", "logsumexp", "entropy", "mean_logit", "is_top1")
 
 
 def _statistics(config: Mapping[str, Any], sizes: Mapping[str, Any], train: bool) -> tuple[dict[str, Tensor], float]:
     """Of the tokens of one microbatch; and the norm of the gradients of a sum of them."""
     manager = build_manager("fsdp2", config, sizes, Case())
     batch = global_batch(Case(), 0)
-    names = ("log_probability", "logsumexp", "entropy", "mean_logit")
     manager.forward.try_out([batch])
     with nullcontext() if train else torch.no_grad():
-        found = manager.forward.statistics(manager.forward.divide(batch), names)
+        found = manager.forward.statistics(manager.forward.divide(batch), _NAMES)
     if train:
-        (sum(each.sum() * (index + 1) for index, each in enumerate(found.values())) / 100).backward()
+        (sum(found[name].sum() * (index + 1) for index, name in enumerate(_NAMES)) / 100).backward()
         manager.finish_gradients()
     norm = float(manager.clip_grad_norm(None)) if train else 0.0
     return {name: each.detach() for name, each in found.items()}, norm
@@ -313,9 +319,58 @@ def _statistics(config: Mapping[str, Any], sizes: Mapping[str, Any], train: bool
 @pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}])
 def test_statistics_of_tokens_are_those_of_whole_logits(sizes: dict[str, int]) -> None:
     expected, norm = pool(1).run(_statistics, {"loss_chunk_rows": 0}, {}, True)[0]
+    assert expected["is_top1"].dtype == torch.bool
     for train in (False, True):
         for found, own_norm in pool(2 if sizes else 1).run(_statistics, {"loss_chunk_rows": CHUNK}, sizes, train):
             for name, each in expected.items():
                 assert found[name].shape == (12, 16)
                 torch.testing.assert_close(found[name], each, rtol=1e-12, atol=1e-12)
             assert own_norm == pytest.approx(norm if train else 0.0, rel=1e-12)
+
+
+def _share_of_statistics(
+    self: RowLoss, run: Any, targets_BS: Tensor, num_tokens: Tensor, check: Any
+) -> tuple[Tensor, Any]:
+    """In the place of the token loss: a sum over tokens that asks several times, for a label and ids beside it."""
+    positions_BS = torch.where(targets_BS >= 0, targets_BS, 0)
+    beside_BSK = torch.where(targets_BS >= 0, (positions_BS + 1) % 7, -100)[..., None].repeat(1, 1, 2)
+
+    def consume(ask: Callable[[Tensor, Any], dict[str, Tensor]]) -> Tensor:
+        own = ask(targets_BS[..., None], ["log_probs", "is_top1"])
+        probability_BS = own["log_probs"][..., 0].exp()
+        # A guess that is right already counts twice.
+        found_BS = probability_BS * (1 + own["is_top1"].to(probability_BS.dtype))
+        found_BS = found_BS + ask(beside_BSK, ["log_probs"])["log_probs"].exp().sum(-1)
+        more = ask(beside_BSK[..., :0], ["entropy", "logsumexp"])
+        return (found_BS + 0.1 * more["entropy"] + 0.01 * more["logsumexp"] ** 2).sum() / num_tokens
+
+    return self.of_tokens(run, targets_BS, consume, check)
+
+
+def _train_on_statistics(
+    strategy: str,
+    config: Mapping[str, Any],
+    sizes: Mapping[str, Any],
+    case: Case,
+    wrapper: Mapping[str, Any] | None = None,
+) -> Outcome:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowLoss, "share", _share_of_statistics)
+        return train_case(strategy, config, sizes, case, wrapper_config=wrapper)
+
+
+ASKING: dict[str, tuple[str, dict[str, Any], dict[str, int], dict[str, Any]]] = {
+    **{name: LAYOUTS[name][:4] for name in ("ddp-zero1", "fsdp2", "megatron_fsdp", "tp-plain-sequence-parallel", "cp")},
+    "pp-1f1b": ("fsdp2", {}, {"pp_size": 2}, {}),
+    "pp-zbv": LAYOUTS["pp-zbv"][:4],
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_several_asks_in_one_forward_train_as_whole_logits_do(name: str) -> None:
+    strategy, config, sizes, wrapper = ASKING[name]
+    case = Case(tied=name in ("fsdp2", "pp-zbv"), microbatches=2, empty=3, eval_after=True, layers=4)
+    whole = pool(1).run(_train_on_statistics, "single", {"loss_chunk_rows": 0}, {}, case.undivided(), None)[0]
+    task = (strategy, {**config, "loss_chunk_rows": CHUNK}, sizes, case, {"pipeline": wrapper} if wrapper else None)
+    answers = pool(2).run(_train_on_statistics, *task)
+    assert difference(answers, whole).worst <= 1e-12

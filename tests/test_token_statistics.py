@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright import StrategyError
+from meshwright.parallel.tensor.collectives import chunk_sizes
 from meshwright.parallel.tensor.sharded_vocabulary import ShardedVocabulary
 from meshwright.step.rows import Projection, Rows, token_loss, token_statistics
-from meshwright.step.token_statistics import STATISTICS
+from meshwright.step.token_statistics import STATISTICS, Statistic
 from meshwright.testing import pool
 from meshwright.testing.memory import measure_memory
 
 N, H, V = 23, 6, 19
+TRAINED: tuple[Statistic, ...] = ("log_probs", "logsumexp", "entropy", "mean_logit")
+"""Those with a gradient."""
 Make = Callable[[list[Tensor]], Rows]
 
 
@@ -40,29 +43,55 @@ KINDS: dict[str, tuple[int, Make, Callable[[list[Tensor]], Tensor]]] = {
 }
 
 
-def _inputs(count: int, *, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
+def _inputs(count: int, *, dtype: torch.dtype = torch.float64, entries: int = V) -> tuple[list[Tensor], Tensor]:
     """Hidden states, weight and bias; and targets, some of them masked."""
     generator = torch.Generator().manual_seed(3)
-    shapes = [(N, H), (V, H), (V,)] if count > 1 else [(N, V)]
+    shapes = [(N, H), (entries, H), (entries,)] if count > 1 else [(N, entries)]
     made = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes[:count]]
-    ids_N = torch.randint(V, (N,), generator=generator)
+    ids_N = torch.randint(entries, (N,), generator=generator)
     ids_N[::4] = -100
     return [each.requires_grad_() for each in made], ids_N
 
 
-def _expected(logits_NV: Tensor, ids_N: Tensor) -> dict[str, Tensor]:
+def _expected(logits_NV: Tensor, ids_NK: Tensor) -> dict[str, Tensor]:
     log_NV = logits_NV.log_softmax(-1)
-    chosen_N = log_NV.gather(1, ids_N.clamp(min=0)[:, None])[:, 0]
+    has_id_NK = ids_NK >= 0
+    local_NK = ids_NK.clamp(min=0)
+    is_highest_NK = has_id_NK & (logits_NV.gather(1, local_NK) == logits_NV.amax(-1, keepdim=True))
     return {
-        "log_probability": torch.where(ids_N >= 0, chosen_N, 0.0),
+        "log_probs": torch.where(has_id_NK, log_NV.gather(1, local_NK), 0.0),
         "logsumexp": logits_NV.logsumexp(-1),
         "entropy": -(log_NV.exp() * log_NV).sum(-1),
         "mean_logit": logits_NV.mean(-1),
+        "is_top1": is_highest_NK[:, 0] if ids_NK.shape[1] else torch.zeros(len(ids_NK), dtype=torch.bool),
     }
 
 
+def _columns(ids_N: Tensor, count: int, logits_NV: Tensor) -> Tensor:
+    """So many columns of ids, the first of which is often that of the highest logit. The others are random, missing, or
+    that of the first again."""
+    generator = torch.Generator().manual_seed(5)
+    ids_NK = torch.randint(logits_NV.shape[1], (N, count), generator=generator)
+    if count:
+        ids_NK[:, 0] = torch.where((ids_N >= 0) & (torch.arange(N) % 3 > 0), logits_NV.argmax(-1), ids_N)
+    for column in range(1, count):
+        ids_NK[column::3, column] = -100
+        ids_NK[column + 1 :: 3, column] = ids_NK[column + 1 :: 3, 0]
+    return ids_NK
+
+
+def _weighed(found: dict[str, Tensor], names: Sequence[Statistic] = TRAINED) -> Tensor:
+    """A sum in which each value of each statistic counts differently."""
+    total = torch.zeros((), dtype=torch.float64)
+    for power, name in enumerate(TRAINED):
+        if name in names:
+            factors = torch.linspace(-1.0, 2.0, found[name].numel(), dtype=torch.float64).view_as(found[name])
+            total = total + (found[name] * factors ** (power + 1)).sum()
+    return total
+
+
 def _same_gradients(found: Tensor, expected: Tensor, given: list[Tensor], tolerance: float = 1e-12) -> None:
-    mine = torch.autograd.grad(found, given)
+    mine = torch.autograd.grad(found, given, retain_graph=True)
     for one, other in zip(mine, torch.autograd.grad(expected, given, retain_graph=True), strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
@@ -72,59 +101,92 @@ def _same_gradients(found: Tensor, expected: Tensor, given: list[Tensor], tolera
 def test_statistics_and_loss_and_their_gradients_are_those_of_whole_logits(kind: str, chunk_rows: int) -> None:
     count, make, logits_of = KINDS[kind]
     given, ids_N = _inputs(count)
-    expected = _expected(logits_of(given), ids_N)
-    found = token_statistics(make(given), ids_N, STATISTICS, chunk_rows=chunk_rows)
-    factors = {name: torch.linspace(-1.0, 2.0, N, dtype=torch.float64) ** power for power, name in enumerate(expected)}
-    for name in STATISTICS:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-13, atol=1e-13)
-        # One by one, so that none makes up for another; some are asked for alone.
-        alone = token_statistics(make(given), ids_N, [name], chunk_rows=chunk_rows)[name]
-        _same_gradients((alone * factors[name]).sum(), (expected[name] * factors[name]).sum(), given)
-    together, whole = (
-        torch.stack([(each[name] * factors[name]).sum() for name in STATISTICS]).sum() for each in (found, expected)
-    )
-    _same_gradients(together, whole, given)
-    loss, whole = token_loss(make(given), ids_N, torch.tensor(7), chunk_rows=chunk_rows), expected["log_probability"]
-    torch.testing.assert_close(loss, -whole.sum() / 7, rtol=1e-13, atol=1e-13)
-    _same_gradients(3 * loss, -whole.sum() / 7 * 3, given)
+    for columns in (0, 1, 3):
+        ids_NK = _columns(ids_N, columns, logits_of(given).detach())
+        expected = _expected(logits_of(given), ids_NK)
+        found = token_statistics(make(given), ids_NK, STATISTICS, chunk_rows=chunk_rows)
+        assert not found["is_top1"].requires_grad
+        for name in STATISTICS:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-13, atol=1e-13)
+            # One by one, so that none makes up for another; asked for alone, and with others of which no gradient is.
+            alone = token_statistics(make(given), ids_NK, [name], chunk_rows=chunk_rows)
+            assert torch.equal(alone[name], found[name])
+            for each in (alone, found) if name in TRAINED else ():
+                _same_gradients(_weighed(each, [name]), _weighed(expected, [name]), given)
+        _same_gradients(_weighed(found), _weighed(expected), given)
+    assert 0 < int(expected["is_top1"].sum()) < N
+    whole = _expected(logits_of(given), ids_N[:, None])["log_probs"].sum()
+    loss = token_loss(make(given), ids_N, torch.tensor(7), chunk_rows=chunk_rows)
+    torch.testing.assert_close(loss, -whole / 7, rtol=1e-13, atol=1e-13)
+    _same_gradients(3 * loss, -whole / 7 * 3, given)
 
 
-_FACTORS = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
-
-
-def _shared_out() -> tuple[dict[str, Tensor], list[Tensor], list[Tensor]]:
+def _shared_out(entries: int, ids_NK: Tensor) -> tuple[dict[str, Tensor], list[Tensor], list[Tensor]]:
     """Statistics, and the gradients of hidden states (summed over ranks) and of this rank's part of the weight."""
-    (hidden, weight, bias), ids_N = _inputs(3)
+    (hidden, weight, bias), ids_N = _inputs(3, entries=entries)
     group: Any = dist.group.WORLD
-    vocabulary = ShardedVocabulary.over(group, V)
-    entries = slice(vocabulary.start, vocabulary.start + len(torch.arange(V).chunk(group.size())[group.rank()]))
-    mine = [hidden, weight[entries].detach().requires_grad_(), bias[entries].detach().requires_grad_()]
+    vocabulary = ShardedVocabulary.over(group, entries)
+    here = slice(vocabulary.start, vocabulary.start + chunk_sizes(entries, group.size())[group.rank()])
+    mine = [hidden, weight[here].detach().requires_grad_(), bias[here].detach().requires_grad_()]
     rows = Rows.linear(*mine, vocabulary=vocabulary)
-    found = token_statistics(rows, ids_N, STATISTICS, chunk_rows=5)
-    gradients = torch.autograd.grad(torch.stack([*found.values()]).sum(1) @ _FACTORS, mine)
+    found = token_statistics(rows, ids_NK, STATISTICS, chunk_rows=5)
+    gradients = torch.autograd.grad(_weighed(found), mine)
     of_loss = torch.autograd.grad(token_loss(rows, ids_N, torch.tensor(7), chunk_rows=5), mine)
     for each in (gradients[0], of_loss[0]):
         dist.all_reduce(each)
     return {name: each.detach() for name, each in found.items()}, list(gradients), list(of_loss)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_that_share_the_vocabulary_find_what_one_does(ranks: int) -> None:
-    given, ids_N = _inputs(3)
-    expected = _expected(F.linear(*given), ids_N)
-    total = torch.stack([expected[name] for name in STATISTICS]).sum(1) @ _FACTORS
-    gradients = torch.autograd.grad(total, given, retain_graph=True)
-    of_loss = torch.autograd.grad(-expected["log_probability"].sum() / 7, given)
-    answers = pool(ranks).run(_shared_out)
-    for found, *of_both in answers:
-        for name in STATISTICS:
-            torch.testing.assert_close(found[name], expected[name].detach(), rtol=1e-13, atol=1e-13)
-        for mine, theirs in zip(of_both, (gradients, of_loss), strict=True):
-            torch.testing.assert_close(mine[0], theirs[0], rtol=1e-12, atol=1e-12)
-    for index, theirs in ((1, gradients), (2, of_loss)):
-        for tensor in (1, 2):
-            whole = torch.cat([answer[index][tensor] for answer in answers])
-            torch.testing.assert_close(whole, theirs[tensor], rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize(("ranks", "entries"), [(2, V), (3, V), (3, 4)])
+def test_ranks_that_share_the_vocabulary_find_what_one_does(ranks: int, entries: int) -> None:
+    """Of four entries, the third rank has none."""
+    given, ids_N = _inputs(3, entries=entries)
+    logits_NV = F.linear(*given)
+    of_loss = torch.autograd.grad(
+        -_expected(logits_NV, ids_N[:, None])["log_probs"].sum() / 7, given, retain_graph=True
+    )
+    for columns in (0, 1, 3):
+        ids_NK = _columns(ids_N, columns, logits_NV.detach())
+        expected = _expected(logits_NV, ids_NK)
+        gradients = torch.autograd.grad(_weighed(expected), given, retain_graph=True)
+        answers = pool(ranks).run(_shared_out, entries, ids_NK)
+        for found, *of_both in answers:
+            for name in STATISTICS:
+                torch.testing.assert_close(found[name], expected[name].detach(), rtol=1e-13, atol=1e-13)
+            for mine, theirs in zip(of_both, (gradients, of_loss), strict=True):
+                torch.testing.assert_close(mine[0], theirs[0], rtol=1e-12, atol=1e-12)
+        for index, theirs in ((1, gradients), (2, of_loss)):
+            for tensor in (1, 2):
+                whole = torch.cat([answer[index][tensor] for answer in answers])
+                torch.testing.assert_close(whole, theirs[tensor], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [1, 3])
+def test_statistics_of_lower_precision_are_those_of_their_logits_in_float32(dtype: torch.dtype, columns: int) -> None:
+    given, ids_N = _inputs(3, dtype=dtype)
+    logits_NV = F.linear(*given)
+    ids_NK = _columns(ids_N, columns, logits_NV.detach())
+    expected = _expected(logits_NV.float(), ids_NK)
+    found = token_statistics(Rows.linear(*given), ids_NK, STATISTICS, chunk_rows=5)
+    for name in STATISTICS:
+        assert found[name].dtype == expected[name].dtype
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-5)
+    pairs = zip(*(torch.autograd.grad(_weighed(each), given) for each in (found, expected)), strict=True)
+    for one, other in pairs:
+        assert (one - other).abs().max() <= (2e-2 if dtype == torch.bfloat16 else 1e-5) * other.abs().max()
+
+
+def test_the_probability_of_a_token_that_is_almost_certain_has_a_gradient_in_half_precision() -> None:
+    """However many others are asked for beside it: p - 1 is rounded once."""
+    logits_NV = torch.zeros(4, V, dtype=torch.bfloat16)
+    logits_NV[:, 3] = 12.0
+    logits_NV.requires_grad_()
+    for ids in ([3], [3, -100], [3, 5]):
+        ids_NK = torch.tensor([ids]).expand(4, -1)
+        found = token_statistics(Rows.of_logits(logits_NV), ids_NK, ["log_probs"], chunk_rows=3)["log_probs"][:, 0]
+        expected = torch.autograd.grad(logits_NV.float().log_softmax(-1)[:, 3].sum(), logits_NV)[0]
+        torch.testing.assert_close(torch.autograd.grad(found.sum(), logits_NV)[0], expected, rtol=1e-2, atol=0.0)
 
 
 def test_half_precision_is_computed_in_float32_and_rounded_once() -> None:

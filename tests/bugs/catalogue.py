@@ -362,18 +362,34 @@ _bug(
 _bug(
     "masked_targets_get_gradients",
     "meshwright.step.token_statistics",
-    'chosen_C = torch.where(ids_C != IGNORED_LABEL, weights.get("log_probability", none_C), 0.0)',
-    'chosen_C = weights.get("log_probability", none_C)',
+    'chosen_CK = torch.where(ids_CK != IGNORED_LABEL, weights.get("log_probs", none_C[:, None]), 0.0)',
+    'chosen_CK = weights.get("log_probs", none_C[:, None])',
     f"{_STATISTICS}::test_statistics_and_loss_and_their_gradients_are_those_of_whole_logits[linear-5]",
     kind="masks are ignored in backward",
 )
 _bug(
     "rounded_before_one_is_taken_away",
     "meshwright.step.token_statistics",
-    "return found_CL.scatter_(1, local_C[:, None], own_C.to(dtype)[:, None])",
-    "return found_CL.scatter_add_(1, local_C[:, None], torch.where(here_C, chosen_C, 0.0).to(dtype)[:, None])",
+    "return found_CL.scatter_(1, local_CK, own_CK.to(dtype))",
+    "return found_CL.scatter_add_(1, local_CK, chosen_CK.to(dtype))",
     f"{_STATISTICS}::test_half_precision_is_computed_in_float32_and_rounded_once",
     kind="a difference of rounded numbers in half precision",
+)
+_bug(
+    "gradients_of_equal_ids_overwritten",
+    "meshwright.step.token_statistics",
+    "        if chosen_CK.shape[1] == 1:\n",
+    "        if chosen_CK.shape[1]:\n",
+    f"{_STATISTICS}::test_statistics_and_loss_and_their_gradients_are_those_of_whole_logits[linear-5]",
+    kind="of several gradients of one element, the last one counts",
+)
+_bug(
+    "highest_of_this_rank",
+    "meshwright.step.token_statistics",
+    "    return Measures(highest_C + sum_C.log(), highest_C,",
+    "    return Measures(highest_C + sum_C.log(), exponentials.highest_C,",
+    f"{_STATISTICS}::test_ranks_that_share_the_vocabulary_find_what_one_does[2-19]",
+    kind="a maximum over this rank's part is taken for that over all",
 )
 _bug(
     "gradients_of_the_last_chunk",

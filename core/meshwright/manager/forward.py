@@ -26,7 +26,7 @@ from ..step.token_loss import split_targets
 from ..step.token_statistics import Statistic
 from ..strategy.contract import Batch
 from .ending import Ending
-from .row_loss import RowLoss
+from .row_loss import Ask, RowLoss
 
 _FEW_TOKENS = 8
 
@@ -159,7 +159,14 @@ class Forward:
             For each name (B, S): of what follows each position.
         """
         inputs, targets_BS = split_targets(self.on_device(batch))
-        return self._row_loss.statistics(functools.partial(self.outputs, inputs), targets_BS, names)[0]
+
+        def stack(ask: Ask) -> Tensor:
+            found = ask(targets_BS[..., None], names)
+            return torch.stack([found[name].view_as(targets_BS) for name in names])
+
+        run = functools.partial(self.outputs, inputs)
+        values, _ = self._row_loss.of_tokens(run, targets_BS, stack, self._check_logits)
+        return {name: each.bool() if name == "is_top1" else each for name, each in zip(names, values, strict=True)}
 
     def _check_logits(self, shape: Sequence[int], targets_BS: Tensor) -> None:
         for axis in self._axes:

@@ -4,7 +4,7 @@
 those of its own forward. Where they are not, or a row cannot be computed by itself, the loss takes whole logits; all
 ranks decide alike, and the first one says so. What is computed of rows is in `meshwright.step.rows`.
 
-Shapes: B sequences of a microbatch, S tokens each, N rows in all; V entries of the vocabulary.
+Shapes: B sequences of a microbatch, S tokens each, N rows in all, K ids for each; V entries of the vocabulary.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ from ..step.token_statistics import Statistic
 
 Run = Callable[[], Any]
 """Calls a model, and gives what it returns, with `logits`."""
+Ask = Callable[[Tensor, Sequence[Statistic]], dict[str, Tensor]]
+"""`ask(ids_BSK, names)`: statistics of tokens with gradients, (B, S) for each name, (B, S, K) for "log_probs"; what
+`token_statistics` says of rows holds."""
+Check = Callable[[torch.Size, Tensor], None]
+"""Is given the shape of the logits, and the targets, to refuse those of other positions."""
 
 _LARGE = 2**25
 """Rows x entries from which logits are computed in chunks: 128 MiB in float32, of which a step would hold three."""
@@ -121,15 +126,12 @@ class RowLoss:
 
     # -- in a step
 
-    def share(
-        self, run: Run, targets_BS: Tensor, num_tokens: Tensor, check: Callable[[torch.Size, Tensor], None]
-    ) -> tuple[Tensor, Any]:
+    def share(self, run: Run, targets_BS: Tensor, num_tokens: Tensor, check: Check) -> tuple[Tensor, Any]:
         """The sum of the cross entropy over unmasked targets [nats], divided by `num_tokens`; and what `run` gave.
 
         Args:
             targets_BS: int64, the label that each position predicts.
             num_tokens: of the step.
-            check: is given the shape of the logits and the targets, to refuse those of other positions.
 
         Raises:
             ModelError: the model does not do what it did when it was tried.
@@ -141,11 +143,7 @@ class RowLoss:
             return target_loss_sum(outputs.logits, targets_BS) / num_tokens, outputs
 
         def loss(logits: DeferredLogits) -> Tensor:
-            check(logits.shape, targets_BS)
-            if logits.shape[:-1] != targets_BS.shape:
-                raise ModelError(
-                    f"{self._model} gives logits {tuple(logits.shape)} for targets {tuple(targets_BS.shape)}."
-                )
+            self._check(logits.shape, targets_BS, check)
             rows = self._rows(logits)
             return token_loss(
                 rows, targets_BS.flatten(), num_tokens, chunk_rows=self._chunk_rows(rows), waiting=head.waiting
@@ -153,29 +151,46 @@ class RowLoss:
 
         return self._asked(head, run, loss)
 
-    def statistics(self, run: Run, ids_BS: Tensor, names: Sequence[Statistic]) -> tuple[dict[str, Tensor], Any]:
-        """Statistics of tokens, (B, S) for each name, with gradients, see `token_statistics`; and what `run` gave.
+    def of_tokens(
+        self, run: Run, targets_BS: Tensor, consume: Callable[[Ask], Tensor], check: Check
+    ) -> tuple[Tensor, Any]:
+        """What `consume` makes of statistics of tokens, with its gradient; and what `run` gave.
 
         Args:
-            ids_BS: int64, the id whose log-probability is asked for at each position; `IGNORED_LABEL` for none.
-            names: of the statistics.
+            targets_BS: int64, the label that each position predicts.
+            consume: called once, at the end of the model's forward or behind it, without autocast; it may ask any
+                number of times while it runs, and only then. Each time the logits are computed anew, by rows. Its
+                tensor may have any shape; what else it keeps must have no gradient.
+
+        Raises:
+            ModelError: the model does not do what it did when it was tried.
         """
+        head, shape = self._head_for(targets_BS.numel()), targets_BS.shape
 
-        def values(rows: Rows, chunk_rows: int) -> Tensor:
-            found = token_statistics(rows, ids_BS.flatten(), names, chunk_rows=chunk_rows)
-            return torch.stack([*found.values()])
+        def answer(rows: Rows, chunk_rows: int) -> Tensor:
+            def ask(ids_BSK: Tensor, names: Sequence[Statistic]) -> dict[str, Tensor]:
+                found = token_statistics(rows, ids_BSK.flatten(0, 1), names, chunk_rows=chunk_rows)
+                return {name: each.unflatten(0, shape) for name, each in found.items()}
 
-        def by_rows(logits: DeferredLogits) -> Tensor:
-            rows = self._rows(logits)
-            return values(rows, self._chunk_rows(rows))
+            with torch.autocast(targets_BS.device.type, enabled=False):
+                return consume(ask)
 
-        head = self._head_for(ids_BS.numel())
         if head is None:
             outputs = run()
-            found_KN = values(Rows.of_logits(outputs.logits), self._given or _LEAST_ROWS)
-        else:
-            found_KN, outputs = self._asked(head, run, by_rows)
-        return dict(zip(names, found_KN.unflatten(1, ids_BS.shape), strict=True)), outputs
+            self._check(outputs.logits.shape, targets_BS, check)
+            return answer(Rows.of_logits(outputs.logits), self._given or _LEAST_ROWS), outputs
+
+        def by_rows(logits: DeferredLogits) -> Tensor:
+            self._check(logits.shape, targets_BS, check)
+            rows = self._rows(logits)
+            return answer(rows, self._chunk_rows(rows))
+
+        return self._asked(head, run, by_rows)
+
+    def _check(self, shape: torch.Size, targets_BS: Tensor, check: Check) -> None:
+        check(shape, targets_BS)
+        if shape[:-1] != targets_BS.shape:
+            raise ModelError(f"{self._model} gives logits {tuple(shape)} for targets {tuple(targets_BS.shape)}.")
 
     def rehearse(self, run: Run, rows: int) -> None:
         """Run the model as for the loss of so many rows, of which none is computed.

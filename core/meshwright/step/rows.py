@@ -8,8 +8,8 @@ rows are computed once more in backward, chunk by chunk.
 In half precision each product is rounded as it is for whole logits. Only the sum of a weight's gradient over chunks is
 rounded once for each chunk, as that over microbatches is.
 
-Shapes: N rows, one for each position of a microbatch, H features each, C of them in a chunk; V entries of the
-vocabulary, L of them on this rank; K statistics.
+Shapes: N rows, one for each position of a microbatch, H features each, C of them in a chunk, K ids for each; V entries
+of the vocabulary, L of them on this rank.
 """
 
 from __future__ import annotations
@@ -76,20 +76,25 @@ class Rows:
         return cls(flat, (), Projection(lambda x, given: x, False, vocabulary))
 
 
-def token_statistics(rows: Rows, ids_N: Tensor, names: Sequence[Statistic], *, chunk_rows: int) -> dict[str, Tensor]:
-    """Statistics of tokens, with gradients. Collective where ranks share the vocabulary.
+def token_statistics(rows: Rows, ids_NK: Tensor, names: Sequence[Statistic], *, chunk_rows: int) -> dict[str, Tensor]:
+    """Statistics of tokens, with gradients but for "is_top1". Collective where ranks share the vocabulary.
 
     Args:
         rows: one for each token.
-        ids_N: int64, the id whose log-probability is asked for; `IGNORED_LABEL` where none is, which gives 0.
+        ids_NK: int64, K >= 0 ids for each row, whose log-probabilities are asked for; "is_top1" is about the first.
+            `IGNORED_LABEL` where none is, which gives 0 and False.
         names: of the statistics.
         chunk_rows: rows of which logits are held at once, at least 1.
 
     Returns:
-        For each name (N,), float32, or float64 for float64 rows.
+        For each name (N,), float32, or float64 for float64 rows; (N, K) for "log_probs"; bool for "is_top1".
     """
-    values = _Statistics.apply(rows.projection, ids_N, tuple(names), chunk_rows, rows.hidden_NH, *rows.tensors)
-    return dict(zip(names, values.unbind(0), strict=True))
+    if not names:
+        return {}
+    if "log_probs" not in names:
+        ids_NK = ids_NK[:, : int("is_top1" in names)]
+    values = _Statistics.apply(rows.projection, ids_NK, tuple(names), chunk_rows, rows.hidden_NH, *rows.tensors)
+    return dict(zip(names, values, strict=True))
 
 
 def token_loss(
@@ -109,7 +114,7 @@ def token_loss(
     inputs = (rows.hidden_NH, *rows.tensors)
     has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
     if has_gradient and waiting:
-        (values,) = token_statistics(rows, targets_N, ["log_probability"], chunk_rows=chunk_rows).values()
+        (values,) = token_statistics(rows, targets_N[:, None], ["log_probs"], chunk_rows=chunk_rows).values()
         return -values.sum() * factor
     needs = [has_gradient and each.requires_grad for each in inputs]
     loss: Tensor = _Loss.apply(rows.projection, targets_N, factor, chunk_rows, needs, waiting, *inputs)
@@ -210,14 +215,14 @@ class Sums:
         return [self.hidden_NH, *self._tensors]
 
 
-def _add_loss(chunk: _Chunk, part: slice, targets_C: Tensor, factor: Tensor, sums: Sums) -> Tensor:
+def _add_loss(chunk: _Chunk, part: slice, targets_C1: Tensor, factor: Tensor, sums: Sums) -> Tensor:
     """The sum of a chunk's log-probabilities; `factor` times the gradients of the loss join the others."""
     vocabulary = chunk.projection.vocabulary
-    measures, exponentials = measure(chunk.wide(), targets_C, vocabulary, ["log_probability"])
+    measures, exponentials = measure(chunk.wide(), targets_C1, vocabulary, ["log_probs"])
     if any(chunk.needs):
-        weights: dict[Statistic, Tensor] = {"log_probability": -factor.expand(targets_C.shape)}
-        chunk.add(exponentials.gradient(measures, targets_C, vocabulary, weights, chunk.dtype), part, sums)
-    return measures.values("log_probability", targets_C).sum()
+        weights: dict[Statistic, Tensor] = {"log_probs": -factor.expand(targets_C1.shape)}
+        chunk.add(exponentials.gradient(measures, targets_C1, vocabulary, weights, chunk.dtype), part, sums)
+    return measures.values("log_probs", targets_C1).sum()
 
 
 # -- autograd
@@ -241,7 +246,7 @@ class _Loss(torch.autograd.Function):
         sums, total = Sums(hidden_NH, needs), factor.new_zeros(())
         for part in _parts(hidden_NH.shape[0], chunk_rows):
             chunk = _Chunk(projection, hidden_NH[part], tensors, needs)
-            total -= _add_loss(chunk, part, targets_N[part], factor, sums)
+            total -= _add_loss(chunk, part, targets_N[part, None], factor, sums)
             # Its logits must not outlive it until the next chunk has others.
             del chunk
         ctx.sums = sums
@@ -261,42 +266,46 @@ class _Loss(torch.autograd.Function):
 
 
 class _Statistics(torch.autograd.Function):
-    """See `token_statistics`; (K, N)."""
+    """See `token_statistics`; one for each name."""
 
     @staticmethod
     def forward(
         ctx: Any,
         projection: Projection,
-        ids_N: Tensor,
+        ids_NK: Tensor,
         names: tuple[Statistic, ...],
         chunk_rows: int,
         hidden_NH: Tensor,
         *tensors: Tensor,
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         found, kept = [], []
         for part in _parts(hidden_NH.shape[0], chunk_rows):
             chunk = _Chunk(projection, hidden_NH[part], tensors, [False] * (1 + len(tensors)))
-            measures, _ = measure(chunk.wide(), ids_N[part], projection.vocabulary, names)
+            measures, _ = measure(chunk.wide(), ids_NK[part], projection.vocabulary, names)
             del chunk, _
-            found.append(torch.stack([measures.values(name, ids_N[part]) for name in names]))
+            found.append([measures.values(name, ids_NK[part]) for name in names])
             expected_C = measures.log_sum if measures.expected is None else measures.expected
             kept.append(torch.stack([measures.log_sum, expected_C]))
         ctx.projection, ctx.names, ctx.chunk_rows = projection, names, chunk_rows
-        ctx.save_for_backward(ids_N, torch.cat(kept, 1), hidden_NH, *tensors)
-        return torch.cat(found, 1)
+        ctx.save_for_backward(ids_NK, torch.cat(kept, 1), hidden_NH, *tensors)
+        values = tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+        ctx.mark_non_differentiable(*(each for each in values if not each.is_floating_point()))
+        ctx.set_materialize_grads(False)
+        return values
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_KN: Tensor) -> tuple[Any, ...]:
-        ids_N, kept, hidden_NH, *tensors = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        ids_NK, kept, hidden_NH, *tensors = ctx.saved_tensors
         needs = ctx.needs_input_grad[4:]
         vocabulary, sums = ctx.projection.vocabulary, Sums(hidden_NH, needs)
+        given = {name: grad for name, grad in zip(ctx.names, grads, strict=True) if grad is not None}
         for part in _parts(hidden_NH.shape[0], ctx.chunk_rows):
             chunk = _Chunk(ctx.projection, hidden_NH[part], tensors, needs)
-            # What ranks have exchanged in forward is known.
-            measures = Measures(kept[0, part], kept[0, part], kept[1, part])
-            weights = dict(zip(ctx.names, grad_KN[:, part], strict=True))
+            # What ranks have exchanged in forward is known, and logits of ids are not asked for.
+            measures = Measures(kept[0, part], kept[0, part], kept[0, part, None], kept[1, part])
+            weights = {name: grad[part] for name, grad in given.items()}
             exponentials = Exponentials(chunk.wide())
-            chunk.add(exponentials.gradient(measures, ids_N[part], vocabulary, weights, chunk.dtype), part, sums)
+            chunk.add(exponentials.gradient(measures, ids_NK[part], vocabulary, weights, chunk.dtype), part, sums)
             del chunk, exponentials
         return (None,) * 4 + tuple(sums.all)

@@ -1,11 +1,11 @@
 """What is known of a token from its logits, and the gradients of that, for one chunk of rows at a time.
 
 All of it follows from four sums over the vocabulary, of which ranks that share it exchange their parts in one message.
-With p = softmax(l): d logsumexp / dl = p, d log_probability / dl = onehot - p, d entropy / dl = -p (l - E[l]), and
+With p = softmax(l): d logsumexp / dl = p, d log_prob / dl = onehot - p, d entropy / dl = -p (l - E[l]), and
 d mean_logit / dl = 1 / V. So no graph is recorded, and the exponentials lie where the logits have been.
 
 Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3, for the cross entropy of a divided vocabulary.
-Shapes: C rows of a chunk, V entries of the vocabulary, L of them on this rank, R ranks that share them.
+Shapes: C rows of a chunk, K ids of each; V entries of the vocabulary, L of them on this rank, R ranks that share them.
 """
 
 from __future__ import annotations
@@ -20,34 +20,40 @@ from torch import Tensor
 from ..strategy.contract import IGNORED_LABEL
 from .vocabulary import Vocabulary
 
-Statistic = Literal["log_probability", "logsumexp", "entropy", "mean_logit"]
-"""Of a row of logits: the logarithm of the probability of a given id, that of the sum of all exponentials, the entropy
-of the distribution (all [nats]), and the mean of the logits."""
+Statistic = Literal["log_probs", "logsumexp", "entropy", "mean_logit", "is_top1"]
+"""Of a row of logits: the logarithm of the probability of each given id, that of the sum of all exponentials, the
+entropy of the distribution (all [nats]), the mean of the logits, and whether none is higher than that of the first
+given id."""
 STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
 
 
 @dataclass(frozen=True)
 class Measures:
-    """Of each row, over the whole vocabulary; each (C,), float32, or float64 for float64 logits.
+    """Of each row, over the whole vocabulary; each (C,) unless said, float32, or float64 for float64 logits.
 
     Attributes:
         log_sum: logsumexp of the logits.
-        chosen: the logit of the row's id, 0 where it has none.
+        highest: of the logits.
+        chosen: (C, K), the logits of the row's ids, 0 where it has none.
         expected: the mean logit under the distribution; None where it was not asked for.
         mean: the mean logit; likewise.
     """
 
     log_sum: Tensor
+    highest: Tensor
     chosen: Tensor
     expected: Tensor | None = None
     mean: Tensor | None = None
 
-    def values(self, name: Statistic, ids_C: Tensor) -> Tensor:
-        """One statistic, (C,); a log-probability is 0 where the row has no id."""
+    def values(self, name: Statistic, ids_CK: Tensor) -> Tensor:
+        """One statistic: (C, K) for "log_probs", 0 where there is no id, else (C,)."""
+        has_id_CK = ids_CK != IGNORED_LABEL
+        if name == "log_probs":
+            return torch.where(has_id_CK, self.chosen - self.log_sum[:, None], 0.0)
+        if name == "is_top1":
+            return (has_id_CK & (self.chosen == self.highest[:, None]))[:, :1].any(-1)
         found = {"logsumexp": self.log_sum, "mean_logit": self.mean}.get(name)
-        if name == "log_probability":
-            found = torch.where(ids_C != IGNORED_LABEL, self.chosen - self.log_sum, 0.0)
-        elif name == "entropy" and self.expected is not None:
+        if name == "entropy" and self.expected is not None:
             found = self.log_sum - self.expected
         if found is None:
             raise ValueError(f"{name} was not measured")
@@ -76,7 +82,7 @@ class Exponentials:
     def gradient(
         self,
         measures: Measures,
-        ids_C: Tensor,
+        ids_CK: Tensor,
         vocabulary: Vocabulary,
         weights: Mapping[Statistic, Tensor],
         dtype: torch.dtype,
@@ -86,14 +92,16 @@ class Exponentials:
 
         Args:
             measures: of the same rows.
-            ids_C: int64.
-            weights: of each row, (C,), for some of the statistics.
+            ids_CK: int64.
+            weights: of each row, (C,), or (C, K) for "log_probs", for some of the statistics.
             dtype: of the gradient, which is rounded once.
         """
         values_CL, none_C = self.values_CL, torch.zeros_like(self.highest_C)
         factor_C = (self.highest_C - measures.log_sum).exp_()
-        chosen_C = torch.where(ids_C != IGNORED_LABEL, weights.get("log_probability", none_C), 0.0)
-        by_value_C = (weights.get("logsumexp", none_C) - chosen_C) * factor_C
+        if "log_probs" not in weights:
+            ids_CK = ids_CK[:, :0]
+        chosen_CK = torch.where(ids_CK != IGNORED_LABEL, weights.get("log_probs", none_C[:, None]), 0.0)
+        by_value_C = (weights.get("logsumexp", none_C) - chosen_CK.sum(-1)) * factor_C
         more_CL = None
         if "entropy" in weights and measures.expected is not None:
             by_entropy_C = weights["entropy"] * factor_C
@@ -102,51 +110,57 @@ class Exponentials:
         if "mean_logit" in weights:
             mean_C = weights["mean_logit"] / vocabulary.size(values_CL.shape[1])
             more_CL = mean_C[:, None] if more_CL is None else more_CL.add_(mean_C[:, None])
-        here_C, local_C = _local(ids_C, vocabulary, values_CL.shape[1])
+        here_CK, local_CK = _local(ids_CK, vocabulary, values_CL.shape[1])
         found_CL = values_CL if dtype == values_CL.dtype else torch.empty_like(values_CL, dtype=dtype)
         if more_CL is not None:
             torch.add(values_CL.mul_(by_value_C[:, None]), more_CL, out=values_CL)
             by_value_C = torch.ones_like(by_value_C)
         if not values_CL.shape[1]:
             return found_CL
+        chosen_CK = torch.where(here_CK, chosen_CK, 0.0)
         # p - 1 before it is rounded: where p is almost 1, nothing would be left of the difference.
-        own_C = values_CL.gather(1, local_C[:, None])[:, 0] * by_value_C + torch.where(here_C, chosen_C, 0.0)
-        torch.mul(values_CL, by_value_C[:, None], out=found_CL)
-        return found_CL.scatter_(1, local_C[:, None], own_C.to(dtype)[:, None])
+        if chosen_CK.shape[1] == 1:
+            own_CK = values_CL.gather(1, local_CK) * by_value_C[:, None] + chosen_CK
+            torch.mul(values_CL, by_value_C[:, None], out=found_CL)
+            return found_CL.scatter_(1, local_CK, own_CK.to(dtype))
+        values_CL.mul_(by_value_C[:, None]).scatter_add_(1, local_CK, chosen_CK)
+        return found_CL if found_CL is values_CL else found_CL.copy_(values_CL)
 
 
 def measure(
-    logits_CL: Tensor, ids_C: Tensor, vocabulary: Vocabulary, names: Sequence[Statistic]
+    logits_CL: Tensor, ids_CK: Tensor, vocabulary: Vocabulary, names: Sequence[Statistic]
 ) -> tuple[Measures, Exponentials]:
     """Measure a chunk of rows. Collective where ranks share the vocabulary.
 
     Args:
         logits_CL: floating point, float32 or wider, of this rank's entries; their memory is used.
-        ids_C: int64, of the whole vocabulary; `IGNORED_LABEL` for none.
+        ids_CK: int64, of the whole vocabulary; `IGNORED_LABEL` for none.
         names: what `Measures.values` will be asked for.
     """
-    local = {}
-    if "mean_logit" in names:
-        local["mean"] = logits_CL.sum(-1)
-    chosen_C = logits_CL.new_zeros(logits_CL.shape[0])
-    if logits_CL.shape[1]:
-        here_C, local_C = _local(ids_C, vocabulary, logits_CL.shape[1])
-        chosen_C = torch.where(here_C, logits_CL.gather(1, local_C[:, None])[:, 0], 0.0)
+    entries = logits_CL.shape[1]
+    more = {"mean": logits_CL.sum(-1)} if "mean_logit" in names else {}
+    chosen_CK = logits_CL.new_zeros(ids_CK.shape)
+    if entries:
+        here_CK, local_CK = _local(ids_CK, vocabulary, entries)
+        chosen_CK = torch.where(here_CK, logits_CL.gather(1, local_CK), 0.0)
     exponentials = Exponentials(logits_CL)
-    local = {"highest": exponentials.highest_C, "sum": exponentials.values_CL.sum(-1), "chosen": chosen_C, **local}
     if "entropy" in names:
-        local["expected"] = exponentials.expected_sum()
-    each = dict(zip(local, vocabulary.each(torch.stack([*local.values()])).unbind(1), strict=True))
+        more["expected"] = exponentials.expected_sum()
+    parts = {"highest": exponentials.highest_C, "sum": exponentials.values_CL.sum(-1), **more}
+    message = torch.cat([torch.stack([*parts.values()]), chosen_CK.t()])
+    each_RMC = vocabulary.each(message)
+    each = dict(zip(parts, each_RMC.unbind(1), strict=False))
     highest_C = each["highest"].amax(0)
     scale_RC = (each["highest"] - highest_C).exp_()
     sum_C = (each["sum"] * scale_RC).sum(0)
     expected_C = (each["expected"] * scale_RC).sum(0) / sum_C if "expected" in each else None
-    mean_C = each["mean"].sum(0) / vocabulary.size(logits_CL.shape[1]) if "mean" in each else None
-    return Measures(highest_C + sum_C.log(), each["chosen"].sum(0), expected_C, mean_C), exponentials
+    mean_C = each["mean"].sum(0) / vocabulary.size(entries) if "mean" in each else None
+    chosen_CK = each_RMC[:, len(parts) :].sum(0).t()
+    return Measures(highest_C + sum_C.log(), highest_C, chosen_CK, expected_C, mean_C), exponentials
 
 
-def _local(ids_C: Tensor, vocabulary: Vocabulary, entries: int) -> tuple[Tensor, Tensor]:
+def _local(ids_CK: Tensor, vocabulary: Vocabulary, entries: int) -> tuple[Tensor, Tensor]:
     """Whether each id is one of this rank's entries, and which, or 0."""
-    local_C = ids_C - vocabulary.start
-    here_C = (ids_C != IGNORED_LABEL) & (local_C >= 0) & (local_C < entries)
-    return here_C, torch.where(here_C, local_C, 0)
+    local_CK = ids_CK - vocabulary.start
+    here_CK = (ids_CK != IGNORED_LABEL) & (local_CK >= 0) & (local_CK < entries)
+    return here_CK, torch.where(here_CK, local_CK, 0)
