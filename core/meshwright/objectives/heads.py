@@ -88,7 +88,7 @@ class Reward(SequenceObjective):
         chosen_P, rejected_P = pairs(feature(outputs.logits, 2, self.name))
         margin_P = chosen_P - rejected_P
         if "margin" in batch:
-            margin_P = margin_P - pairs(batch["margin"].to(margin_P.dtype))[0]
+            margin_P = margin_P - pairs(batch["margin"].to(margin_P.dtype))[0].where(kept_P, 0.0)
         loss_P = -log_sigmoid(margin_P)
         if self.center:
             loss_P = loss_P + self.center * (chosen_P + rejected_P) ** 2

@@ -102,8 +102,8 @@ class DPO(SequenceObjective):
         if self.rpo_alpha:
             each["nll"] = -pairs(own_B / lengths(tokens))[0]
             loss_P = loss_P + self.rpo_alpha * each["nll"]
-        rewards = (self.beta * each for each in pairs(ratio_B))
-        return loss_P.where(kept_P, 0.0).sum(), reward_sums(*rewards, kept_P) | total(each, kept_P)
+        chosen_P, rejected_P = pairs(self.beta * ratio_B)
+        return loss_P.where(kept_P, 0.0).sum(), reward_sums(chosen_P, rejected_P, kept_P) | total(each, kept_P)
 
 
 class KTO(SequenceObjective):
@@ -116,8 +116,8 @@ class KTO(SequenceObjective):
 
     kl estimates how far the model has gone from the reference: at least 0, the mean over the global batch of the sums
     of log p - log p_reference over answers that belong to other prompts. A mean over the batch is no sum over its
-    tokens, so that it is a column: before a step, shift the answers by one prompt, take `manager.token_stats` of these with the
-    model and the reference, and the mean of their difference over all ranks; see docs/objectives.md.
+    tokens, so that it is a column: before a step, shift the answers by one prompt, take `manager.token_stats` of these
+    with the model and the reference, and the mean of their difference over all ranks; see docs/objectives.md.
 
     Columns: `reference_log_probs`, (B, S) or (B,); `desirable` (B,), bool; `reference_kl` (B,), for `kto`.
     Sums: `rewards/chosen` and `logps/chosen` over wanted answers, `rewards/rejected` and `logps/rejected` over others,
@@ -143,11 +143,11 @@ class KTO(SequenceObjective):
         own_B, kept_B, wanted_B = sequence_log_probs(tokens), tokens.mask.any(1), batch["desirable"]
         ratio_B = own_B - sequence_log_probs(tokens, batch[REFERENCE.name])
         kl_B = batch["reference_kl"].to(own_B.dtype).clamp(min=0).where(kept_B, 0.0) if self.loss == "kto" else 0.0
-        sign_B = wanted_B.to(own_B.dtype) * 2 - 1
-        weight_B = wanted_B * self.desirable_weight + ~wanted_B * self.undesirable_weight
+        good_B = wanted_B.to(own_B.dtype)
+        sign_B, weight_B = 2 * good_B - 1, good_B * self.desirable_weight + (1 - good_B) * self.undesirable_weight
         loss_B = weight_B * (1 - (self.beta * sign_B * (ratio_B - kl_B)).sigmoid())
         each = {"rewards": self.beta * ratio_B, "logps": own_B, "count": own_B.new_ones(own_B.shape)}
-        sums = {}
+        sums: Sums = {}
         for side, kept in (("chosen", kept_B & wanted_B), ("rejected", kept_B & ~wanted_B)):
             sums |= {f"{name}/{side}": value for name, value in total(each, kept).items()}
         return loss_B.where(kept_B, 0.0).sum(), sums

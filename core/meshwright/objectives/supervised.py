@@ -117,11 +117,11 @@ class Distill(Objective):
     are the whole divergence.
 
     A temperature T divides all logits. With `rest: renormalize` that is exact, since the sum over other entries
-    cancels; with `rest: entry` it would take a sum over the vocabulary that nothing here has, so that only 1 is allowed.
-    The teacher's column holds its log-probabilities at T = 1, and nothing is multiplied by T^2.
+    cancels; with `rest: entry` it would take a sum over the vocabulary that nothing here has, so that only 1 is
+    allowed. The teacher's column holds its log-probabilities at T = 1, and nothing is multiplied by T^2.
 
     Columns: `teacher_ids` (B, S, K), int64, -100 for fewer; `teacher_log_probs` (B, S, K).
-    Sums: `divergence`, `nll`.
+    Sums: `divergence`, and `nll` with a weight below 1.
     Source: Hinton et al. 2015, arXiv:1503.02531; Agarwal et al. 2024, arXiv:2306.13649. In trl: `beta` of
     DistillationTrainer and GKDTrainer on whole vocabularies; of the server's top-k, `rest: entry` is
     `loss_add_tail=True`.
@@ -152,7 +152,7 @@ class Distill(Objective):
     def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
         from .functions import ABSENT, absent, divergence, total
 
-        nll_BS, kept_BS = -tokens.log_probs, tokens.mask
+        kept_BS = tokens.mask
         ids_BSK, valid_BSK = absent(batch["teacher_ids"], kept_BS)
         student_BSK = tokens.log_probs_of(ids_BSK)
         teacher_BSK = batch["teacher_log_probs"].to(student_BSK.dtype).clamp(min=ABSENT)
@@ -160,8 +160,11 @@ class Distill(Objective):
             self._as_whole(each.where(valid_BSK, ABSENT)) for each in (student_BSK, teacher_BSK)
         )
         found_BS = divergence(student_BSK, teacher_BSK, self.beta).where(valid_BSK.any(-1), 0.0)
-        loss_BS = self.weight * found_BS + (1 - self.weight) * nll_BS if self.weight < 1 else found_BS
-        return loss_BS.sum(), total({"divergence": found_BS, "nll": nll_BS}, kept_BS)
+        loss_BS, each = found_BS, {"divergence": found_BS}
+        if self.weight < 1:
+            each["nll"] = -tokens.log_probs
+            loss_BS = self.weight * found_BS + (1 - self.weight) * each["nll"]
+        return loss_BS.sum(), total(each, kept_BS)
 
     def _as_whole(self, log_probs_BSK: Tensor) -> Tensor:
         """Log-probabilities of a whole distribution, (B, S, K) or (B, S, K + 1)."""
