@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.checkpoint.ownership import SMALL_BYTES, Rectangle, divide
+from meshwright.tensors.ownership import SMALL_BYTES, Rectangle, divide
 
 
 @st.composite

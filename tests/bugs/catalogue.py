@@ -968,7 +968,7 @@ _bug(
 )
 _bug(
     "a_row_is_written_by_nobody",
-    "meshwright.checkpoint.ownership",
+    "meshwright.tensors.ownership",
     "start, end = size * index // count, size * (index + 1) // count",
     "start, end = size // count * index, size // count * (index + 1)",
     "tests/test_checkpoint_ownership.py::test_every_element_is_written_once_by_a_rank_that_has_it",

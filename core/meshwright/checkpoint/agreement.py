@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..tensors.ownership import Rectangle, divide
 from ..tensors.pieces import Sharded
 from ..tensors.state import OptimizerState
 from .index import dtype_name, written_index
-from .ownership import Rectangle, divide
 
 
 class Share(NamedTuple):

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..tensors.ownership import Rectangle
 from ..tensors.state import TensorKind
 from .manifest import broken
-from .ownership import Rectangle
 
 INDEX = "index.json"
 

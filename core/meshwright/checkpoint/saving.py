@@ -19,6 +19,7 @@ from ..base.errors import CheckpointError, CheckpointWriteError
 from ..base.version import __version__
 from ..mesh.world import new_group
 from ..strategy.contract import StrategyManager
+from ..tensors.ownership import Rectangle
 from ..tensors.pieces import Sharded
 from ..tensors.state import ShardedState
 from .agreement import Agreement
@@ -26,7 +27,6 @@ from .directory import HUGGING_FACE, begin, commit, discard
 from .index import INDEX, payload_name
 from .manifest import Manifest, StoredFile, digests
 from .optimizer import settings_name, settings_of
-from .ownership import Rectangle
 from .payload import write_tensors
 from .schedule import note_rates
 from .values import RANDOM, flat, plain, random_state
@@ -165,10 +165,7 @@ def own_group() -> Iterator[dist.ProcessGroup]:
 
 def cut(sharded: Sharded, rectangle: Rectangle) -> Tensor:
     """A rectangle, as a view of the piece that holds it."""
-    for piece in sharded.pieces:
-        starts = [a - b for a, b in zip(rectangle.offsets, piece.offsets, strict=True)]
-        ends = [start + size for start, size in zip(starts, rectangle.sizes, strict=True)]
-        if all(start >= 0 for start in starts) and all(e <= s for e, s in zip(ends, piece.sizes, strict=True)):
-            part = tuple(slice(start, end) for start, end in zip(starts, ends, strict=True))
-            return piece.tensor[part].detach()
-    raise CheckpointError(f"this rank has not the part of {rectangle.name} that it is to write.")
+    found = sharded.cut(rectangle.offsets, rectangle.sizes)
+    if found is None:
+        raise CheckpointError(f"this rank has not the part of {rectangle.name} that it is to write.")
+    return found

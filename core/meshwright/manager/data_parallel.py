@@ -6,10 +6,8 @@ the reduction waits for the last microbatch. `single` shows the smallest one.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+import functools
+from collections.abc import Mapping, Sequence
 
 import torch
 from pydantic import BaseModel
@@ -24,123 +22,45 @@ from ..model.offload import OffloadedBlocks
 from ..model.weights import Weights, fill, materialize
 from ..step.agreement import agree, announce
 from ..step.batch import Terms
-from ..step.forward_options import forward_options
+from ..step.forward_options import forward_options, forward_takes
+from ..step.objective import Given, Tally, without_columns
+from ..step.recorder import Recorder
 from ..step.router_loss import RouterLoss
 from ..step.row_head import RowHead
 from ..strategy.ask import model_layout
-from ..strategy.contract import Batch
+from ..strategy.contract import Batch, Objective, TokenStatistic
 from ..tensors.norms import check_clip
 from .call_order import check_new, check_nothing_pending
+from .duties import Duties
 from .ending import Ending, Findings
 from .forward import Forward
 from .gradients import Gradients
 from .row_loss import RowLoss
 from .start import asks_for_router_loss, check_reduce_dtype, check_trainable, equal_weights, share_random_state
-from .stateful import StatefulManager
+from .steps import Steps
 
 
-class DataParallelManager(StatefulManager):
-    """Forward, backward and clipping for strategies with one model part on every rank; see also `StatefulManager`.
+class DataParallelManager(Duties):
+    """Forward, backward and clipping for strategies with one model part on every rank; see also `Duties`.
 
     Attributes:
         module: what `parallelize` returned, which is called; a wrapper around `model`, or `model` itself.
         layout: the model's structure as it was before sharding.
-        forward: calls the module, and knows the axes; there after `parallelize`.
         gradients: of what is trained; there after `parallelize`.
     """
 
     module: nn.Module
     layout: ModelLayout
-    forward: Forward
     gradients: Gradients
-    shards_on_meta: ClassVar[bool] = False
-    """Whether `shard` takes a model on the meta device, which gets memory and values afterwards; else it gets them
-    before, and `shard` sees a whole model."""
     in_pipeline: bool = False
     """Whether the model is one stage of a pipeline; see `parallelize_stage`."""
     activations: BudgetedBlocks | OffloadedBlocks | None = None
     """What `checkpoint_blocks` has returned: blocks that hold what a budget allows, or in host memory."""
-    runs_in_pipeline: ClassVar[bool] = False
-    """Whether the strategy heeds `in_pipeline`."""
 
     def __init__(self, config: BaseModel, mesh: Mesh) -> None:
         super().__init__(config, mesh)
         self._gradients_are_checked = False
-        self._ending = Ending()
-
-    # -- what a strategy says
-
-    def check_model(self, model: nn.Module) -> None:
-        """Refuse a model that the strategy cannot train, before anything is changed; also for all the stages of a
-        pipeline, which then are not asked.
-
-        Raises:
-            ModelError: on all ranks alike.
-        """
-
-    @abstractmethod
-    def shard(self, model: nn.Module) -> nn.Module:
-        """Lay `model` out over the mesh, gradients reduced by SUM, and return the module to call."""
-
-    def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one microbatch; defers the reduction unless `is_last`."""
-        return nullcontext()
-
-    def after_backward(self, *, is_last: bool) -> None:
-        """Called after each microbatch's backward."""
-
-    def check_batches(self, microbatches: Sequence[Batch]) -> None:
-        """Refuse microbatches of this rank that the strategy cannot train on; no collective.
-
-        Raises:
-            BatchError: as it is told on all ranks.
-        """
-        self.forward.check_division(microbatches)
-
-    def around_step(self, microbatches: Sequence[Batch]) -> AbstractContextManager[None]:
-        """Around all forwards and backwards of a step or evaluation."""
-        return nullcontext()
-
-    def after_eval(self) -> None:
-        """Called after forwards that no backward follows."""
-
-    @property
-    def parameters_on(self) -> torch.device:
-        """Where parameters lie after `shard`; the mesh's device unless they are offloaded."""
-        return self.mesh.device
-
-    @property
-    def reduces_once(self) -> bool:
-        """Whether gradients are reduced in the last backward of a step only."""
-        return True
-
-    @property
-    def sums_dtype(self) -> str | None:
-        """The dtype in which gradients are summed; None: their own."""
-        return getattr(self.config, "reduce_dtype", None)
-
-    def make_gradients(self) -> Gradients:
-        """What is clipped; for strategies to replace whose gradients are divided in their own way."""
-        wide = self.sums_dtype is not None
-        # Who asks for sums that do not depend on the layout wants the same of the factor that clips them.
-        return Gradients(self.trainable, self.parts, self.mesh, wide=wide)
-
-    @property
-    def reduces_later(self) -> bool:
-        """In a pipeline: whether a last backward would wait for its reductions, and may be run as others are, with
-        `reduce_gradients` to follow when what it gives to the stage before is on its way."""
-        return False
-
-    def reduce_gradients(self) -> None:
-        """In a pipeline whose backwards were all run with `is_last=False`: what the last one does. Collective."""
-
-    def check_gradients(self) -> Findings | None:
-        """Called after the last microbatch, when gradients are reduced.
-
-        Returns:
-            Which of them this rank has used, and what may be wrong with them, to be told to all; None: nothing.
-        """
-        return None
+        self._steps, self._recorder = Steps(mesh), Recorder()
 
     # -- the contract
 
@@ -154,6 +74,7 @@ class DataParallelManager(StatefulManager):
         config = getattr(model, "config", None)
         # A pipeline adds it over its stages.
         router_loss = RouterLoss(config) if asks_for_router_loss(model) and not self.in_pipeline else None
+        self._taken = forward_takes(model)
         options = {in_parts: forward_options(model, in_parts=in_parts) for in_parts in (False, True)}
         # Sharding changes the class. Innermost of what is put around, so before anything is sharded.
         name, head = type(model).__name__, RowHead(model, self.layout.head) if self.layout.head else None
@@ -201,56 +122,94 @@ class DataParallelManager(StatefulManager):
         self.in_pipeline = True
         return self.parallelize(model, weights)
 
-    def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
+    def forward_backward(
+        self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
+    ) -> Tensor:
         self._require_model()
         self.settle()
-        agreed = agree(microbatches, num_tokens, self.mesh, self._terms)
+        given = self._given(objective)
+        agreed = agree(microbatches, num_tokens, self.mesh, self._terms(given))
         microbatches, num_tokens = agreed.microbatches, agreed.num_tokens
         check_nothing_pending(self.trainable())
         if not self.module.training:
             self.module.train()
         losses = []
-        with self.forward.around_step(), self.around_step(microbatches):
-            self.forward.try_out(microbatches)
-            self._choose_activations(microbatches)
+        with self.forward.around_step(), self.around_step(without_columns(given, microbatches)):
+            tally = self._tally(given, microbatches)
+            self._choose_activations(without_columns(given, microbatches))
             for index, batch in enumerate(microbatches):
                 is_last = index == len(microbatches) - 1
                 with self.sync_gradients(is_last=is_last):
-                    loss = self._loss(batch, num_tokens, len(microbatches))
+                    loss = self._loss(batch, num_tokens, len(microbatches), tally)
                     loss.backward()
                 self.after_backward(is_last=is_last)
                 losses.append(loss.detach())
-        self._ending = Ending([self.finish_gradients()])
-        return self.forward.sum_over_ranks(losses, self._ending)
+        return self._summed(losses, tally, self._steps.trained([self.finish_gradients()], None, tally))
 
-    def eval_loss(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
+    def eval_loss(
+        self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
+    ) -> Tensor:
+        given = self._given(objective)
+        losses, tally = self._evaluated(microbatches, num_tokens, given)
+        return self._summed(losses, tally, self._steps.evaluated(tally))
+
+    def token_stats(self, microbatches: Sequence[Batch], names: Sequence[TokenStatistic]) -> list[dict[str, Tensor]]:
+        self._recorder.begin(names)
+        self._evaluated(microbatches, None, self._given(self._recorder))
+        return self._recorder.found
+
+    def _evaluated(
+        self, microbatches: Sequence[Batch], num_tokens: Tensor | None, given: Given | None
+    ) -> tuple[list[Tensor], Tally | None]:
         self._require_model()
-        agreed = agree(microbatches, num_tokens, self.mesh, self._terms)
+        agreed = agree(microbatches, num_tokens, self.mesh, self._terms(given))
         microbatches, num_tokens = agreed.microbatches, agreed.num_tokens
         was_training = self.module.training
         self.module.eval()
         try:
-            with self.forward.around_step(), self.around_step(microbatches), torch.no_grad():
-                self.forward.try_out(microbatches)
-                losses = [self._loss(batch, num_tokens, len(microbatches)) for batch in microbatches]
+            with self.forward.around_step(), self.around_step(without_columns(given, microbatches)), torch.no_grad():
+                tally = self._tally(given, microbatches)
+                losses = [self._loss(batch, num_tokens, len(microbatches), tally) for batch in microbatches]
         finally:
             self.module.train(was_training)
             self.after_eval()
-        return self.forward.sum_over_ranks(losses, Ending())
+        return losses, tally
+
+    def _summed(self, losses: Sequence[Tensor], tally: Tally | None, ending: Ending) -> Tensor:
+        """The loss of a step from the shares of this rank's microbatches; scalar, equal on all ranks. Collective."""
+        alike = self.mesh.group("tp") if self.mesh.degrees.tp > 1 else None
+        further = None if tally is None else tally.sums / self.forward.sharers
+        over = self.mesh.group("dp_cp")
+        total = ending.add_up(losses, losses[0].device, further=further, over=over, alike=alike)
+        for axis in self.axes:
+            axis.add_losses(total)
+        return self._steps.loss(total, tally, ending).to(losses[0].dtype)
+
+    def _given(self, objective: Objective | None) -> Given | None:
+        return self._steps.given(objective, self._taken)
+
+    def _tally(self, given: Given | None, microbatches: Sequence[Batch]) -> Tally | None:
+        """Before the first forward: what is to be found out of the model, and of an objective."""
+        takes_loss = given is None or given.on == "tokens"
+        self.forward.try_out(without_columns(given, microbatches), takes_loss=takes_loss)
+        return self._steps.tally(given, functools.partial(self.forward.try_objective, microbatches[0]))
+
+    def _terms(self, given: Given | None) -> Terms:
+        return self.forward.terms(self.check_batches, given)
+
+    def announce(self, microbatches: Sequence[Batch], *, objective: Objective | None = None) -> Tensor:
+        self._require_model()
+        return announce(microbatches, self.mesh, self._terms(self._given(objective)))
 
     @property
-    def _terms(self) -> Terms:
-        return self.forward.terms(self.check_batches)
-
-    def announce(self, microbatches: Sequence[Batch]) -> Tensor:
-        self._require_model()
-        return announce(microbatches, self.mesh, self._terms)
+    def last_sums(self) -> Mapping[str, Tensor]:
+        return self._steps.last_sums
 
     def read(self, *values: Tensor) -> list[float]:
-        return self._ending.settle(self.mesh.world, values)
+        return self._steps.read(*values)
 
     def settle(self) -> None:
-        self._ending.settle(self.mesh.world)
+        self._steps.settle()
 
     def _choose_activations(self, microbatches: Sequence[Batch]) -> None:
         """Where there is a budget: choose what blocks hold. Collective, once."""
@@ -258,8 +217,9 @@ class DataParallelManager(StatefulManager):
         for blocks in without_choice([self.activations]):
             choose([blocks], [lambda: self.forward.rehearse(largest)], [world], ONE_STAGE, world)
 
-    def _loss(self, batch: Batch, num_tokens: Tensor, microbatches: int) -> Tensor:
-        return self.forward.share_of_loss(self.forward.divide(batch), num_tokens, microbatches=microbatches)
+    def _loss(self, batch: Batch, num_tokens: Tensor, microbatches: int, tally: Tally | None) -> Tensor:
+        divided = self.forward.divide(batch, None if tally is None else tally.given)
+        return self.forward.share_of_loss(divided, num_tokens, microbatches=microbatches, tally=tally)
 
     def finish_gradients(self) -> Findings:
         """After the last backward of a step: all that is left before the gradients are whole. Collective.

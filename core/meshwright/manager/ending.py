@@ -99,6 +99,7 @@ class Ending:
         losses: Sequence[Tensor],
         device: torch.device,
         *,
+        further: Tensor | None = None,
         over: dist.ProcessGroup,
         alike: dist.ProcessGroup | None = None,
         stages: dist.ProcessGroup | None = None,
@@ -108,29 +109,34 @@ class Ending:
         Args:
             losses: scalars; none, where other ranks have them.
             device: of this rank.
+            further: sums beside, 1-D, float64, likewise; zeros where other ranks have them.
             over: ranks that have other tokens.
             alike: ranks that have the same tokens and other parts of the model.
             stages: ranks that have other stages.
 
         Returns:
-            float64 scalar, so that the sum does not depend on how microbatches are spread over ranks; equal on all.
+            float64, so that sums do not depend on how microbatches are spread over ranks; the loss and then the further
+            sums, 1-D; equal on all.
         """
+        count = 1 + (0 if further is None else further.numel())
         told = [float(is_used) for part in (self._shared, *self._parts) for is_used in part.used]
         wrong = [part.is_wrong for part in self._parts if part.is_wrong is not None]
         known = float(sum(each for each in wrong if isinstance(each, bool)))
-        sums = torch.tensor([0.0, known, *told], dtype=torch.float64).to(device, non_blocking=True)
+        sums = torch.tensor([0.0] * count + [known, *told], dtype=torch.float64).to(device, non_blocking=True)
         if losses:
             sums[0] += torch.stack(list(losses)).sum(dtype=torch.float64)
+        if further is not None:
+            sums[1:count] += further
         for each in wrong:
             if isinstance(each, Tensor):
-                sums[1] += each
+                sums[count] += each
         dist.all_reduce(sums, group=over)
         if alike is not None and self.can_be_wrong:
-            dist.all_reduce(sums[1:2], group=alike)
+            dist.all_reduce(sums[count : count + 1], group=alike)
         if stages is not None:
-            dist.all_reduce(sums[: 2 + len(self._shared.used)], group=stages)
-        self._sums = sums
-        return sums[0]
+            dist.all_reduce(sums[: count + 1 + len(self._shared.used)], group=stages)
+        self._sums = sums[count:]
+        return sums[:count]
 
     def settle(self, world: World, also: Sequence[Tensor] = ()) -> list[float]:
         """Drop the gradients of what no rank has used, once; waits for the device where there is something to know.
@@ -151,9 +157,9 @@ class Ending:
         if sums is None or (uses_all and not asks):
             return _read([each.detach().reshape(1) for each in also]) if also else []
         own = [part.values for part in self._parts if part.values is not None]
-        read = _read([each.detach().reshape(1) for each in also] + [sums[1:], *own])
-        values, wrong, used = read[: len(also)], read[len(also)], read[len(also) + 1 : len(also) + sums.numel() - 1]
-        told = read[len(also) + sums.numel() - 1 :]
+        read = _read([each.detach().reshape(1) for each in also] + [sums, *own])
+        values, wrong, used = read[: len(also)], read[len(also)], read[len(also) + 1 : len(also) + sums.numel()]
+        told = read[len(also) + sums.numel() :]
         errors = []
         for part in self._parts:
             count = part.values.numel() if part.values is not None else 0

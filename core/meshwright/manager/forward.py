@@ -21,14 +21,18 @@ from ..mesh.mesh import Mesh
 from ..step.axis import Axis, Trial
 from ..step.batch import Terms
 from ..step.forward_options import with_router_logits
+from ..step.objective import Given, Tally, check_head, split_whole, tried
+from ..step.recorder import Recorder
 from ..step.router_loss import Notes, RouterLoss, find_routers
 from ..step.token_loss import split_targets
-from ..step.token_statistics import Statistic
 from ..strategy.contract import Batch
-from .ending import Ending
-from .row_loss import Ask, RowLoss
+from .row_loss import RowLoss
+from .values import Values
 
 _FEW_TOKENS = 8
+
+Complete = Callable[[Batch], Batch]
+"""Makes of a divided batch, on this rank's device, what the module is called with."""
 
 
 class Forward:
@@ -59,6 +63,7 @@ class Forward:
     ) -> None:
         self._module, self._mesh, self._axes, self._options = module, mesh, axes, options
         self._row_loss = row_loss
+        self._values = Values(axes, row_loss, self._check_logits)
         self._router_loss, self._vocab_size, self._after_trial = router_loss, vocab_size, after_trial
         self._router_loss_is_checked = False
         self._router_notes: Notes | None = None
@@ -70,13 +75,14 @@ class Forward:
         """What the length of a sequence must be a multiple of."""
         return math.prod(axis.sequence_multiple for axis in self._axes)
 
-    def terms(self, check: Callable[[Sequence[Batch]], None]) -> Terms:
+    def terms(self, check: Callable[[Sequence[Batch]], None], objective: Given | None) -> Terms:
         """What is asked of a step's microbatches.
 
         Args:
             check: what the strategy asks beside.
+            objective: of the step.
         """
-        return Terms(self._vocab_size, self.sequence_multiple, check)
+        return Terms(self._vocab_size, self.sequence_multiple, check, objective=objective)
 
     def check_division(self, microbatches: Sequence[Batch]) -> None:
         """Refuse microbatches of this rank that an axis cannot divide; no collective.
@@ -88,9 +94,11 @@ class Forward:
             for batch in microbatches:
                 axis.check_batch(batch)
 
-    def divide(self, batch: Batch) -> Batch:
-        """This rank's part of a microbatch, as `share_of_loss` takes it."""
-        return functools.reduce(lambda part, axis: axis.divide(part), self._axes, batch)
+    def divide(self, batch: Batch, objective: Given | None = None) -> Batch:
+        """This rank's part of a microbatch, as `share_of_loss` takes it; for an objective with what that sees whole."""
+        inputs = batch if objective is None else objective.inputs(batch)
+        part = functools.reduce(lambda part, axis: axis.divide(part), self._axes, inputs)
+        return part if objective is None else {**part, **objective.whole(batch)}
 
     def own_mask(self, batch: Batch) -> Tensor | None:
         """The attention mask of the positions that this rank has of a microbatch; None where it has no mask."""
@@ -102,6 +110,11 @@ class Forward:
         return {name: tensor.to(self._mesh.device, non_blocking=True) for name, tensor in batch.items()}
 
     # -- forwards
+
+    @property
+    def sharers(self) -> int:
+        """See `Values.sharers`."""
+        return self._values.sharers
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
@@ -123,22 +136,29 @@ class Forward:
                 given = contexts.enter_context(axis.around_forward(given))
             return self._module(**given, **{**self._options, **options})
 
-    def share_of_loss(self, batch: Batch, num_tokens: Tensor, *, microbatches: int = 1) -> Tensor:
+    def share_of_loss(
+        self, batch: Batch, num_tokens: Tensor, *, microbatches: int = 1, tally: Tally | None = None
+    ) -> Tensor:
         """The forward of one microbatch: the sum of its token losses over the token count of the step, and its share of
         the router loss where the model's configuration asks for one.
 
         Args:
             batch: as `divide` gives it.
             microbatches: of the step; for the router loss alone, which pipelines add by themselves.
+            tally: of an objective in the place of the token loss, for which the batch was divided.
 
         Returns:
             Scalar, with a gradient.
         """
-        inputs, targets_BS = split_targets(self.on_device(batch))
+        part, whole = split_whole(self.on_device(batch))
+        inputs, targets_BS = split_targets(part)
+        run = functools.partial(self.outputs, inputs)
         with nullcontext() if self._router_notes is None else self._router_notes.noting() as noted:
-            loss, outputs = self._row_loss.share(
-                functools.partial(self.outputs, inputs), targets_BS, num_tokens, self._check_logits
-            )
+            if tally is None:
+                loss, outputs = self._row_loss.share(run, targets_BS, num_tokens, self._check_logits)
+            else:
+                value, outputs = self._values.of(tally, run, targets_BS, whole)
+                loss = value / (num_tokens * self.sharers)
         if self._router_loss is None:
             return loss
         router_loss, mask = self._router_loss, self.own_mask(inputs)
@@ -148,50 +168,56 @@ class Forward:
         sums = router_loss.sums(outputs.router_logits if noted is None else noted, mask)
         return loss + router_loss.share(sums, group=self._mesh.group("dp_cp"), microbatches=microbatches)
 
-    def statistics(self, batch: Batch, names: Sequence[Statistic]) -> dict[str, Tensor]:
-        """Statistics of the tokens of one microbatch, with gradients; see `meshwright.step.token_statistics`.
-
-        Args:
-            batch: as `divide` gives it. Log-probabilities are those of its labels, 0 where a position predicts none.
-            names: of the statistics.
-
-        Returns:
-            For each name (B, S): of what follows each position.
-        """
-        inputs, targets_BS = split_targets(self.on_device(batch))
-
-        def stack(ask: Ask) -> Tensor:
-            found = ask(targets_BS[..., None], names)
-            return torch.stack([found[name].view_as(targets_BS) for name in names])
-
-        run = functools.partial(self.outputs, inputs)
-        values, _ = self._row_loss.of_tokens(run, targets_BS, stack, self._check_logits)
-        return {name: each.bool() if name == "is_top1" else each for name, each in zip(names, values, strict=True)}
-
     def _check_logits(self, shape: Sequence[int], targets_BS: Tensor) -> None:
         for axis in self._axes:
             axis.check_logits(shape, targets_BS)
 
-    def sum_over_ranks(self, losses: Sequence[Tensor], ending: Ending) -> Tensor:
-        """The loss of a step from the shares of this rank's microbatches; scalar, equal on all ranks. Collective.
-
-        Args:
-            ending: what ranks tell each other beside.
-        """
-        alike = self._mesh.group("tp") if self._mesh.degrees.tp > 1 else None
-        total = ending.add_up(losses, losses[0].device, over=self._mesh.group("dp_cp"), alike=alike)
-        for axis in self._axes:
-            axis.add_losses(total)
-        return total.to(losses[0].dtype)
-
     # -- before the first step
 
-    def try_out(self, microbatches: Sequence[Batch], *, takes_loss: bool = True) -> None:
+    def try_objective(
+        self, microbatch: Batch, given: Given, *, complete: Complete = lambda batch: batch
+    ) -> tuple[str, ...]:
+        """Before the first step with an objective: find out whether the model has what it asks for, and whether it is
+        what it should be. Collective as the model's forward is.
+
+        Args:
+            microbatch: as it was given.
+            complete: as for `try_out`.
+
+        Returns:
+            The names of its further sums, in alphabetical order.
+
+        Raises:
+            MeshwrightError: it is refused; on this rank.
+        """
+        for axis in self._axes:
+            if axis.divides_batches and type(axis).joined is Axis.joined:
+                raise ModelError(
+                    f"{type(axis).__name__} divides batches and brings no `joined`: it takes no objective."
+                )
+        was_training = self._module.training
+        self._module.eval()
+        try:
+            with torch.no_grad():
+                logits = self.outputs(complete(self._few(given.inputs(microbatch)))).logits
+        finally:
+            self._module.train(was_training)
+            self._after_trial()
+        check_head(given, logits.shape, self._vocab_size)
+        features = logits.shape[-1] if logits.dim() == 3 else -logits.shape[-1]
+        if isinstance(given.objective, Recorder):
+            return ()
+        return tried(given, self.on_device(microbatch), features, torch.promote_types(logits.dtype, torch.float32))
+
+    def try_out(
+        self, microbatches: Sequence[Batch], *, takes_loss: bool = True, complete: Complete = lambda batch: batch
+    ) -> None:
         """Before the first step: find out what only a few tokens through the model can tell of it. Collective.
 
         Args:
             microbatches: as they were given.
-            takes_loss: whether this part of the model will be asked for a loss.
+            takes_loss: whether this part of the model will be asked for a token loss.
+            complete: makes of a divided batch, on this rank's device, what the module is called with.
 
         Raises:
             ModelError, BatchError: on all ranks; the model, or a microbatch, cannot be divided.
@@ -208,7 +234,7 @@ class Forward:
             if any(axis.divides_sequences for axis in is_open) and self._router_loss is not None:
                 self._mesh.world.raise_together(self._find_routers(microbatches[0], self._router_loss))
             if loss_is_open:
-                few = self._few(microbatches[0])
+                few = complete(self._few(microbatches[0]))
                 self._row_loss.choose(functools.partial(self.outputs, few), self._mesh.world)
         finally:
             self._module.train(was_training)
@@ -216,20 +242,20 @@ class Forward:
         # Again, now that more is known of the model.
         self._mesh.world.together(lambda: self.check_division(microbatches))
 
-    def rehearse(self, microbatch: Batch, given: Callable[[Batch], Batch] = lambda batch: batch) -> None:
+    def rehearse(self, microbatch: Batch, complete: Complete = lambda batch: batch) -> None:
         """Call the module with a microbatch as a step does, but without gradients, and without logits where the loss
         needs none; nothing of it remains. Collective.
 
         Args:
             microbatch: as it was given.
-            given: makes of what it is divided into, on this rank's device, what the module is called with.
+            complete: as for `try_out`.
         """
         device = self._mesh.device
         devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
         drawing = torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda")
         try:
             with drawing, torch.no_grad():
-                inputs, targets_BS = split_targets(given(self.on_device(self.divide(microbatch))))
+                inputs, targets_BS = split_targets(complete(self.on_device(self.divide(microbatch))))
                 self._row_loss.rehearse(functools.partial(self.outputs, inputs), targets_BS.numel())
         finally:
             self._after_trial()

@@ -25,12 +25,10 @@ from ..step.row_head import RowHead
 from ..step.rows import Rows, token_loss, token_statistics
 from ..step.token_loss import target_loss_sum
 from ..step.token_statistics import Statistic
+from ..step.tokens import Ask
 
 Run = Callable[[], Any]
 """Calls a model, and gives what it returns, with `logits`."""
-Ask = Callable[[Tensor, Sequence[Statistic]], dict[str, Tensor]]
-"""`ask(ids_BSK, names)`: statistics of tokens with gradients, (B, S) for each name, (B, S, K) for "log_probs"; what
-`token_statistics` says of rows holds."""
 Check = Callable[[torch.Size, Tensor], None]
 """Is given the shape of the logits, and the targets, to refuse those of other positions."""
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ..mesh.mesh import Mesh
 from ..step.axis import Axis
 from ..strategy.contract import OptimizerFactory, StrategyManager
+from ..tensors.pieces import Sharded
 from ..tensors.state import (
     DTENSORS,
     OptimizerState,
@@ -27,6 +28,7 @@ from ..tensors.state import (
     loading_optimizer,
     model_state,
     optimizer_state,
+    sharded,
     sharded_model,
     sharded_optimizer,
 )
@@ -108,11 +110,6 @@ class StatefulManager(StrategyManager):
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer.
-
-        Raises:
-            StrategyError: `build_optimizer` has not been called.
-        """
         return require_optimizer(self._optimizer)
 
     # -- state
@@ -142,6 +139,10 @@ class StatefulManager(StrategyManager):
         self._require_model()
         optimizer = self._optimizer and sharded_optimizer(self._optimizer, self.parameter_names, self.parts)
         return ShardedState(sharded_model(self.model, self.parts), optimizer)
+
+    def parameter_pieces(self) -> dict[str, Sharded | None]:
+        self._require_model()
+        return {name: sharded(value, value, self.parts) for name, value in self.model.named_parameters()}
 
     @contextmanager
     def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ..base.errors import BatchError
 from ..mesh.mesh import Mesh
-from ..strategy.contract import Batch
+from ..strategy.contract import Batch, Objective
 from .batch import Terms, apart, defect_under
-from .message import ANNOUNCED, Answer, Message, check_shares
+from .message import ANNOUNCED, NO_LOSS, Answer, Message, check_shares
+from .objective import Given
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,13 @@ class Announced:
     answer: Callable[[], Answer]
 
 
-def count_tokens(microbatches: Sequence[Batch], mesh: Mesh) -> Tensor:
+def count_tokens(microbatches: Sequence[Batch], mesh: Mesh, objective: Objective | None = None) -> Tensor:
     """Count the unmasked targets of the global batch, by a message of its own.
 
     Args:
         microbatches: this data-parallel rank's share of the step.
         mesh: all of its ranks call this.
+        objective: which may count something else; see [Note: objectives] in `contract`.
 
     Returns:
         int64 scalar on the CPU, equal on all ranks.
@@ -95,7 +97,8 @@ def count_tokens(microbatches: Sequence[Batch], mesh: Mesh) -> Tensor:
     Raises:
         BatchError: a microbatch of any rank is malformed; on all ranks.
     """
-    answer = Message.of_count(mesh, microbatches).sent()
+    terms = Terms(objective=None if objective is None else Given(objective))
+    answer = Message.of_count(mesh, microbatches, terms).sent()
     answer.check()
     return torch.tensor(answer.tokens, dtype=torch.int64)
 
@@ -107,11 +110,11 @@ def announce(microbatches: Sequence[Batch], mesh: Mesh, terms: Terms) -> Tensor:
     return TokenCount.of(Announced(microbatches, terms, answer))
 
 
-def agree(microbatches: Sequence[Batch], num_tokens: Tensor, mesh: Mesh, terms: Terms) -> Agreed:
+def agree(microbatches: Sequence[Batch], num_tokens: Tensor | None, mesh: Mesh, terms: Terms) -> Agreed:
     """Make sure that all ranks can run this step, by one message, or by that which has announced it. Collective.
 
     Args:
-        num_tokens: as `StrategyManager.forward_backward` takes it.
+        num_tokens: as `StrategyManager.forward_backward` takes it; None: there is no loss, and it is 1.
         terms: what the caller asks of microbatches.
 
     Raises:
@@ -124,14 +127,16 @@ def agree(microbatches: Sequence[Batch], num_tokens: Tensor, mesh: Mesh, terms: 
         answer = num_tokens.announced.answer()
         total = answer.tokens
     else:
-        total = int(num_tokens)
+        total = NO_LOSS if num_tokens is None else int(num_tokens)
         defect = defect_under(microbatches, terms, mesh.degrees.cp)
         answer = Message.of_step(mesh, microbatches, defect, terms, given=total).sent()
     answer.check()
+    total = 1 if num_tokens is None else total
     if total < 1:
-        raise BatchError(
-            "num_tokens is 0: no rank has an unmasked target in this step. Leave the step out, or unmask labels."
+        counted = (
+            "an unmasked target" if terms.objective is None else f"anything for the {terms.objective.name} to count"
         )
+        raise BatchError(f"num_tokens is 0: no rank has {counted} in this step. Leave the step out, or unmask labels.")
     if answer.shares:
         check_shares(microbatches, mesh)
     return Agreed(apart(microbatches), torch.tensor(total), answer.most)

@@ -44,6 +44,7 @@ class Axis:
         divides_batches: whether `divide` does anything, so that each microbatch is checked before.
         divides_sequences: whether `divide` leaves each rank a part of every sequence, so that what the model's own code
             computes over a sequence is not known to any rank.
+        sharers: ranks that have the same after `joined`, and whose losses are added up.
         divides_vocabulary: whether each rank computes a part of the logits, which are gathered only where the model, or
             who calls it, looks at them; see `meshwright.step.deferred_logits`.
     """
@@ -51,6 +52,7 @@ class Axis:
     divides_batches: bool = False
     divides_sequences: bool = False
     divides_vocabulary: bool = False
+    sharers: int = 1
 
     @property
     def sequence_multiple(self) -> int:
@@ -70,9 +72,18 @@ class Axis:
         """This rank's part of a microbatch; its `labels` may give way to `token_loss.TARGETS`, which were shifted."""
         return batch
 
-    def own(self, whole_BS: Tensor) -> Tensor:
-        """This rank's positions of a tensor (B, S) that has been left whole, such as an attention mask."""
-        return whole_BS
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's positions of a tensor (B, S, ...) that has been left whole, such as an attention mask."""
+        return whole
+
+    def parted(self, whole: Tensor) -> Tensor:
+        """What this rank has, once a microbatch is divided, of a tensor (B, S, ...) of the whole microbatch."""
+        return self.own(whole)
+
+    def joined(self, part: Tensor) -> Tensor:
+        """The whole of a tensor of which each rank of the axis has what `parted` gives, with a gradient that is summed
+        over them. Collective. Without it, an axis that divides batches takes no objective."""
+        return part
 
     # -- forwards and backwards
 
@@ -100,7 +111,7 @@ class Axis:
         """
 
     def add_losses(self, total: Tensor) -> None:
-        """Add up the losses of ranks that see different parts of a microbatch, in place; float64, scalar. Collective.
+        """Add up the losses of ranks that see different parts of a microbatch, in place; float64, 1-D. Collective.
 
         Those of the ranks of `dp` and `cp` are added up already.
         """

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..base.errors import BatchError
 from ..strategy.contract import IGNORED_LABEL, Batch
+from .objective import Given, without_columns
 from .token_loss import targets
 
 
@@ -29,12 +30,24 @@ class Terms:
         sequence_multiple: the length of a sequence must be a multiple of it.
         check: what else there is to refuse on a rank, without a collective; raises BatchError.
         count: of what the ranks must know the largest number that one of them has; see `Agreed.most`.
+        objective: of the step; None: the token loss.
+        rows: of what microbatches are cut into; None: they are not.
     """
 
     vocab_size: int | None = None
     sequence_multiple: int = 1
     check: Callable[[Sequence[Batch]], None] = lambda microbatches: None
     count: Callable[[Sequence[Batch]], int] = len
+    objective: Given | None = None
+    rows: int | None = None
+
+    def tokens(self, microbatches: Sequence[Batch]) -> int:
+        """By what the loss of sound microbatches is divided."""
+        return count_here(microbatches) if self.objective is None else self.objective.count(microbatches)
+
+    def signature(self, microbatches: Sequence[Batch]) -> int:
+        """What must be equal on all ranks beside."""
+        return 0 if self.objective is None else self.objective.signature(microbatches)
 
 
 def count_here(microbatches: Sequence[Batch]) -> int:
@@ -63,7 +76,9 @@ def defect_under(microbatches: Sequence[Batch], terms: Terms, cp_size: int) -> s
     defect = defect or _length_defect(microbatches, terms.sequence_multiple, cp_size)
     if defect is None:
         try:
-            terms.check(microbatches)
+            if terms.objective is not None:
+                terms.objective.check(microbatches, rows=terms.rows)
+            terms.check(without_columns(terms.objective, microbatches))
         except BatchError as error:
             defect = str(error)
     return defect

@@ -20,6 +20,11 @@ def forward_options(model: nn.Module, *, in_parts: bool = False) -> dict[str, An
     return {name: value for name, value in options.items() if name in taken}
 
 
+def forward_takes(model: nn.Module) -> frozenset[str]:
+    """The names that a model's forward takes; what else a batch holds is an objective's, where there is one."""
+    return frozenset(inspect.signature(model.forward).parameters)
+
+
 def with_router_logits(options: Mapping[str, Any]) -> dict[str, Any]:
     """`forward_options` for a run that tells the logits of all routers."""
     return {name: value or name == "output_router_logits" for name, value in options.items()}

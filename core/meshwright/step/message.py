@@ -18,11 +18,12 @@ import torch.distributed as dist
 from ..base.errors import BatchError
 from ..mesh.mesh import Mesh
 from ..strategy.contract import IGNORED_LABEL, Batch
-from .batch import Terms, checksum, count_here, defect_of
+from .batch import Terms, checksum, defect_of
 
 ANNOUNCED = -1
 COUNTED = -2
-"""In the place of a number of tokens, where the message counts them itself: of a step, and of no step."""
+NO_LOSS = -3
+"""In the place of a number of tokens: the message counts them itself, of a step, or of no step; or none are needed."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,10 @@ class Message:
         defect: what it has found wrong.
         tokens: that it counts.
         count: of microbatches.
-        given: the number of tokens that it was given; `ANNOUNCED` or `COUNTED` where it was not.
+        given: the number of tokens that it was given, or one of the above.
         share: see [Note: equal shares].
         most: see `Terms.count`.
+        signature: see `Terms.signature`.
     """
 
     mesh: Mesh
@@ -45,6 +47,7 @@ class Message:
     count: int = 0
     share: int = 0
     most: int = 0
+    signature: int = 0
 
     @classmethod
     def of_step(
@@ -52,14 +55,23 @@ class Message:
     ) -> Message:
         if defect is not None:
             return cls(mesh, defect, given)
-        tokens = _tokens(mesh, microbatches) if given == ANNOUNCED else 0
+        try:
+            tokens = terms.tokens(microbatches) if given == ANNOUNCED and mesh.leads_data else 0
+        except BatchError as error:
+            return cls(mesh, str(error), given)
         most, share = terms.count(microbatches), share_of(mesh, checksum(microbatches))
-        return cls(mesh, None, given, tokens, count=len(microbatches), share=share, most=most)
+        signature = terms.signature(microbatches)
+        return cls(mesh, None, given, tokens, len(microbatches), share, most, signature)
 
     @classmethod
-    def of_count(cls, mesh: Mesh, microbatches: Sequence[Batch]) -> Message:
-        defect = defect_of(microbatches)
-        return cls(mesh, defect, COUNTED, _tokens(mesh, microbatches) if defect is None else 0)
+    def of_count(cls, mesh: Mesh, microbatches: Sequence[Batch], terms: Terms) -> Message:
+        defect, tokens = defect_of(microbatches), 0
+        if defect is None:
+            try:
+                tokens = terms.tokens(microbatches) if mesh.leads_data else 0
+            except BatchError as error:
+                defect = str(error)
+        return cls(mesh, defect, COUNTED, tokens)
 
     def sent(self) -> Answer:
         sums, highs = self.mesh.world.exchange(*self._numbers())
@@ -77,11 +89,8 @@ class Message:
 
     def _numbers(self) -> tuple[list[int], list[int]]:
         sums = [int(self.defect is not None), self.tokens, self.share]
-        return sums, [self.count, -self.count, self.given, -self.given, self.most]
-
-
-def _tokens(mesh: Mesh, microbatches: Sequence[Batch]) -> int:
-    return count_here(microbatches) if mesh.leads_data else 0
+        equal = [self.count, -self.count, self.given, -self.given, self.signature, -self.signature]
+        return sums, [*equal, self.most]
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,8 @@ class Answer:
     minus_low_count: int
     high_given: int
     minus_low_given: int
+    high_signature: int
+    minus_low_signature: int
     most: int
 
     def check(self) -> None:
@@ -109,8 +120,14 @@ class Answer:
         low, high = -self.minus_low_given, self.high_given
         if low < 0 and low != high:
             raise BatchError(
-                "ranks do not call alike: some announce a step, or count tokens, while others do something else. Call "
-                "announce, count_tokens and forward_backward on all ranks, in the same order."
+                "ranks do not call alike: some announce a step, count tokens or ask for token_stats, while others do "
+                "something else. Call announce, count_tokens, forward_backward, eval_loss and token_stats on all "
+                "ranks, in the same order."
+            )
+        if self.high_signature != -self.minus_low_signature:
+            raise BatchError(
+                "ranks disagree on the objective, or on the columns of its batches: their names, dtypes and numbers of "
+                "dims. Give all ranks the same objective, and microbatches with the same columns."
             )
         if self.high_count != -self.minus_low_count:
             raise BatchError(

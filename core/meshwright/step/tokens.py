@@ -23,8 +23,8 @@ from .token_loss import targets
 from .token_statistics import Statistic
 
 Ask = Callable[[Tensor, Sequence[Statistic]], Mapping[str, Tensor]]
-"""`ask(ids_BSK, names)`: statistics of whole sequences, with gradients, in float32 or float64: (B, S) for each name, but
-(B, S, K) for "log_probs", which are those of the ids, 0 where an id is `IGNORED_LABEL`."""
+"""`ask(ids_BSK, names)`: statistics with gradients, float32 or float64, (B, S) for each name, but (B, S, K) for
+"log_probs", which are those of the ids, 0 where an id is `IGNORED_LABEL`."""
 
 
 class Sequences:

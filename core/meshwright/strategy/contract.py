@@ -8,25 +8,34 @@ layout computes the same gradient, with ragged masks, accumulation and uneven ra
 [Note: equal on every rank] What a user can get wrong is found before the first collective of the call it would
 break, and raised on all ranks with the same text; never on one while its peers wait.
 
+[Note: objectives] An objective may have attributes: `on`, "tokens" or "outputs", for models whose head is not that of
+a vocabulary; `columns`, entries of the batch that it cannot do without; `rows`, how many rows of a microbatch, one
+behind the other, belong together (2 for pairs); `check(batch)`, which raises where it cannot take a microbatch;
+`count(batch)`, an int: by what its sum is divided, counted over microbatches on the host, in the place of unmasked
+targets; and `name`, for messages. Entry s of a column (B, S) goes with what is known at position s: the prediction of
+token s + 1. Rows without any label (with which ranks are given equally many microbatches) should add nothing.
+
 This module imports no torch, so that strategies can be listed and configs validated without it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import BaseModel
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from ..mesh.mesh import Mesh
     from ..model.weights import Weights
+    from ..tensors.pieces import Sharded
     from ..tensors.state import OptimizerState, ShardedState, TensorKind
 
 Batch: TypeAlias = "Mapping[str, Tensor]"
@@ -34,6 +43,12 @@ Batch: TypeAlias = "Mapping[str, Tensor]"
 
 IGNORED_LABEL = -100
 """The label of a token that counts for no loss."""
+
+Objective: TypeAlias = "Callable[[Any, Mapping[str, Tensor]], Tensor | tuple[Tensor, Mapping[str, Tensor]]]"
+"""What is minimized in the place of the token loss; see `StrategyManager.forward_backward`."""
+
+TokenStatistic: TypeAlias = Literal["log_probs", "logsumexp", "entropy", "mean_logit", "is_top1"]
+"""What is known of a token; see `meshwright.step.tokens.Tokens`."""
 
 OptimizerFactory: TypeAlias = "Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]"
 """Makes an optimizer from (fully qualified name, parameter) pairs; see `meshwright.train.optim.optimizer_factory`."""
@@ -80,28 +95,71 @@ class StrategyManager(ABC):
         state has been loaded, which gives torch's optimizers new groups: a wrapper looks them up, and keeps none.
         """
 
+    @property
     @abstractmethod
-    def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
+    def optimizer(self) -> Optimizer:
+        """What `build_optimizer` has returned.
+
+        Raises:
+            StrategyError: it has not been called.
+        """
+
+    @abstractmethod
+    def forward_backward(
+        self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
+    ) -> Tensor:
         """Accumulate the gradients of one optimizer step.
 
         Args:
             microbatches: this data-parallel rank's share, at least one; each holds `input_ids` and `labels`,
-                int64, (B, S), and what else the model's forward takes.
-            num_tokens: unmasked targets in the global batch, int64 scalar, equal on all ranks; see
-                `announce`, or `meshwright.step.agreement.count_tokens`.
+                int64, (B, S), what else the model's forward takes, and the columns of the objective.
+            num_tokens: unmasked targets in the global batch, or by what else the objective's sum is divided; int64
+                scalar, equal on all ranks; see `announce`, or `meshwright.step.agreement.count_tokens`.
+            objective: called as `objective(tokens, columns)` for each microbatch, in the place of the cross entropy of
+                the labels. `tokens` is a `meshwright.step.tokens.Tokens`, or an `Outputs` where `objective.on` is
+                "outputs"; `columns` are the entries of the batch that the model's forward does not name, whole
+                sequences of them: (B,), (B, S) or (B, S, K). It returns the sum over the microbatch's tokens or
+                sequences, scalar, with a gradient through what it was given, and may return a mapping of further sums
+                beside it, scalars, for `last_sums`. See [Note: objectives].
 
         Returns:
-            Mean loss per token of the global batch [nats], scalar, equal on all ranks; float32, or float64 for a
-            float64 model.
+            Mean loss per token of the global batch [nats], or the objective's sum over `num_tokens`; scalar, equal on
+            all ranks; float32, or float64 for a float64 model.
 
         Raises:
-            BatchError: a microbatch is malformed, or ranks disagree on the number of microbatches or tokens
-                (raised on all of them, before any other collective).
+            BatchError: a microbatch is malformed, or ranks disagree on the number of microbatches or tokens, or on the
+                objective or its columns (raised on all of them, before any other collective).
+            ConfigError, TrainingError: the objective fails on a rank, is no sum, or is not finite; on all of them,
+                before the first step, or when the step is read, or before the optimizer steps. Nothing was trained.
         """
 
     @abstractmethod
-    def eval_loss(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
+    def eval_loss(
+        self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
+    ) -> Tensor:
         """Return what `forward_backward` would, in evaluation mode, without gradients."""
+
+    @abstractmethod
+    def token_stats(self, microbatches: Sequence[Batch], names: Sequence[TokenStatistic]) -> list[dict[str, Tensor]]:
+        """What is known of each token, in evaluation mode, without gradients.
+
+        Args:
+            microbatches: as `forward_backward` takes them; columns of an objective are left aside.
+            names: properties of `meshwright.step.tokens.Tokens`.
+
+        Returns:
+            For each microbatch of this data-parallel rank the statistics by name, of whole sequences: (B, S), float32
+            or float64, or bool; the same on all ranks that share the microbatch, whichever has computed it.
+
+        Raises:
+            BatchError: a microbatch is malformed, or a name is not known; on all ranks.
+        """
+
+    @property
+    @abstractmethod
+    def last_sums(self) -> Mapping[str, Tensor]:
+        """The further sums that the objective of the last `forward_backward` or `eval_loss` has returned, over all
+        microbatches and ranks: float64 scalars by name, equal on all ranks; none without an objective."""
 
     @abstractmethod
     def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
@@ -120,13 +178,14 @@ class StrategyManager(ABC):
         """Step the optimizer and drop the gradients."""
 
     @abstractmethod
-    def announce(self, microbatches: Sequence[Batch]) -> Tensor:
+    def announce(self, microbatches: Sequence[Batch], *, objective: Objective | None = None) -> Tensor:
         """Begin to agree with the other ranks on the next step, while the device computes this one. Collective.
 
         What is wrong with the microbatches is told by the step.
 
         Args:
             microbatches: this very sequence is to be given to the next `forward_backward` or `eval_loss`.
+            objective: likewise; it may say what is counted, see [Note: objectives].
 
         Returns:
             `num_tokens` of that call, which any rank may read before, or none.
@@ -153,6 +212,45 @@ class StrategyManager(ABC):
 
         The context gives `model_parts`. Training goes on afterwards as if it had not been entered.
         """
+
+    def iter_parameters(self, *, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole, on every rank, one after the other: what an inference engine is fed with.
+
+        Frozen ones are among them; buffers are not. One with several names comes once, under the first of them. The
+        order is that of `named_parameters` of the unwrapped model, under every strategy (of stages that are given to a
+        pipeline: stage by stage), and so are the names. Nothing is summed: each element arrives with all its bits, as
+        `state_dict(full=True)` has it, or rounded once to `dtype`.
+
+        Collective: the call, and each step of what it returns, of which all ranks take equally many. They may leave
+        the rest. Between two steps of the optimizer; training goes on as if it had not been called.
+
+        Args:
+            bucket_bytes: of the buffer in which parts travel, at least 1; equal on all ranks. That and the parameter
+                that is given next is all that a rank holds beside its shards: drop one before you ask for the next.
+            dtype: into which floating-point parameters are converted; equal on all ranks. None: their own, as the
+                model computes with them.
+
+        Returns:
+            (name, tensor) pairs: tensors on the mesh's device, which are the caller's own.
+
+        Raises:
+            ConfigError: an argument is none of these, or ranks differ in them; on all ranks, by the call.
+            StrategyError: `parallelize` has not been called, or the ranks do not have all of a parameter.
+        """
+        from ..tensors.whole_parameters import whole_parameters
+
+        return whole_parameters(self.parameter_pieces, self.mesh, bucket_bytes=bucket_bytes, dtype=dtype)
+
+    def parameter_pieces(self) -> Mapping[str, Sharded | None]:
+        """This rank's pieces of all parameters, each under the first of its names, in the order of the whole model.
+
+        Of values that the model computes with, where it trains others; a piece may be of another dtype than its
+        `Sharded`, to which it is to be rounded. None of parameters that are on other ranks alone. If ranks have
+        different names, those of the first come first. This default takes what `sharded_state` has.
+        """
+        state = self.sharded_state().model
+        named = (part.named_parameters(remove_duplicate=False) for part in self.model_parts)
+        return {name: state[name] for each in named for name, _ in each if name in state}
 
     @abstractmethod
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:

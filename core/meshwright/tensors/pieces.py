@@ -51,6 +51,16 @@ class Sharded:
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
 
+    def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor | None:
+        """A rectangle of the whole, as a view of the piece that holds it; None if none does."""
+        for piece in self.pieces:
+            starts = [a - b for a, b in zip(offsets, piece.offsets, strict=True)]
+            ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+            if all(start >= 0 for start in starts) and all(e <= s for e, s in zip(ends, piece.sizes, strict=True)):
+                part = tuple(slice(start, end) for start, end in zip(starts, ends, strict=True))
+                return piece.tensor[part].detach()
+        return None
+
 
 def tensor_pieces(tensor: Tensor) -> list[Piece]:
     """The rectangles of a tensor that this rank has: all of a plain one, any number of a DTensor's.
@@ -80,7 +90,7 @@ def stretch_pieces(stretch: Tensor, start: int, shape: Sequence[int]) -> list[Pi
     """
     return [
         Piece(offsets, stretch.detach()[begin - start : begin - start + math.prod(sizes)].view(sizes))
-        for begin, offsets, sizes in _rectangles(start, start + stretch.numel(), tuple(shape))
+        for begin, offsets, sizes in stretch_rectangles(start, start + stretch.numel(), tuple(shape))
     ]
 
 
@@ -146,7 +156,9 @@ def _consecutive(indices: Sequence[int]) -> tuple[_Run, ...]:
     return tuple(runs)
 
 
-def _rectangles(start: int, end: int, shape: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+def stretch_rectangles(
+    start: int, end: int, shape: tuple[int, ...]
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """First element, offsets and sizes of the rectangles of elements [start, end) of a flattened tensor."""
     if start >= end:
         return
@@ -169,5 +181,5 @@ def _in_row(
     start: int, end: int, index: int, shape: tuple[int, ...]
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     before = index * math.prod(shape[1:])
-    for begin, offsets, sizes in _rectangles(start - before, end - before, shape[1:]):
+    for begin, offsets, sizes in stretch_rectangles(start - before, end - before, shape[1:]):
         yield before + begin, (index, *offsets), (1, *sizes)

@@ -112,7 +112,7 @@ def sharded_model(model: nn.Module, parts: Parts) -> dict[str, Sharded]:
     """The model's part of a `ShardedState`."""
     first = {id(value): name for name, value in reversed(model.state_dict(keep_vars=True).items())}
     return {
-        first[id(value)]: _sharded(value, value, parts)
+        first[id(value)]: sharded(value, value, parts)
         for value in model.state_dict(keep_vars=True).values()
         if isinstance(value, Tensor)
     }
@@ -127,7 +127,7 @@ def sharded_optimizer(optimizer: Optimizer, names: Mapping[nn.Parameter, str], p
         for parameter in group["params"]:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.dim():
-                    found.tensors.setdefault(names[parameter], {})[key] = _sharded(value, parameter, parts)
+                    found.tensors.setdefault(names[parameter], {})[key] = sharded(value, parameter, parts)
                 else:
                     found.values.setdefault(names[parameter], {})[key] = value
     return found
@@ -162,12 +162,13 @@ def loading_optimizer(
             divided = shape == whole
             value = parts.empty(parameter, dtype) if divided else torch.empty(shape, dtype=dtype)
             state[number][key] = value
-            target.tensors.setdefault(name, {})[key] = _sharded(value, parameter, parts if divided else DTENSORS)
+            target.tensors.setdefault(name, {})[key] = sharded(value, parameter, parts if divided else DTENSORS)
     yield target
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _sharded(value: Tensor, parameter: Tensor, parts: Parts) -> Sharded:
+def sharded(value: Tensor, parameter: Tensor, parts: Parts) -> Sharded:
+    """What this rank has of a tensor; see `Parts.pieces`."""
     return Sharded(parts.shape(value, parameter), value.dtype, tuple(parts.pieces(value, parameter)))
 
 

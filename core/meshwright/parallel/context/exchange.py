@@ -17,20 +17,29 @@ from .positions import divided, put_together
 
 
 class GatherPositions(torch.autograd.Function):
-    """All positions of a tensor of which each rank has its own: (B, H, P, D) to (B, H, S, D).
+    """All positions of a tensor of which each rank has its own along `dim`, such as (B, H, P, D) to (B, H, S, D).
 
-    Each rank uses the whole for its own queries, so gradients are summed, and scattered.
+    Each rank makes something of its own of the whole, so gradients are summed, and scattered.
     """
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return put_together(all_gather(part[None], 0, group), 2)
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, dim: int = 2) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return put_together(all_gather(part[None], 0, group), dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        parts = divided(grad, 2, dist.get_world_size(ctx.group))
-        return reduce_scatter(parts, 0, ctx.group)[0], None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        parts = divided(grad, ctx.dim, dist.get_world_size(ctx.group))
+        return reduce_scatter(parts, 0, ctx.group)[0], None, None
+
+
+def joined_positions(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(B, P, ...) to (B, S, ...), on all ranks, with a gradient if it is of floating point."""
+    if part.is_floating_point():
+        whole: Tensor = GatherPositions.apply(part, group, 1)
+        return whole
+    # A bool travels as a byte.
+    return put_together(all_gather(part.to(torch.uint8)[None], 0, group), 1).to(part.dtype)
 
 
 class AllToAll(torch.autograd.Function):

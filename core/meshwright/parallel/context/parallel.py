@@ -32,6 +32,7 @@ from ...step.axis import Axis, Trial
 from ...step.token_loss import TARGETS, targets
 from ...strategy.contract import Batch
 from .attention import attend
+from .exchange import joined_positions
 from .mask import MaskFunction, PositionMask
 from .positions import Share, Way
 from .probe import Finding, Observer, find_defect, numbered
@@ -141,8 +142,15 @@ class ContextParallel(Axis):
             )
 
     def own(self, whole: Tensor) -> Tensor:
-        """This rank's positions of a tensor (B, S)."""
+        """This rank's positions of a tensor (B, S, ...)."""
         return self.share.own(whole)
+
+    def joined(self, part: Tensor) -> Tensor:
+        return joined_positions(part, self.share.group)
+
+    @property
+    def sharers(self) -> int:  # type: ignore[override]
+        return self.share.size
 
     # -- forwards and backwards
 

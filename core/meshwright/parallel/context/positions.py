@@ -42,7 +42,7 @@ class Share:
         return self.rank * chunk, (2 * self.size - 1 - self.rank) * chunk
 
     def own(self, whole: Tensor) -> Tensor:
-        """This rank's positions of a tensor (B, S)."""
+        """This rank's positions of a tensor (B, S, ...)."""
         return local_part(whole, 1, self.rank, self.size)
 
 

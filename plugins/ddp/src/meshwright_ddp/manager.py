@@ -21,6 +21,7 @@ from meshwright.manager.gradients import Gradients
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.recompute import checkpoint_blocks
 from meshwright.strategy.contract import Batch, OptimizerFactory
+from meshwright.tensors.pieces import Sharded
 from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
 
 from .bucketed import BucketedDataParallel
@@ -172,6 +173,10 @@ class DDPManager(DataParallelManager):
         state = super().sharded_state()
         self._take_masters(state)
         return state
+
+    def parameter_pieces(self) -> dict[str, Sharded | None]:
+        self._gather()
+        return super().parameter_pieces()
 
     @contextmanager
     def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import nn
@@ -30,6 +31,7 @@ from meshwright.model.weights import is_meta
 from meshwright.parallel.context import ContextParallel
 from meshwright.parallel.tensor import Division, TensorParallel
 from meshwright.strategy.contract import OptimizerFactory
+from meshwright.tensors.pieces import Sharded
 
 from ._compat.cpu_torch import hold_cpu_torch
 from ._compat.package import has_nccl_allocator, package
@@ -102,7 +104,7 @@ class MegatronFSDPManager(DataParallelManager):
         if mesh.device.type == "cpu":
             hold_cpu_torch(self)
         self._fsdp = wrap(model, mesh, config, units=units, dtypes=dtypes)
-        self.parts = Shards(slots(self._fsdp), self._divisions())
+        self.parts = self._shards = Shards(slots(self._fsdp), self._divisions())
         self._reduction = Reduction(self._fsdp, units, config, mesh)
         self._reduction.set_last(True)
         return self._fsdp
@@ -164,6 +166,13 @@ class MegatronFSDPManager(DataParallelManager):
 
     def after_loading(self) -> None:
         self._install()
+
+    def parameter_pieces(self) -> dict[str, Sharded | None]:
+        """In the dtypes in which modules compute: main weights are rounded to them, as at the end of a step."""
+        pieces, named = super().parameter_pieces(), dict(self.model.named_parameters())
+        return {
+            name: each and replace(each, dtype=self._shards.computed_in(named[name])) for name, each in pieces.items()
+        }
 
     # -- helpers
 

@@ -90,6 +90,11 @@ class Shards(Parts):
         division = self._divisions.get(parameter)
         return pieces if division is None else division.pieces(pieces, parameter.shape)
 
+    def computed_in(self, parameter: Tensor) -> torch.dtype:
+        """The dtype in which modules compute with a parameter, whatever is trained of it."""
+        slot = self._slots.get(parameter)
+        return parameter.dtype if slot is None else slot.dtype
+
     def groups(self, parameter: Tensor) -> Groups:
         """The ranks that share its buffer, and those of `tp`, as far as each divides it."""
         slot, division = self._slots[parameter], self._divisions.get(parameter)

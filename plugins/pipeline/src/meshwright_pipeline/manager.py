@@ -8,46 +8,46 @@ Source: Huang et al. 2019, arXiv:1811.06965; torch.distributed.pipelining for th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from meshwright.base.errors import ConfigError
-from meshwright.manager.call_order import check_new, check_nothing_pending, require_model, require_optimizer
+from meshwright.manager.call_order import check_new, check_nothing_pending, require_model
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.manager.ending import Ending, Findings
 from meshwright.manager.given_mesh import as_mesh
 from meshwright.manager.start import check_trainable
+from meshwright.manager.steps import Steps
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import CLAIMABLE_AXES
 from meshwright.model.weights import Weights
 from meshwright.step.agreement import agree, announce
 from meshwright.step.batch import Terms
-from meshwright.strategy.contract import Batch, OptimizerFactory, StrategyManager
+from meshwright.step.forward_options import forward_takes
+from meshwright.step.objective import OF_MODEL, Given, Tally, split_whole, without_columns
+from meshwright.step.recorder import Recorder
+from meshwright.strategy.contract import Batch, Objective, StrategyManager, TokenStatistic
 from meshwright.strategy.registry import get_strategy
 from meshwright.tensors.norms import check_clip, joined_norm
-from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
 
 from .config import PipelineConfig, check_options
 from .run.actions import Run
 from .run.batches import check_sizes, converted, cut_batch, filled_up, number_of_pieces
 from .run.in_flight import check_activations, choose_activations
 from .run.stage import PipelineStage
-from .run.users_loss import check_loss, loss_of
+from .run.statistics import regrouped
+from .run.users_loss import objective_of
 from .start import Setting, Stages, take_apart, take_as_given
 from .state.copies import Copies
-from .state.optimizer import NoStages, StageOptimizers
-from .state.pieces_of_stages import loading_stages, stages_state
-from .state.whole_state import load_whole_state, whole_state
+from .state.manager import StatefulStages
+from .state.parameter_names import Names
 
 
-class PipelineManager(StrategyManager):
+class PipelineManager(StatefulStages):
     """Pipeline parallelism around another strategy; see `StrategyManager`.
 
     Args:
@@ -78,17 +78,16 @@ class PipelineManager(StrategyManager):
         mesh = as_mesh(device_mesh, axes)
         check_options(config, mesh.degrees)
         self.config, self.mesh = config, mesh
-        self._setting = Setting(config, mesh, inner, loss_of(config.loss_fn))
-        if self._setting.loss is not None and mesh.degrees.tp > 1:
+        self._setting, self._loss = Setting(config, mesh, inner), objective_of(config.loss_fn)
+        if self._loss is not None and mesh.degrees.tp > 1:
             raise ConfigError(
                 f"loss_fn with tp_size={mesh.degrees.tp}: the logits are divided over the ranks of tp, and only the "
                 f"token loss knows how. Set tp_size=1, or leave loss_fn out."
             )
         self._model: Stages | None = None
-        self._optimizer: Optimizer | None = None
-        self._tried_out = False
+        self._tried_out: set[bool] = set()
         self._gradients_are_checked = False
-        self._ending = Ending()
+        self._steps, self._recorder = Steps(mesh), Recorder()
 
     # -- the model
 
@@ -97,10 +96,8 @@ class PipelineManager(StrategyManager):
         taken_apart = self.config.patch_inner_model
         self.mesh.world.together(lambda: check_trainable(model, may_be_frozen=not taken_apart, router_loss=taken_apart))
         self._vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
-        dtype = next(model.parameters()).dtype
-        if self._setting.loss is not None:
-            check_loss(self._setting.loss, vocab_size=self._vocab_size or 7, dtype=dtype, device=self.mesh.device)
-        self._loss_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self._taken_names = forward_takes(model) if taken_apart else OF_MODEL
+        self._loss_dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         take = take_apart if taken_apart else take_as_given
         self._model = take(model, weights, self._setting)
         check_activations(self._stages, self._model.orders, self.config.pp_schedule)
@@ -118,85 +115,87 @@ class PipelineManager(StrategyManager):
 
     @property
     def _managers(self) -> dict[int, DataParallelManager]:
-        """Of this rank's stages, by their numbers."""
         return {index: stage.manager for index, stage in self._stages.items()}
 
     @property
-    def model_parts(self) -> Sequence[nn.Module]:
-        return [manager.model for manager in self._managers.values()]
-
-    # -- the optimizer
-
-    def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
-        canonical = self._taken.names.canonical
-
-        def named(given: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-            # The factory sees the names of the unwrapped model, so copies of one parameter get the same options.
-            return factory([(canonical[name], parameter) for name, parameter in given])
-
-        trained = [manager for manager in self._managers.values() if any(True for _ in manager.trainable())]
-        self.mesh.world.together(lambda: [manager.build_optimizer(named) for manager in trained])
-        rates: list[Any] = [None] * self.mesh.degrees.pp
-        mine = trained[0].optimizer.param_groups[0]["lr"] if trained else None
-        dist.all_gather_object(rates, mine, group=self.mesh.group("pp"))
-        rate = next((each for each in rates if each is not None), 0.0)
-        self._optimizer = StageOptimizers(trained) if trained else NoStages(rate)
-        self._optimizer.register_step_pre_hook(lambda *_: self._settle())
-        return self._optimizer
-
-    def optimizer_step(self) -> None:
-        require_optimizer(self._optimizer).step()
+    def _names(self) -> Names:
+        return self._taken.names
 
     # -- steps
 
-    def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
+    def forward_backward(
+        self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
+    ) -> Tensor:
         self._settle()
-        pieces = self._pieces(microbatches, num_tokens)
+        given = self._given(objective)
+        pieces = self._pieces(microbatches, num_tokens, given)
         managers = self._managers.values()
         check_nothing_pending(parameter for manager in managers for parameter in manager.trainable())
         for manager in managers:
             if not manager.module.training:
                 manager.module.train()
-        with self._around(microbatches):
-            self._try_out(pieces[0])
-            choose_activations(self._stages, self._taken.orders, pieces, self.mesh.world)
-            losses = self._run(pieces, train=True)
+        with self._around(without_columns(given, microbatches)):
+            tally = self._tally(pieces[0], given)
+            inputs = converted(pieces, lambda piece: without_columns(given, [piece])[0])
+            choose_activations(self._stages, self._taken.orders, inputs, self.mesh.world)
+            losses = self._run(pieces, given, train=True)
         found = {index: self._finished(manager) for index, manager in self._managers.items()}
         self._gradients_are_checked = True
-        self._ending = Ending(list(found.values()), self._copies.sum_gradients(found))
-        return self._sum_over_ranks(losses, self._ending)
+        ending = self._steps.trained(list(found.values()), self._copies.sum_gradients(found), tally)
+        return self._summed(losses, tally, ending)
 
     def _finished(self, manager: DataParallelManager) -> Findings:
         # Only the first step may find that a stage's gradients are not what they should be.
         finish = manager.finish_gradients
         return finish() if self._gradients_are_checked else self.mesh.world.together(finish)
 
-    def eval_loss(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
-        pieces = self._pieces(microbatches, num_tokens)
+    def eval_loss(
+        self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
+    ) -> Tensor:
+        losses, tally = self._evaluated(microbatches, num_tokens, self._given(objective))
+        return self._summed(losses, tally, self._steps.evaluated(tally))
+
+    def token_stats(self, microbatches: Sequence[Batch], names: Sequence[TokenStatistic]) -> list[dict[str, Tensor]]:
+        self._recorder.begin(names)
+        self._evaluated(microbatches, None, self._given(self._recorder))
+        sizes = [batch["labels"].shape for batch in microbatches]
+        return regrouped(self._recorder, sizes, self.mesh.group("pp"), self.mesh.device, self._loss_dtype)
+
+    def _evaluated(
+        self, microbatches: Sequence[Batch], num_tokens: Tensor | None, given: Given | None
+    ) -> tuple[list[Tensor], Tally | None]:
+        pieces = self._pieces(microbatches, num_tokens, given)
         managers = self._managers.values()
         before = [manager.module.training for manager in managers]
         for manager in managers:
             manager.module.eval()
         try:
-            with self._around(microbatches), torch.no_grad():
-                self._try_out(pieces[0])
-                losses = self._run(pieces, train=False)
+            with self._around(without_columns(given, microbatches)), torch.no_grad():
+                tally = self._tally(pieces[0], given)
+                losses = self._run(pieces, given, train=False)
         finally:
             for manager, training in zip(managers, before, strict=True):
                 manager.module.train(training)
                 manager.after_eval()
-        return self._sum_over_ranks(losses, Ending())
+        return losses, tally
 
     def _settle(self) -> None:
-        self._ending.settle(self.mesh.world)
+        self._steps.settle()
 
     def read(self, *values: Tensor) -> list[float]:
-        return self._ending.settle(self.mesh.world, values)
+        return self._steps.read(*values)
 
-    def _pieces(self, microbatches: Sequence[Batch], num_tokens: Tensor) -> list[Batch]:
+    @property
+    def last_sums(self) -> Mapping[str, Tensor]:
+        return self._steps.last_sums
+
+    def _given(self, objective: Objective | None) -> Given | None:
+        return self._steps.given(self._loss if objective is None else objective, self._taken_names)
+
+    def _pieces(self, microbatches: Sequence[Batch], num_tokens: Tensor | None, given: Given | None) -> list[Batch]:
         """The step's microbatches as the schedule takes them, equally many on all ranks."""
         size = self.config.pp_microbatch_size
-        agreed = agree(microbatches, num_tokens, self.mesh, self._terms)
+        agreed = agree(microbatches, num_tokens, self.mesh, self._terms(given))
         pieces = [piece for batch in agreed.microbatches for piece in cut_batch(batch, size)]
         for stage in self._stages.values():
             stage.begin_step(agreed.num_tokens, microbatches=agreed.most)
@@ -204,10 +203,16 @@ class PipelineManager(StrategyManager):
         length = self._taken.orders.run_length(agreed.most)
         return filled_up(pieces, -(-agreed.most // length) * length)
 
-    def _run(self, pieces: Sequence[Batch], *, train: bool) -> list[Tensor]:
+    def _run(self, pieces: Sequence[Batch], given: Given | None, *, train: bool) -> list[Tensor]:
         """The losses of the pieces, on the last stage's rank."""
-        orders, manager = self._taken.orders, next(iter(self._managers.values()))
-        batches = converted(pieces, lambda piece: manager.forward.on_device(manager.forward.divide(piece)))
+        orders, forward = self._taken.orders, next(iter(self._managers.values())).forward
+        has_last = any(stage.is_last for stage in self._stages.values())
+
+        def part(piece: Batch) -> Batch:
+            divided = forward.divide(piece, given)
+            return forward.on_device(divided if has_last else split_whole(divided)[0])
+
+        batches = converted(pieces, part)
         length = orders.run_length(len(batches))
         losses: list[Tensor] = []
         for start in range(0, len(batches), length):
@@ -225,32 +230,45 @@ class PipelineManager(StrategyManager):
                 contexts.enter_context(manager.around_step(microbatches))
             yield
 
-    def _try_out(self, piece: Batch) -> None:
-        """See `Forward.try_out`; each stage finds what is wrong with its part, and the last how it takes the loss."""
-        if self._tried_out:
-            return
-        for stage in self._stages.values():
-            self.mesh.world.together(lambda stage=stage: stage.try_out(piece))  # type: ignore[misc]
-        self._tried_out = True
+    def _tally(self, piece: Batch, given: Given | None) -> Tally | None:
+        """See `Forward.try_out`; each stage finds what is wrong with its part, and the last how it takes the loss, and
+        what is wrong with an objective."""
+        takes_loss = given is None or given.on == "tokens"
+        stages, (inputs,) = self._stages.values(), without_columns(given, [piece])
+        if takes_loss not in self._tried_out:
+            for stage in stages:
+                self.mesh.world.together(lambda stage=stage: stage.try_out(inputs, takes_loss=takes_loss))  # type: ignore[misc]
+            self._tried_out.add(takes_loss)
+        last = next((stage for stage in stages if stage.is_last), None)
+        tally = self._steps.tally(given, None if last is None else functools.partial(last.try_objective, piece))
+        for stage in stages:
+            stage.minimize(tally)
+        return tally
 
-    @functools.cached_property
-    def _terms(self) -> Terms:
+    def _terms(self, given: Given | None) -> Terms:
         size = self.config.pp_microbatch_size
         multiple = max(manager.forward.sequence_multiple for manager in self._managers.values())
-        return Terms(self._vocab_size, multiple, self._check_batches, lambda given: number_of_pieces(given, size))
+        return Terms(self._vocab_size, multiple, self._check_batches, self._count, objective=given, rows=size)
 
-    def announce(self, microbatches: Sequence[Batch]) -> Tensor:
-        return announce(microbatches, self.mesh, self._terms)
+    def _count(self, microbatches: Sequence[Batch]) -> int:
+        return number_of_pieces(microbatches, self.config.pp_microbatch_size)
+
+    def announce(self, microbatches: Sequence[Batch], *, objective: Objective | None = None) -> Tensor:
+        return announce(microbatches, self.mesh, self._terms(self._given(objective)))
 
     def _check_batches(self, microbatches: Sequence[Batch]) -> None:
         check_sizes(microbatches, self.config)
         for manager in self._managers.values():
             manager.check_batches(microbatches)
 
-    def _sum_over_ranks(self, losses: Sequence[Tensor], ending: Ending) -> Tensor:
+    def _summed(self, losses: Sequence[Tensor], tally: Tally | None, ending: Ending) -> Tensor:
         mesh, alike = self.mesh, self.mesh.group("tp") if self.mesh.degrees.tp > 1 else None
-        total = ending.add_up(losses, mesh.device, over=mesh.group("dp_cp"), alike=alike, stages=mesh.group("pp"))
-        return total.to(self._loss_dtype)
+        sharers = next(iter(self._managers.values())).forward.sharers
+        further = None if tally is None else tally.sums / sharers
+        total = ending.add_up(
+            losses, mesh.device, further=further, over=mesh.group("dp_cp"), alike=alike, stages=mesh.group("pp")
+        )
+        return self._steps.loss(total, tally, ending).to(self._loss_dtype)
 
     def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
         managers = self._managers
@@ -264,36 +282,3 @@ class PipelineManager(StrategyManager):
             for manager in managers.values():
                 manager.gradients.scale(norm, max_norm)
         return norm
-
-    # -- whole parameters, and state
-
-    @contextmanager
-    def unshard(self) -> Iterator[Sequence[nn.Module]]:
-        managers = self._managers.values()
-        with ExitStack() as contexts:
-            yield [part for manager in managers for part in contexts.enter_context(manager.unshard())]
-
-    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
-        managers, names = self._managers, self._taken.names
-        if full:
-            return whole_state(managers, names, self.mesh, with_optimizer=self._optimizer is not None)
-        return {"stages": {index: manager.state_dict() for index, manager in managers.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Any], *, full: bool = False) -> None:
-        managers, names = self._managers, self._taken.names
-        if full:
-            load_whole_state(managers, names, self.mesh, state)
-            return
-        for index, manager in managers.items():
-            manager.load_state_dict(state["stages"][index])
-
-    def sharded_state(self) -> ShardedState:
-        state = stages_state(self._managers, self._taken.names)
-        return ShardedState(state.model, OptimizerState()) if isinstance(self._optimizer, NoStages) else state
-
-    @contextmanager
-    def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
-        with loading_stages(self._managers, self._taken.names, optimizer) as target:
-            yield target
-        if isinstance(self._optimizer, NoStages) and optimizer is not None:
-            self._optimizer.follow(optimizer.groups)

@@ -35,7 +35,6 @@ from .cut.trial_weights import trial_values
 from .run.orders import Orders
 from .run.routing import StageRouters
 from .run.stage import GivenStage, PipelineStage, StageOptions
-from .run.users_loss import LossFn
 from .state.parameter_names import Names, first_names
 
 
@@ -47,13 +46,11 @@ class Setting:
         config: options.
         mesh: of all ranks.
         inner: makes a manager of the inner strategy on the mesh of a stage.
-        loss: in the place of the token loss; see [Note: loss_fn].
     """
 
     config: PipelineConfig
     mesh: Mesh
     inner: Callable[[Mesh], StrategyManager]
-    loss: LossFn | None
 
     def orders(self, stages: int) -> Orders:
         """This rank's orders, where the model has so many stages."""
@@ -84,7 +81,7 @@ class Setting:
         """How a stage runs."""
         dtype = getattr(torch, self.config.dtype) if self.config.dtype is not None else None
         is_last = index == len(orders.placement) - 1
-        return StageOptions(index == 0, is_last, dtype, self.loss, orders.splits, routers)
+        return StageOptions(index == 0, is_last, dtype, orders.splits, routers)
 
 
 @dataclass(frozen=True)

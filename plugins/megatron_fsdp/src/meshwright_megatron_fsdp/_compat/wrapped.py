@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
@@ -100,11 +101,13 @@ class Slot:
     Attributes:
         start, end: of its elements, in the flattened parameter.
         group: the ranks that share the parameter; None: each has all of it.
+        dtype: in which modules compute with it, to which what is trained is rounded.
     """
 
     start: int
     end: int
     group: dist.ProcessGroup | None
+    dtype: torch.dtype
 
 
 def slots(fsdp: Any) -> dict[nn.Parameter, Slot]:
@@ -120,10 +123,10 @@ def slots(fsdp: Any) -> dict[nn.Parameter, Slot]:
         weights = group.main_weight_buffer if group.main_weight_buffer is not None else group.model_weight_buffer
         for item, raw in enumerate(group.params):
             if fsdp.data_parallel_sharding_strategy == "no_shard":
-                slot = Slot(0, raw.numel(), None)
+                slot = Slot(0, raw.numel(), None, raw.dtype)
             else:
                 start, end = weights._get_item_slice_in_shard(item)
-                slot = Slot(start, end, weights.data_parallel_group)
+                slot = Slot(start, end, weights.data_parallel_group, raw.dtype)
             found[sharded[buffer.param_to_name[raw]]] = slot
     return found
 

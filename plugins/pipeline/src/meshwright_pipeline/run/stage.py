@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.model.weight_gradients import WeightGradients
 from meshwright.model.weights import Weights
+from meshwright.step.objective import Given, Tally
 from meshwright.step.token_loss import split_targets
 from meshwright.strategy.contract import Batch
 
@@ -30,7 +31,6 @@ from ..cut.stage_model import enter_stage
 from .actions import Kinds, Tensors
 from .batches import Idle
 from .routing import StageRouters
-from .users_loss import LossFn
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,6 @@ class StageOptions:
         is_first: whether it takes tokens, not hidden states.
         is_last: whether it computes the loss.
         dtype: of what crosses boundaries, where it is of floating point; None: its own.
-        loss: on the last stage, in the place of the token loss; see [Note: loss_fn].
         splits: whether the schedule splits backwards in two.
         routers: those of the model, where a router loss is added; see [Note: sums that cross] in `routing`.
     """
@@ -49,7 +48,6 @@ class StageOptions:
     is_first: bool
     is_last: bool
     dtype: torch.dtype | None
-    loss: LossFn | None
     splits: bool
     routers: StageRouters | None = None
 
@@ -68,6 +66,7 @@ class PipelineStage:
         self.is_first, self.is_last = options.is_first, options.is_last
         self._num_tokens = torch.ones(())
         self._microbatches = 1
+        self._tally: Tally | None = None
         self._boundary, self._options = boundary, options
         self._store = WeightGradients()
 
@@ -102,6 +101,10 @@ class PipelineStage:
         """
         self._num_tokens, self._microbatches = num_tokens, microbatches
 
+    def minimize(self, tally: Tally | None) -> None:
+        """Take an objective in the place of the token loss."""
+        self._tally = tally
+
     def forward(self, batch: Batch, received: Tensors) -> Tensors:
         """See `actions.Stage`; where there is a router loss, its sums are the last of what crosses."""
         routers = self._options.routers
@@ -119,16 +122,14 @@ class PipelineStage:
         return (output[0] + routers.loss.share(sums, group=group, microbatches=self._microbatches),)
 
     def _forward(self, batch: Batch, received: Tensors) -> Tensors:
-        loss = self._options.loss
         self._boundary.start(batch, received)
         try:
             given = self._given(batch, received)
-            if self.is_last and loss is None:
-                return (self.manager.forward.share_of_loss(given, self._num_tokens),)
-            inputs, targets_BS = split_targets(given)
-            outputs = self.manager.forward.outputs(inputs)
-            if loss is not None and self.is_last:
-                return (loss(outputs.logits, targets_BS) / self._num_tokens,)
+            if self.is_last:
+                # What fills up counts for no objective.
+                tally = None if isinstance(batch, Idle) else self._tally
+                return (self.manager.forward.share_of_loss(given, self._num_tokens, tally=tally),)
+            outputs = self.manager.forward.outputs(split_targets(given)[0])
             return outputs if isinstance(outputs, tuple) else (outputs,)
         finally:
             self._boundary.end()
@@ -137,10 +138,15 @@ class PipelineStage:
         """What the module is called with, and the labels."""
         return batch
 
-    def try_out(self, batch: Batch) -> None:
+    def try_out(self, batch: Batch, *, takes_loss: bool) -> None:
         """See `Forward.try_out`."""
         with self._receiving():
-            self.manager.forward.try_out([batch], takes_loss=self.is_last and self._options.loss is None)
+            self.manager.forward.try_out([batch], takes_loss=self.is_last and takes_loss)
+
+    def try_objective(self, batch: Batch, given: Given) -> tuple[str, ...]:
+        """See `Forward.try_objective`; of the last stage."""
+        with self._receiving():
+            return self.manager.forward.try_objective(batch, given)
 
     def rehearse(self, batch: Batch) -> None:
         """See `Forward.rehearse`."""
@@ -229,12 +235,19 @@ class GivenStage(PipelineStage):
             self._store.watch(model)
         self.manager.parallelize_stage(model, weights)
 
-    def rehearse(self, batch: Batch) -> None:
-        def given(divided: Batch) -> Batch:
-            kinds, device = self._kinds(self._boundary.entering, divided), divided["input_ids"].device
-            return self._given(divided, tuple(torch.randn(shape, dtype=dtype, device=device) for shape, dtype in kinds))
+    def try_out(self, batch: Batch, *, takes_loss: bool) -> None:
+        self.manager.forward.try_out([batch], takes_loss=self.is_last and takes_loss, complete=self._completed)
 
-        self.manager.forward.rehearse(batch, given)
+    def try_objective(self, batch: Batch, given: Given) -> tuple[str, ...]:
+        return self.manager.forward.try_objective(batch, given, complete=self._completed)
+
+    def rehearse(self, batch: Batch) -> None:
+        self.manager.forward.rehearse(batch, self._completed)
+
+    def _completed(self, divided: Batch) -> Batch:
+        """With random hidden states, where the module takes them."""
+        kinds, device = self._kinds(self._boundary.entering, divided), divided["input_ids"].device
+        return self._given(divided, tuple(torch.randn(shape, dtype=dtype, device=device) for shape, dtype in kinds))
 
     def _given(self, batch: Batch, received: Tensors) -> Batch:
         return batch if self.is_first else with_hidden(batch, received[0])

@@ -49,6 +49,21 @@ def stages_state(managers: Mapping[int, DataParallelManager], names: Names) -> S
     return ShardedState(model, optimizer)
 
 
+def stages_parameters(managers: Mapping[int, DataParallelManager], names: Names) -> dict[str, Sharded | None]:
+    """See `StrategyManager.parameter_pieces`: in the order of the whole model, None for those of other ranks' stages.
+
+    Args:
+        managers, names: as of `stages_state`.
+    """
+    found = {
+        names.canonical[name]: sharded
+        for index, manager in managers.items()
+        for name, sharded in manager.parameter_pieces().items()
+        if names.first_stage(name) == index
+    }
+    return {name: found.get(name) for name in names.order if names.canonical.get(name) == name}
+
+
 @contextmanager
 def loading_stages(
     managers: Mapping[int, DataParallelManager], names: Names, saved: OptimizerState[TensorKind] | None

@@ -1,4 +1,4 @@
-"""Decide which rank writes what, where several ranks have the same.
+"""Decide which rank writes or sends what, where several ranks have the same.
 
 [Note: ownership] Each rank tells the rectangles that it has. One that several ranks have is cut along its longest dim
 into as many parts as there are ranks, so that all write alike; small ones go whole to the rank that has least to write.

@@ -1,0 +1,342 @@
+"""An objective in the place of the token loss: what is asked of it, its trial, and its calls in a step.
+
+[Note: a sum] What an objective returns is added up over microbatches and ranks, so it must be a sum over sequences: of
+two groups of rows, that of both together. A mean over a microbatch would weigh tokens by how many others are in it.
+Before its first step each is tried with made-up statistics of the rows of a microbatch, and refused if it is none.
+
+[Note: a failure in a step] Where an objective fails on one rank in the middle of a step, this rank goes on with 0, so
+that no other waits for it; when the step has ended, all ranks raise the error, and nothing is trained.
+
+Shapes: B sequences of a microbatch, S positions of each, K ids at each position.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..base.errors import BatchError, ConfigError, MeshwrightError, ModelError, TrainingError
+from ..strategy.contract import IGNORED_LABEL, Batch, Objective
+from .token_loss import targets
+from .token_statistics import Statistic
+from .tokens import Outputs, Sequences, Tokens
+
+OF_MODEL = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
+"""Entries of a batch that are never an objective's own, whatever the model takes."""
+_WHOLE = "whole: "
+_RETURNS = "An objective returns a scalar tensor, or one and a mapping of names to scalar tensors, each a sum."
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """An objective, as it was given for a model.
+
+    Attributes:
+        objective: called as `StrategyManager.forward_backward` says.
+        taken: entries of a batch that the model's forward takes.
+        usual: what it has asked of tokens, see `Tokens`.
+    """
+
+    objective: Objective
+    taken: frozenset[str] = OF_MODEL
+    usual: set[Statistic] = field(default_factory=set)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Given) and self.objective is other.objective and self.taken == other.taken
+
+    def __hash__(self) -> int:
+        return hash((id(self.objective), self.taken))
+
+    @property
+    def name(self) -> str:
+        """By which errors call it."""
+        own = getattr(self.objective, "name", None) or getattr(self.objective, "__name__", None)
+        return f"objective {own if isinstance(own, str) else type(self.objective).__name__!r}"
+
+    @property
+    def on(self) -> Literal["tokens", "outputs"]:
+        """What its first argument is: `Tokens` or `Outputs`."""
+        return getattr(self.objective, "on", "tokens")
+
+    @property
+    def rows(self) -> int:
+        """How many rows of a microbatch, one behind the other, belong together."""
+        return getattr(self.objective, "rows", 1)
+
+    def columns(self, batch: Batch) -> dict[str, Tensor]:
+        """The entries of a batch that are the objective's."""
+        return {name: tensor for name, tensor in batch.items() if name not in self.taken}
+
+    def inputs(self, batch: Batch) -> Batch:
+        """The others, which are the model's."""
+        return {name: tensor for name, tensor in batch.items() if name in self.taken}
+
+    def whole(self, batch: Batch) -> dict[str, Tensor]:
+        """What the objective sees of a microbatch, whole, under keys of which `split_whole` knows."""
+        seen = self.columns(batch) | {key: batch[key] for key in ("labels", "position_ids") if key in batch}
+        return {_WHOLE + name: tensor for name, tensor in seen.items()}
+
+    def signature(self, microbatches: Sequence[Batch]) -> int:
+        """A number that differs where ranks have other objectives, or other columns; 32 bits."""
+        columns = sorted((name, str(each.dtype), each.dim()) for name, each in self.columns(microbatches[0]).items())
+        return 1 + zlib.crc32(repr((self.name, self.on, columns)).encode())
+
+    def count(self, microbatches: Sequence[Batch]) -> int:
+        """By what the sum over a step is divided, of sound microbatches, on the host.
+
+        Raises:
+            BatchError: the objective does not count.
+        """
+        own: Callable[[Batch], int] | None = getattr(self.objective, "count", None)
+        if own is None:
+            return sum(int((targets(batch["labels"]) != IGNORED_LABEL).sum()) for batch in microbatches)
+        try:
+            counts = [own(batch) for batch in microbatches]
+        except Exception as error:
+            raise BatchError(f"the count of {self.name} fails: {type(error).__name__}: {error}") from error
+        for found in counts:
+            if not isinstance(found, int) or found < 0:
+                raise BatchError(f"the count of {self.name} must be an int, at least 0, not {found!r}.")
+        return sum(counts)
+
+    def check(self, microbatches: Sequence[Batch], *, rows: int | None = None) -> None:
+        """Refuse what cannot be an objective, or what it cannot be called with; no collective.
+
+        Args:
+            rows: of what a microbatch is cut into; None: it is not.
+
+        Raises:
+            BatchError: says what is wrong.
+        """
+        if not callable(self.objective):
+            raise BatchError(f"objective must be callable as objective(tokens, batch), not {self.objective!r}.")
+        if self.on not in ("tokens", "outputs"):
+            raise BatchError(f"the {self.name} has on={self.on!r}; it must be 'tokens' or 'outputs'.")
+        if not isinstance(self.rows, int) or self.rows < 1:
+            raise BatchError(f"the {self.name} has rows={self.rows!r}; it must be an int, at least 1.")
+        for index, batch in enumerate(microbatches):
+            about, count = f"microbatch {index} of {len(microbatches)}", batch["input_ids"].shape[0]
+            for column in getattr(self.objective, "columns", ()):
+                if column not in batch:
+                    raise BatchError(
+                        f"{about} lacks the column {column!r}, which the {self.name} needs; it has {', '.join(batch)}."
+                    )
+            for column, tensor in self.columns(batch).items():
+                if tensor.shape[:1] != (count,):
+                    raise BatchError(
+                        f"{about}: {column} has the shape {tuple(tensor.shape)}; a column of the {self.name} has one "
+                        f"entry for each of the {count} sequences along its first dim: (B,), (B, S) or (B, S, K)."
+                    )
+            own = getattr(self.objective, "check", None)
+            try:
+                _ = own(batch) if own is not None else None
+            except Exception as error:
+                raise BatchError(f"{about}: the {self.name} refuses it: {error}") from error
+            for size in {count, rows or count}:
+                if size % self.rows:
+                    raise BatchError(
+                        f"{about}: {size} sequences at a time cannot be taken {self.rows} by {self.rows}, as the "
+                        f"{self.name} takes them. Give microbatches of a multiple of {self.rows} sequences."
+                    )
+
+
+def without_columns(given: Given | None, microbatches: Sequence[Batch]) -> Sequence[Batch]:
+    """Microbatches without what is an objective's own, as the model takes them."""
+    return microbatches if given is None else [given.inputs(batch) for batch in microbatches]
+
+
+def split_whole(batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A divided batch without what `Given.whole` has added to it, and that."""
+    part = {name: tensor for name, tensor in batch.items() if not name.startswith(_WHOLE)}
+    return part, {name.removeprefix(_WHOLE): batch[name] for name in batch.keys() - part.keys()}
+
+
+class Tally:
+    """An objective in one step or evaluation.
+
+    Args:
+        given: the objective.
+        names: of what it adds up beside its value.
+
+    Attributes:
+        sums: of each name, over the calls so far; float64, in the order of the names.
+        is_wrong: whether a value was not finite; bool scalar on the device.
+        defect: what has gone wrong first on this rank; see [Note: a failure in a step].
+    """
+
+    def __init__(self, given: Given, names: Sequence[str], device: torch.device) -> None:
+        self.given, self.names = given, tuple(names)
+        self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
+        self.is_wrong = torch.zeros((), dtype=torch.bool, device=device)
+        self.defect: MeshwrightError | None = None
+
+    def __call__(self, seen: Tokens | Outputs, columns: Mapping[str, Tensor]) -> Tensor:
+        """The objective's value for a microbatch, scalar."""
+        value = None
+        if self.defect is None:
+            try:
+                value, sums = called(self.given, seen, columns)
+                self._add(sums)
+                self.is_wrong |= ~value.detach().isfinite()
+            except (MeshwrightError, torch.OutOfMemoryError, dist.DistError) as error:
+                if not isinstance(error, ConfigError):
+                    raise
+                self.defect = error
+        if self.defect is not None or value is None:
+            return seen.nothing()
+        # Of rows that count for nothing an objective may return a number.
+        return value if value.requires_grad or not torch.is_grad_enabled() else value + seen.nothing()
+
+    def _add(self, sums: Mapping[str, Tensor]) -> None:
+        if tuple(sorted(sums)) != self.names:
+            raise ConfigError(
+                f"the {self.given.name} returns sums named {sorted(sums)}, where it has returned {[*self.names]} "
+                f"before. Return the same names each time."
+            )
+        for index, name in enumerate(self.names):
+            self.sums[index] += sums[name].detach()
+
+    def error(self, is_wrong: bool) -> MeshwrightError | None:
+        """What is wrong on this rank.
+
+        Args:
+            is_wrong: whether the value is not finite.
+        """
+        if self.defect is not None or not is_wrong:
+            return self.defect
+        return TrainingError(
+            f"the {self.given.name} is not finite. No parameter was changed by this step. Look at the batch, and at "
+            f"what the objective divides by, exponentiates or takes the logarithm of."
+        )
+
+
+def called(given: Given, seen: Sequences, columns: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """What an objective returns, taken apart.
+
+    Raises:
+        ConfigError: it fails, or returns something else.
+    """
+    try:
+        answer: Any = given.objective(seen, columns)
+    except (MeshwrightError, torch.OutOfMemoryError, dist.DistError):
+        raise
+    except KeyError as error:
+        raise ConfigError(
+            f"the {given.name} asks for {error}, which the batch has not; its columns: {', '.join(columns) or 'none'}."
+        ) from error
+    except Exception as error:
+        raise ConfigError(f"the {given.name} fails: {type(error).__name__}: {error}") from error
+    value, sums = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
+    if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
+        raise ConfigError(f"the {given.name} returns {_kind(value)}. {_RETURNS}")
+    if not isinstance(sums, Mapping):
+        raise ConfigError(f"the {given.name} returns {_kind(sums)} beside its value. {_RETURNS}")
+    for name, each in sums.items():
+        if not isinstance(name, str) or not isinstance(each, Tensor) or each.dim() != 0:
+            raise ConfigError(f"the {given.name} returns {_kind(each)} as {name!r}. {_RETURNS}")
+    return value, sums
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype} {tuple(value.shape)}"
+    return f"a value of type {type(value).__name__}"
+
+
+# -- its trial
+
+
+def check_head(given: Given, shape: Sequence[int], vocab_size: int | None) -> None:
+    """Refuse an objective over tokens of a model that does not predict any.
+
+    Args:
+        shape: of the model's logits.
+        vocab_size: of the model; None: not known.
+
+    Raises:
+        ModelError: the model's logits are not those of a vocabulary.
+    """
+    if given.on == "tokens" and (len(shape) != 3 or shape[-1] < (vocab_size or 0)):
+        raise ModelError(
+            f"the {given.name} is over tokens, but the model gives logits {tuple(shape)}, which are not those of its "
+            f"vocabulary. Set on = 'outputs', for an objective over what the model's head returns."
+        )
+
+
+def tried(given: Given, batch: Batch, features: int | None, dtype: torch.dtype) -> tuple[str, ...]:
+    """Call an objective with made-up statistics for some rows of a microbatch; see [Note: a sum].
+
+    Args:
+        batch: the microbatch, whole, on the device of the step.
+        features: on outputs: of a head over tokens, or of one over sequences if negative.
+        dtype: of statistics.
+
+    Returns:
+        The names of its further sums, in alphabetical order.
+
+    Raises:
+        ConfigError: it is not what it should be.
+    """
+    few = _Few(given, batch, features, dtype)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        (both, sums), (again, _) = few.called(0, 2), few.called(0, 2)
+        parts = [few.called(0, 1)[0], few.called(1, 2)[0]]
+    if not both.requires_grad and bool((few.targets != IGNORED_LABEL).any()):
+        raise ConfigError(f"the {given.name} returns a value without a gradient: nothing would be trained.")
+    values = [float(each) for each in (both, again, *parts)]
+    whole, repeated, first, second = values
+    # What draws numbers is another one each time; and what is not finite here may be so for made-up statistics alone.
+    is_known = whole == repeated and all(abs(each) < float("inf") for each in values)
+    if is_known and abs(whole - first - second) > 1e-3 * (abs(first) + abs(second)):
+        raise ConfigError(
+            f"the {given.name} gives {first:g} and {second:g} for two groups of sequences, and {whole:g} for both "
+            f"together, so it is no sum over sequences (a mean, perhaps). Return the sum: it is divided by num_tokens."
+        )
+    return tuple(sorted(sums))
+
+
+class _Few:
+    """Two groups of rows of a microbatch, the second a copy of the first where there is no other."""
+
+    def __init__(self, given: Given, batch: Batch, features: int | None, dtype: torch.dtype) -> None:
+        self._given, self._features = given, features
+        labels, rows = batch["labels"], given.rows
+        count, length = labels.shape
+        index = torch.arange(2 * rows, device=labels.device) % min(count, 2 * rows)
+        self.targets = targets(labels)[index]
+        positions = batch.get("position_ids")
+        self._positions = None if positions is None else positions.expand(count, length)[index]
+        self._columns = {name: tensor[index] for name, tensor in given.columns(batch).items()}
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.rand(2 * rows, length, generator=generator, dtype=torch.float64)
+        self._noise = noise.to(labels.device, dtype).requires_grad_()
+
+    def called(self, start: int, stop: int) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """With the groups from `start` to `stop`."""
+        rows = slice(start * self._given.rows, stop * self._given.rows)
+        noise_BS, positions = self._noise[rows], None if self._positions is None else self._positions[rows]
+
+        def ask(ids_BSK: Tensor, names: Sequence[Statistic]) -> Mapping[str, Tensor]:
+            found: dict[str, Tensor] = dict.fromkeys(names, 1.0 + noise_BS)
+            unlikely_BSK = 0.5 + noise_BS[..., None] + 3.0 * (ids_BSK * 0.618).frac()
+            found["log_probs"] = torch.where(ids_BSK != IGNORED_LABEL, -unlikely_BSK, 0.0)
+            found["is_top1"] = (noise_BS > 0.5) & (ids_BSK != IGNORED_LABEL).any(-1)
+            return {name: found[name] for name in names}
+
+        seen: Tokens | Outputs
+        if self._given.on == "tokens":
+            seen = Tokens(self.targets[rows], ask, positions_BS=positions, usual=self._given.usual)
+        else:
+            seen = Outputs(self.targets[rows], self._logits(noise_BS), positions_BS=positions)
+        return called(self._given, seen, {name: tensor[rows] for name, tensor in self._columns.items()})
+
+    def _logits(self, noise_BS: Tensor) -> Tensor:
+        features = self._features or 1
+        each_K = torch.linspace(-1.0, 1.0, abs(features), dtype=noise_BS.dtype, device=noise_BS.device)
+        return noise_BS[..., None] * each_K if features > 0 else noise_BS[:, :1] * each_K

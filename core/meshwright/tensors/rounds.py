@@ -1,0 +1,157 @@
+"""In which rounds whole tensors come together from what the ranks have of them. Names and numbers alone.
+
+[Note: rounds] Tensors come in a given order. In a round each rank has a segment of a buffer, into which it puts what it
+owns. As many tensors as fit share a round; one that does not fit takes several, to each of which every owner gives the
+next stretch of its own. If that at most doubles what travels, all segments are as long as the longest, as an all-gather
+asks for: ranks that shard a tensor have about as much of it. Else each is as long as what its rank has, and broadcast:
+of many stages of a pipeline, one has the tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .ownership import Rectangle
+from .pieces import stretch_rectangles
+
+
+class Part(NamedTuple):
+    """A rectangle of a tensor in a rank's segment.
+
+    Attributes:
+        name: of the tensor.
+        offsets, sizes: along each dim of the whole.
+        begin, end: its bytes in the segment.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """What travels at once.
+
+    Attributes:
+        names: of the tensors that are in it, in order.
+        is_last: whether they are whole after it; else the only one has more rounds.
+        segments: of each rank.
+        starts: where each rank's segment begins in the buffer; and where the last one ends.
+        is_gathered: whether all segments are equally long, for an all-gather.
+    """
+
+    names: tuple[str, ...]
+    is_last: bool
+    segments: tuple[tuple[Part, ...], ...]
+    starts: tuple[int, ...]
+    is_gathered: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffer."""
+        return self.starts[-1]
+
+
+def rounds(names: Sequence[str], owned: Sequence[Sequence[Rectangle]], bucket_bytes: int) -> Iterator[Round]:
+    """The rounds in which tensors come together; see [Note: rounds].
+
+    Args:
+        names: of the tensors, in order; those of which no rank has anything are empty, and in a round all the same.
+        owned: what each rank gives of which: together, each element once.
+        bucket_bytes: of the buffer of a round, which may be larger only to hold one element of each rank.
+    """
+    ranks = len(owned)
+    given: dict[str, list[list[Rectangle]]] = {name: [[] for _ in range(ranks)] for name in names}
+    for rank, rectangles in enumerate(owned):
+        for each in rectangles:
+            given[each.name][rank].append(each)
+    window = _Segments(ranks)
+    for name in names:
+        if window.names and window.size_with(given[name]) > bucket_bytes:
+            yield window.round(is_last=True)
+            window = _Segments(ranks)
+        if window.names or window.size_with(given[name]) <= bucket_bytes:
+            window.add(name, given[name])
+        else:
+            yield from _of_one(name, given[name], bucket_bytes)
+    if window.names:
+        yield window.round(is_last=True)
+
+
+def _of_one(name: str, given: Sequence[Sequence[Rectangle]], bucket_bytes: int) -> Iterator[Round]:
+    """The rounds of a tensor that does not fit into one."""
+    counts = [sum(math.prod(each.sizes) for each in rectangles) for rectangles in given]
+    is_gathered = _is_gathered(counts)
+    width = len(given) if is_gathered else sum(count > 0 for count in counts)
+    itemsize = next(each.itemsize for rectangles in given for each in rectangles)
+    most = max(1, bucket_bytes // (width * itemsize))
+    for begin in range(0, max(counts), most):
+        segments = _Segments(len(given))
+        segments.add(name, [list(_stretch(rectangles, begin, begin + most)) for rectangles in given])
+        yield segments.round(is_last=begin + most >= max(counts), is_gathered=is_gathered)
+
+
+def _stretch(rectangles: Sequence[Rectangle], begin: int, end: int) -> Iterator[Rectangle]:
+    """Elements [begin, end) of rectangles that lie one behind the other, each flattened."""
+    before = 0
+    for each in rectangles:
+        count = math.prod(each.sizes)
+        first, last = max(begin - before, 0), min(end - before, count)
+        for _, offsets, sizes in stretch_rectangles(first, last, each.sizes):
+            placed = tuple(a + b for a, b in zip(each.offsets, offsets, strict=True))
+            yield each._replace(offsets=placed, sizes=sizes)
+        before += count
+
+
+class _Segments:
+    """Segments that grow, tensor by tensor."""
+
+    def __init__(self, ranks: int) -> None:
+        self.names: list[str] = []
+        self._parts: list[list[Part]] = [[] for _ in range(ranks)]
+        self._itemsize = 1
+
+    def add(self, name: str, given: Sequence[Sequence[Rectangle]]) -> None:
+        """A tensor of which the ranks give rectangles."""
+        self.names.append(name)
+        for parts, rectangles in zip(self._parts, given, strict=True):
+            for each in rectangles:
+                begin = _up(parts[-1].end if parts else 0, each.itemsize)
+                parts.append(Part(name, each.offsets, each.sizes, begin, begin + each.nbytes))
+                self._itemsize = max(self._itemsize, each.itemsize)
+
+    def size_with(self, given: Sequence[Sequence[Rectangle]]) -> int:
+        """Bytes of the buffer if another tensor is added."""
+        ends, itemsize = [], self._itemsize
+        for parts, rectangles in zip(self._parts, given, strict=True):
+            end = parts[-1].end if parts else 0
+            for each in rectangles:
+                end = _up(end, each.itemsize) + each.nbytes
+                itemsize = max(itemsize, each.itemsize)
+            ends.append(end)
+        lengths = [_up(end, itemsize) for end in ends]
+        return len(lengths) * max(lengths) if _is_gathered(lengths) else sum(lengths)
+
+    def round(self, *, is_last: bool, is_gathered: bool | None = None) -> Round:
+        # Whatever their order, elements of any of the tensors may begin where a segment does.
+        lengths = [_up(parts[-1].end if parts else 0, self._itemsize) for parts in self._parts]
+        is_gathered = _is_gathered(lengths) if is_gathered is None else is_gathered
+        if is_gathered:
+            lengths = [max(lengths)] * len(lengths)
+        starts = tuple(itertools.accumulate(lengths, initial=0))
+        return Round(tuple(self.names), is_last, tuple(map(tuple, self._parts)), starts, is_gathered)
+
+
+def _is_gathered(lengths: Sequence[int]) -> bool:
+    return len(lengths) * max(lengths) <= 2 * sum(lengths)
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,241 @@
+"""Whole parameters on every rank, one after the other, in bounded memory: see `StrategyManager.iter_parameters`.
+
+Each rank tells once what it has of which parameter. From then on all know who gives what, and in which rounds it
+travels (`rounds`): no rank asks another for anything. What the ranks of a smaller group have between them stays among
+them, and nothing travels where each has everything. Elements are copied, never computed with, so that all bits arrive.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..base.errors import ConfigError, StrategyError
+from ..mesh.mesh import Mesh
+from ..mesh.world import World
+from .copies import copy_all
+from .ownership import Rectangle, divide
+from .pieces import Sharded
+from .rounds import Part, Round, rounds
+
+GROUPS = ("tp", "pp", "dp_shard_cp")
+"""Of the mesh, that may have all parameters between them while the world has several copies."""
+
+Held = Mapping[str, Sharded | None]
+
+
+class Kind(NamedTuple):
+    """Of a whole parameter: its shape, and the dtype that is asked for."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Told(NamedTuple):
+    """What a rank tells the others.
+
+    Attributes:
+        asked: its arguments.
+        kinds: of the parameters of which it knows them, by name.
+        order: names of all parameters that it knows of.
+        rectangles: what it has.
+    """
+
+    asked: tuple[int, torch.dtype | None]
+    kinds: dict[str, Kind]
+    order: tuple[str, ...]
+    rectangles: tuple[Rectangle, ...]
+
+
+def whole_parameters(
+    held: Callable[[], Held], mesh: Mesh, *, bucket_bytes: int, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """See `StrategyManager.iter_parameters`. Collective, and so is each step of what it returns.
+
+    Args:
+        held: `StrategyManager.parameter_pieces`.
+    """
+    world = mesh.world
+    world.together(lambda: _check_asked(bucket_bytes, dtype))
+    pieces = held()
+    told = _exchanged(_told(pieces, bucket_bytes, dtype), world)
+    kinds = _agreed(told)
+    group = _smallest_group(told, kinds, mesh)
+    held_there = [told[rank].rectangles for rank in _places(group, world)]
+    return _stream(pieces, kinds, held_there, group, mesh.device, bucket_bytes)
+
+
+def _check_asked(bucket_bytes: Any, dtype: Any) -> None:
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise ConfigError(f"bucket_bytes={bucket_bytes!r} must be a whole number of bytes, at least 1.")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(
+            f"dtype={dtype!r} is no floating-point dtype. Use one of torch, such as torch.bfloat16, or None for the "
+            f"parameters' own."
+        )
+
+
+# -- what the ranks have
+
+
+def _told(pieces: Held, bucket_bytes: int, dtype: torch.dtype | None) -> Told:
+    kinds, rectangles = {}, []
+    for name, sharded in pieces.items():
+        if sharded is not None:
+            given = dtype if dtype is not None and sharded.dtype.is_floating_point else sharded.dtype
+            kinds[name] = Kind(sharded.shape, given)
+            rectangles += [Rectangle(name, tuple(p.offsets), p.sizes, given.itemsize) for p in sharded.pieces]
+    return Told((bucket_bytes, dtype), kinds, tuple(pieces), tuple(dict.fromkeys(rectangles)))
+
+
+def _exchanged(mine: Told, world: World) -> list[Told]:
+    found: list[Any] = [None] * world.size
+    dist.all_gather_object(found, mine, group=world.group)
+    return found
+
+
+def _agreed(told: Sequence[Told]) -> dict[str, Kind]:
+    """The kind of each parameter, in the order of all; from what all ranks know, so with the same end on each.
+
+    Raises:
+        ConfigError: the arguments differ.
+        StrategyError: a parameter is not the same, or not whole, between all ranks.
+    """
+    asked = sorted({f"bucket_bytes={each.asked[0]}, dtype={each.asked[1]}" for each in told})
+    if len(asked) > 1:
+        raise ConfigError(f"iter_parameters was called with {' and '.join(asked)}. Give the same on all ranks.")
+    known: dict[str, Kind] = {}
+    for each in told:
+        for name, kind in each.kinds.items():
+            if known.setdefault(name, kind) != kind:
+                raise StrategyError(f"{name} is {tuple(kind)} on one rank and {tuple(known[name])} on another.")
+    kinds = {name: known[name] for each in told for name in each.order if name in known}
+    missing = _missing(told, kinds) or sorted({name for each in told for name in each.order} - known.keys())
+    if missing:
+        raise StrategyError(f"the ranks together do not have all of {', '.join(missing[:3])}: see parameter_pieces.")
+    return kinds
+
+
+def _missing(told: Sequence[Told], kinds: Mapping[str, Kind]) -> list[str]:
+    """Names of the parameters that these ranks do not have all elements of."""
+    counts = dict.fromkeys(kinds, 0)
+    for rectangle in {rectangle for each in told for rectangle in each.rectangles}:
+        counts[rectangle.name] += math.prod(rectangle.sizes)
+    return [name for name, count in counts.items() if count < kinds[name].shape.numel()]
+
+
+def _smallest_group(told: Sequence[Told], kinds: Mapping[str, Kind], mesh: Mesh) -> dist.ProcessGroup | None:
+    """The smallest group whose ranks have everything between them, wherever a rank is in it; None: a rank alone."""
+    world = mesh.world
+    candidates = sorted((mesh.group(axis) for axis in GROUPS), key=lambda group: group.size())
+    members = [[world.rank], *(_places(group, world) for group in candidates)]
+    is_enough = [int(not _missing([told[rank] for rank in ranks], kinds)) for ranks in members]
+    everywhere = world.reduce_ints(is_enough, dist.ReduceOp.MIN)
+    enough = next((index for index, each in enumerate(everywhere) if each), None)
+    if enough is None:
+        return world.group or dist.group.WORLD
+    return None if enough == 0 else candidates[enough - 1]
+
+
+def _places(group: dist.ProcessGroup | None, world: World) -> list[int]:
+    """The ranks of a group within the world, in the group's order; of None, this rank alone."""
+    if group is None:
+        return [world.rank]
+    of_world = dist.get_process_group_ranks(world.group or dist.group.WORLD)
+    return [of_world.index(rank) for rank in dist.get_process_group_ranks(group)]
+
+
+# -- what travels
+
+
+def _stream(
+    pieces: Held,
+    kinds: Mapping[str, Kind],
+    told: Sequence[Sequence[Rectangle]],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    bucket_bytes: int,
+) -> Iterator[tuple[str, Tensor]]:
+    """The parameters in the order of `kinds`.
+
+    Between two of them this holds a bucket, and no parameter that it has given.
+    """
+    if group is None:
+        for name, kind in kinds.items():
+            value = torch.empty(kind.shape, dtype=kind.dtype, device=device)
+            _put_together(value, [(piece.offsets, piece.tensor) for piece in _known(pieces, name).pieces])
+            yield name, value
+            del value
+        return
+    begun: Tensor | None = None
+    for each in rounds(list(kinds), divide(told), bucket_bytes):
+        buffer = _sent(each, pieces, kinds, group, device)
+        found = _found(each, buffer, kinds)
+        for name in each.names:
+            value = (
+                begun if begun is not None else torch.empty(kinds[name].shape, dtype=kinds[name].dtype, device=device)
+            )
+            begun = None
+            _put_together(value, found.pop(name, []))
+            if each.is_last:
+                yield name, value
+            else:
+                begun = value
+            del value
+        del buffer, found
+
+
+def _sent(
+    each: Round, pieces: Held, kinds: Mapping[str, Kind], group: dist.ProcessGroup, device: torch.device
+) -> Tensor:
+    """The buffer of a round, with the segments of all ranks."""
+    buffer = torch.empty(each.nbytes, dtype=torch.uint8, device=device)
+    if not each.nbytes:
+        return buffer
+    segments = list(buffer.split([b - a for a, b in itertools.pairwise(each.starts)]))
+    rank = group.rank()
+    targets = [_view(segments[rank], part, kinds) for part in each.segments[rank]]
+    copy_all(targets, [_known(pieces, part.name).cut(part.offsets, part.sizes) for part in each.segments[rank]])
+    if each.is_gathered:
+        dist.all_gather_into_tensor(buffer, segments[rank], group=group)
+    else:
+        for source, segment in enumerate(segments):
+            if segment.numel():
+                dist.broadcast(segment, group=group, group_src=source)
+    return buffer
+
+
+def _found(each: Round, buffer: Tensor, kinds: Mapping[str, Kind]) -> dict[str, list[tuple[tuple[int, ...], Tensor]]]:
+    """The offsets and elements of the rectangles in a buffer, by parameter."""
+    found: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
+    for start, parts in zip(each.starts, each.segments, strict=False):
+        for part in parts:
+            found.setdefault(part.name, []).append((part.offsets, _view(buffer[start:], part, kinds)))
+    return found
+
+
+def _view(segment: Tensor, part: Part, kinds: Mapping[str, Kind]) -> Tensor:
+    return segment[part.begin : part.end].view(kinds[part.name].dtype).view(part.sizes)
+
+
+def _put_together(value: Tensor, rectangles: Sequence[tuple[Sequence[int], Tensor]]) -> None:
+    """Copy rectangles to where they belong in a whole, rounded to its dtype."""
+    if rectangles:
+        targets = [
+            value[tuple(slice(start, start + size) for start, size in zip(offsets, tensor.shape, strict=True))]
+            for offsets, tensor in rectangles
+        ]
+        copy_all(targets, [tensor for _, tensor in rectangles])
+
+
+def _known(pieces: Held, name: str) -> Sharded:
+    found = pieces[name]
+    if found is None:
+        raise StrategyError(f"this rank has nothing of {name}: see parameter_pieces.")
+    return found

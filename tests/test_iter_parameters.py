@@ -1,0 +1,182 @@
+"""Whole parameters, one after the other: the same names in the same order and the same bits under every strategy."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.strategy.contract import StrategyManager
+from meshwright.testing import Case, pool
+from meshwright.testing.models import case_model
+from meshwright.testing.parity import build_manager, full_weights, train_steps
+
+ALL_AT_ONCE = 1 << 40
+
+
+PLAIN = Case(steps=2, microbatches=2, sequences=24)
+TIED = replace(PLAIN, tied=True, frozen=("*layers.1.*",))
+STAGES = replace(TIED, layers=5)
+EXPERTS = replace(PLAIN, model_type="mixtral", tied=None)
+MIXED = replace(PLAIN, in_float32=("*norm*",))
+HALF = replace(PLAIN, dtype="bfloat16")
+ZERO1 = {"engine": "bucketed", "use_distributed_optimizer": True}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A strategy on some ranks.
+
+    Attributes:
+        trains_others: what is trained are float32 values beside those that the model computes with.
+    """
+
+    strategy: str
+    ranks: int
+    sizes: dict[str, int] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    case: Case = PLAIN
+    schedule: str | None = None
+    trains_others: bool = False
+
+
+LAYOUTS = {
+    "single": Layout("single", 1),
+    "single, mixed dtypes": Layout("single", 1, case=MIXED),
+    "ddp": Layout("ddp", 2, case=TIED),
+    "ddp, distributed optimizer": Layout("ddp", 2, config=ZERO1),
+    "ddp, distributed optimizer, gathers to come": Layout(
+        "ddp", 2, config={**ZERO1, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    ),
+    "ddp, distributed optimizer, bfloat16": Layout("ddp", 2, config=ZERO1, case=HALF, trains_others=True),
+    "fsdp2": Layout("fsdp2", 3, case=TIED),
+    "fsdp2, mixed dtypes": Layout("fsdp2", 2, case=MIXED),
+    "fsdp2, offloaded": Layout("fsdp2", 2, config={"offload_policy": {"pin_memory": False}}),
+    "fsdp2, cp": Layout("fsdp2", 2, {"cp_size": 2}),
+    "fsdp2, ep": Layout("fsdp2", 4, {"ep_size": 2}, case=EXPERTS),
+    "HSDP": Layout("fsdp2", 4, {"dp_replicate_size": 2}),
+    "fsdp2, tp": Layout("fsdp2", 4, {"tp_size": 2}, case=TIED),
+    "megatron_fsdp": Layout("megatron_fsdp", 2, case=TIED),
+    "megatron_fsdp, tp": Layout("megatron_fsdp", 4, {"tp_size": 2}),
+    **{
+        f"megatron_fsdp, ZeRO {zero}, main weights": Layout(
+            *("megatron_fsdp", 2, {}, {"zero_dp_strategy": zero, "main_params_dtype": "float32"}, HALF),
+            trains_others=True,
+        )
+        for zero in (0, 1, 3)
+    },
+    "pipeline, ddp": Layout("ddp", 2, {"pp_size": 2}, case=TIED),
+    "pipeline, fsdp2": Layout("fsdp2", 4, {"pp_size": 2}, case=TIED),
+    "pipeline, fsdp2, interleaved": Layout("fsdp2", 4, {"pp_size": 2}, case=STAGES, schedule="interleaved1f1b"),
+    "pipeline, fsdp2, tp": Layout("fsdp2", 4, {"pp_size": 2, "tp_size": 2}),
+}
+
+
+def _manager(layout: Layout) -> StrategyManager:
+    wrapper = {"pipeline": {"pp_schedule": layout.schedule}} if layout.schedule else None
+    return build_manager(layout.strategy, layout.config, layout.sizes, layout.case, wrapper_config=wrapper)
+
+
+def _bits(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _seen(given: Iterable[tuple[str, Tensor]]) -> list[tuple[str, torch.dtype, str]]:
+    return [(name, tensor.dtype, _bits(tensor)) for name, tensor in given]
+
+
+def _any_bits(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A whole parameter of NaN of all kinds, zeros with signs, and the rest, by chance."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    bits = torch.randint(-128, 128, (shape.numel() * dtype.itemsize,), generator=generator)
+    return bits.to(torch.int8).view(dtype).view(shape)
+
+
+@torch.no_grad()
+def _set_any_bits(manager: StrategyManager) -> None:
+    for name, sharded in manager.sharded_state().model.items():
+        whole = _any_bits(name, sharded.shape, sharded.dtype)
+        for piece in sharded.pieces:
+            region = tuple(slice(a, a + size) for a, size in zip(piece.offsets, piece.sizes, strict=True))
+            piece.tensor.copy_(whole[region])
+
+
+@dataclass
+class Found:
+    """What a rank has seen.
+
+    Attributes:
+        given: after a step, in each dtype.
+        state: the weights of `state_dict(full=True)`, on the first rank.
+        equal: whether it was the same with buckets of all sizes, with any bits, and with the default of the contract.
+        goes_on: whether training went on as if nothing had been asked for.
+    """
+
+    given: dict[str, list[tuple[str, torch.dtype, str]]]
+    state: dict[str, tuple[torch.dtype, str]]
+    equal: dict[str, bool]
+    goes_on: bool
+
+
+def _find(name: str) -> Found:
+    layout = LAYOUTS[name]
+    undisturbed = _manager(layout)
+    losses, expected = train_steps(undisturbed, layout.case, range(2))[0], full_weights(undisturbed)
+    del undisturbed
+    manager = _manager(layout)
+    first = train_steps(manager, layout.case, range(1))[0]
+    # Before anything else has gathered what is still to come.
+    own = _seen(manager.iter_parameters(bucket_bytes=20_000))
+    state = {each: (value.dtype, _bits(value)) for each, value in manager.state_dict(full=True)["model"].items()}
+    given = {"None": own}
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        given[str(dtype)] = _seen(manager.iter_parameters(bucket_bytes=20_000, dtype=dtype))
+    equal = {}
+    for size in (700, 5_001, ALL_AT_ONCE):
+        equal[f"bucket_bytes={size}"] = _seen(manager.iter_parameters(bucket_bytes=size)) == own
+    some = manager.iter_parameters(bucket_bytes=3_000)
+    next(some), next(some)
+    del some
+    second = train_steps(manager, layout.case, range(1, 2))[0]
+    weights = full_weights(manager)
+    goes_on = first + second == losses and all(_bits(weights[each]) == _bits(value) for each, value in expected.items())
+    if layout.case.dtype == "float64":
+        _set_any_bits(manager)
+        same = [
+            _bits(value) == _bits(_any_bits(each, value.shape, value.dtype))
+            for each, value in manager.iter_parameters(bucket_bytes=20_000)
+        ]
+        equal["any bits"] = same == [True] * len(own)
+    return Found(given, state, equal, goes_on)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_names_order_and_bits_are_those_of_the_unwrapped_model_on_every_rank(name: str) -> None:
+    layout = LAYOUTS[name]
+    found = pool(layout.ranks).run(_find, name)
+    case = layout.case
+    model = case_model(case.model_type, tied=case.tied, seed=0, dtype=getattr(torch, case.dtype), layers=case.layers)
+    order = [each for each, _ in model.named_parameters()]
+    apart = {each for each in order if any(fnmatchcase(each, pattern) for pattern in case.in_float32)}
+    own = [(each, torch.float32 if each in apart else getattr(torch, case.dtype)) for each in order]
+    for rank in found:
+        assert rank.goes_on
+        assert all(rank.equal.values()), rank.equal
+        assert rank.given == found[0].given
+        assert [(each, dtype) for each, dtype, _ in rank.given["None"]] == own
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            assert [each[:2] for each in rank.given[str(dtype)]] == [(each, dtype) for each in order]
+    state = found[0].state
+    for each, dtype, bits in found[0].given["None"]:
+        if state[each][0] == dtype:
+            assert state[each][1] == bits, each
+        else:
+            assert layout.trains_others
+            assert state[each][0] == torch.float32
