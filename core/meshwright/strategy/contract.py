@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import BaseModel
@@ -260,18 +260,20 @@ class StepResult:
     steps: int
     """Steps of the whole run."""
     loss: float
-    """Mean over the step's tokens [nats]."""
+    """Mean over the step's tokens [nats], or an objective's sum over `num_tokens`."""
     grad_norm: float
     """Total norm before clipping."""
     learning_rate: float
     """Of this rank's first parameter group, during the step; what stepped is seen to have used it."""
     num_tokens: int
-    """Unmasked targets of the global batch."""
+    """Unmasked targets of the global batch, or what else an objective counts."""
     seconds: float
     """Duration of the step, without evaluation."""
     rank: int
     held_out_loss: float | None = None
     """Mean over the held-out tokens [nats], in steps that evaluate."""
+    sums: Mapping[str, float] = field(default_factory=dict)
+    """See `StrategyManager.last_sums`; of the step."""
 
     @property
     def tokens_per_second(self) -> float:

@@ -14,6 +14,7 @@ from ..data.config import DataConfig
 from ..files.parsing import parse_yaml, read_text
 from ..files.paths import PathText, check_path
 from ..mesh.sizes import MeshSizes, Size
+from ..objectives.registry import check_objective
 from ..strategy.registry import Registry, get_registry
 
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -79,6 +80,7 @@ Allowed = Literal[
     "schedule",
     "max_grad_norm",
     "grad_norm_type",
+    "objective",
     "batch_size",
     "data",
     "seed",
@@ -139,6 +141,11 @@ class RunConfig(MeshSizes):
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    objective: str | dict[str, Any] | None = Field(
+        None,
+        description="What is minimized, on the held-out split too: the name of an objective, or of one of your own its "
+        "import path, or a mapping of name and options; null: the cross entropy of the next token.",
+    )
     max_grad_norm: PositiveFloat | None = Field(1.0, description="Clip the total gradient norm; null: only measure it.")
     grad_norm_type: PositiveFloat = Field(2.0, description="p of the gradient norm; .inf: the largest absolute value.")
     eval: EvalConfig = EvalConfig()
@@ -169,6 +176,16 @@ class RunConfig(MeshSizes):
                 check_path(value[key])
         if not isinstance(value.get("allow_pickle", False), bool):
             raise ValueError(f"allow_pickle must be true or false, not {value['allow_pickle']!r}")
+        return value
+
+    @field_validator("objective")
+    @classmethod
+    def _objective_is_known(cls, value: Any) -> Any:
+        if value is not None:
+            try:
+                check_objective(value)
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
         return value
 
     @model_validator(mode="after")
