@@ -115,8 +115,8 @@ def _objective(config: RunConfig) -> Objective | None:
         )
     if given.rows > 1:
         raise ConfigError(
-            f"the {given.name} takes rows {given.rows} by {given.rows}, and those of plain text do not belong together. "
-            f"Give it microbatches in which they do in a script: see docs/objectives.md."
+            f"the {given.name} takes rows {given.rows} by {given.rows}, and those of plain text do not belong "
+            f"together. Give it microbatches in which they do in a script: see docs/objectives.md."
         )
     if given.on != "tokens":
         raise ConfigError(
