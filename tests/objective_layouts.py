@@ -44,9 +44,7 @@ class Layout:
     def build(self, case: Case, config: Mapping[str, Any] | None = None) -> StrategyManager:
         """On every rank: the manager, ready to train."""
         wrapper = {"pipeline": dict(self.wrapper)} if self.wrapper else None
-        return build_manager(
-            self.strategy, {**self.config, **(config or {})}, self.sizes, case, wrapper_config=wrapper
-        )
+        return build_manager(self.strategy, {**self.config, **(config or {})}, self.sizes, case, wrapper_config=wrapper)
 
 
 ZERO1 = {"engine": "bucketed", "use_distributed_optimizer": True}
@@ -206,10 +204,7 @@ def trained_by(
     mesh, losses, norms, evaluated = manager.mesh, [], [], []
     for step in range(case.steps):
         mine = batches(case, step, mesh.data_rank, mesh.data_size)
-        if announced:
-            count = manager.announce(mine, objective=objective)
-        else:
-            count = count_tokens(mine, mesh, objective)
+        count = manager.announce(mine, objective=objective) if announced else count_tokens(mine, mesh, objective)
         losses += [float(manager.forward_backward(mine, num_tokens=count, objective=objective)), *_sums(manager)]
         norms.append(float(manager.clip_grad_norm(case.max_norm)))
         manager.optimizer_step()

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import pytest
-from objective_layouts import LAYOUTS, Counting, case_of, everything, trained
+from objective_layouts import LAYOUTS, case_of, everything, trained
 
 from meshwright.testing import Case, Outcome, pool
 from meshwright.testing.case import TOLERANCE

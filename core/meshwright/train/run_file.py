@@ -14,7 +14,7 @@ from ..data.config import DataConfig
 from ..files.parsing import parse_yaml, read_text
 from ..files.paths import PathText, check_path
 from ..mesh.sizes import MeshSizes, Size
-from ..objectives.registry import check_objective
+from ..objectives.registry import check_objective, list_objectives
 from ..strategy.registry import Registry, get_registry
 
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -288,10 +288,26 @@ def run_schema(registry: Registry | None = None) -> dict[str, Any]:
                 "then": {"properties": {"strategy_config": reference}},
             }
         )
+    schema["properties"]["objective"]["anyOf"] = _objective_schemas(schema["$defs"])
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "meshwright run file"
     schema["allOf"] = branches
     return schema
+
+
+def _objective_schemas(definitions: dict[str, Any]) -> list[dict[str, Any]]:
+    """What `objective` may be; the options of those that ship go to the definitions."""
+    shipped = list_objectives()
+    mappings: list[dict[str, Any]] = []
+    for name, objective_cls in shipped.items():
+        key = f"objective_{name}"
+        definitions[key] = _config_schema(objective_cls, f"#/$defs/{key}/$defs/{{model}}")
+        definitions[key]["properties"]["name"] = {"const": name}
+        definitions[key]["required"] = ["name", *definitions[key].get("required", [])]
+        mappings.append({"$ref": f"#/$defs/{key}"})
+    own = {"type": "string", "pattern": r"\."}
+    mappings.append({"type": "object", "properties": {"name": own}, "required": ["name"]})
+    return [{"enum": [*shipped, None]}, own, *mappings]
 
 
 def _config_schema(config_cls: type[BaseModel], ref_template: str) -> dict[str, Any]:
