@@ -25,7 +25,7 @@ FLOORS = (
     ("model",),
     ("strategy",),
     ("step", "data", "checkpoint"),
-    ("parallel", "train"),
+    ("objectives", "parallel", "train"),
     ("manager",),
     ("single", "testing"),
     ("cli",),

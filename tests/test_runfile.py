@@ -247,6 +247,10 @@ def test_an_unknown_key_at_any_level_is_an_error_with_the_nearest_one(more, line
 @pytest.mark.parametrize(
     ("more", "line"),
     [
+        ("objective: gpro", "objective: there is no objective 'gpro'. Did you mean 'grpo'?"),
+        ("objective: {label_smoothing: 0.1}", "objective: {'label_smoothing': 0.1} is no objective. Give a name ("),
+        ("objective: {name: cross_entropy, z_los: 1}", "objective: objective 'cross_entropy' is not valid:"),
+        ("objective: os.system", "objective: 'os.system' is no"),
         ("steps: 0", "steps: Input should be greater than or equal to 1 (got 0)"),
         ("steps: ten", "steps: Input should be a valid integer (got 'ten')"),
         ("batch_size: 2.5", "batch_size: Input should be a valid integer (got 2.5)"),

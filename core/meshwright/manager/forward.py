@@ -22,7 +22,8 @@ from ..mesh.mesh import Mesh
 from ..step.axis import Axis, Trial
 from ..step.batch import Terms
 from ..step.forward_options import with_router_logits
-from ..step.objective import Given, Tally, check_head, split_whole, tried
+from ..step.objective import Given, Tally, split_whole
+from ..step.objective_trial import check_head, tried
 from ..step.recorder import Recorder
 from ..step.router_loss import Notes, RouterLoss, find_routers
 from ..step.token_loss import split_targets
