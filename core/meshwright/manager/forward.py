@@ -191,11 +191,7 @@ class Forward:
         Raises:
             MeshwrightError: it is refused; on this rank.
         """
-        for axis in self._axes:
-            if axis.divides_batches and type(axis).joined is Axis.joined:
-                raise ModelError(
-                    f"{type(axis).__name__} divides batches and brings no `joined`: it takes no objective."
-                )
+        self._values.check()
         was_training = self._module.training
         self._module.eval()
         try:
