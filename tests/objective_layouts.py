@@ -19,7 +19,6 @@ from meshwright.step.token_loss import targets
 from meshwright.step.tokens import Tokens
 from meshwright.strategy.contract import IGNORED_LABEL, Batch, StrategyManager
 from meshwright.testing.case import Case, Outcome, global_batch
-from meshwright.testing.models import case_vocab
 from meshwright.testing.parity import build_manager, full_weights
 
 
@@ -217,8 +216,3 @@ def trained_by(
 
 def _sums(manager: StrategyManager) -> list[float]:
     return [float(each) for _, each in sorted(manager.last_sums.items())]
-
-
-def vocabulary(layout: Layout) -> int:
-    """Of the model that a layout trains."""
-    return case_vocab(layout.model)

@@ -59,7 +59,7 @@ def tried(given: Given, batch: Batch, features: int | None, dtype: torch.dtype) 
         parts = [few.called(0, 1)[0], few.called(1, 2)[0]]
     if not both.requires_grad and bool((few.targets != IGNORED_LABEL).any()):
         raise ConfigError(f"the {given.name} returns a value without a gradient: nothing would be trained.")
-    values = [float(each) for each in (both, again, *parts)]
+    values = [float(each.detach()) for each in (both, again, *parts)]
     whole, repeated, first, second = values
     # What draws numbers is another one each time; and what is not finite here may be so for made-up statistics alone.
     is_known = whole == repeated and all(abs(each) < float("inf") for each in values)
