@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from objective_cells import CELLS, K, V, cell_id, evaluate, microbatch, rows_of
+from objective_cells import CELLS, K, S, V, cell_id, evaluate, microbatch, rows_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -471,7 +471,7 @@ def test_a_step_has_the_objectives_value_and_its_gradient(cell, world):
         batch["input_ids"] = torch.randint(V, (4, S), generator=torch.Generator().manual_seed(seed))
         microbatches.append(batch)
         columns = {name: each for name, each in batch.items() if name not in ("input_ids", "labels", "position_ids")}
-        logits = plain(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+        logits = plain(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
         tokens = Tokens.of_logits(logits, batch["labels"], position_ids=batch["position_ids"])
         total, count = total + objective(tokens, columns)[0], count + objective.count(batch)
     (total / count).backward()
@@ -491,5 +491,4 @@ def test_a_wrong_column_is_told_before_the_step(world):
     batch["reference_log_probs"] = batch["reference_log_probs"][:, :-1]
     del batch["logits"]
     with pytest.raises(BatchError, match=r"reference_log_probs.*has the shape \(4, 8\), not \(B\) or \(B, S\)"):
-        manager.announce([batch], objective=get_objective("dpo"))
         manager.forward_backward([batch], num_tokens=torch.tensor(2), objective=get_objective("dpo"))
