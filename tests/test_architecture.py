@@ -23,6 +23,7 @@ TORCH_FREE = {
     "data.config",
     "files.class_paths",
     "files.parsing",
+    "files.paths",
     "launch.local",
     "launch.rank",
     "mesh.sizes",

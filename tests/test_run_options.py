@@ -48,6 +48,7 @@ def _facts(place: Place, output: str) -> dict[str, Any]:
         "lines": re.findall(r"^step (\d+)/", output, re.MULTILINE),
         "sample": output.partition("\nsample\n")[2].partition("\nwritten")[0],
         "checkpoints": place.steps(),
+        "sums": [line.get("sums") for line in metrics],
     }
 
 
@@ -83,6 +84,8 @@ def _inside(key: str, **changes: Any) -> dict[str, Any]:
         ({"log_every": 2}, ["lines"]),
         ({"max_grad_norm": 0.01}, ["losses"]),
         ({"grad_norm_type": 1.0}, ["norms"]),
+        ({"objective": {"name": "cross_entropy", "sums": ["correct"]}}, ["sums"]),
+        ({"objective": {"name": "cross_entropy", "label_smoothing": 0.2}}, ["losses", "held out"]),
         (_inside("optimizer", name="SGD"), ["losses"]),
         (_inside("optimizer", lr=1e-3), ["rates", "losses"]),
         (_inside("optimizer", weight_decay=0.0), ["losses"]),
@@ -110,6 +113,55 @@ def test_a_run_heeds_the_option(
     differing = {name for name, value in facts.items() if value != base[name]}
     assert set(changed) <= differing
     assert bool(differing) == bool(changes)
+
+
+def test_cross_entropy_by_name_is_what_a_run_minimizes_by_default(
+    base: dict[str, Any], workplace: Path, tmp_path: Path
+) -> None:
+    place = Place(workplace, tmp_path)
+    output = place.runs(**BASE | {"objective": {"name": "cross_entropy", "sums": ["correct"]}})
+    facts = _facts(place, output)
+    for name in ("losses", "norms", "held out"):
+        assert [each or 0.0 for each in facts[name]] == pytest.approx([each or 0.0 for each in base[name]], rel=1e-5)
+    assert facts["tokens"] == base["tokens"]
+    for sums, tokens in zip(facts["sums"], facts["tokens"], strict=True):
+        assert sums.keys() == {"correct"}
+        assert sums["correct"] in range(tokens + 1)
+    told = re.findall(r"correct ([0-9.]+)", output)
+    assert float(told[-1]) == pytest.approx(facts["sums"][-1]["correct"] / facts["tokens"][-1], rel=1e-3)
+
+
+def test_a_run_goes_on_with_its_objective_and_tells_of_another_one(workplace: Path, tmp_path: Path) -> None:
+    place = Place(workplace, tmp_path)
+    smooth = {"objective": {"name": "cross_entropy", "label_smoothing": 0.2, "sums": ["correct"]}}
+    options = BASE | {"schedule": {"name": "constant"}}
+    place.runs(**options | smooth | {"steps": 2})
+    _, error, code = place.run(**options)
+    assert code == 2
+    assert "the run differs" in error
+    assert "objective" in error
+    place.runs(**options | smooth)
+    assert [line["sums"].keys() for line in place.metrics()] == [{"correct"}] * 4
+    place.runs(**options | {"steps": 6, "resume": {"from": "auto", "allow": ["objective"]}})
+    assert [line.get("sums") is None for line in place.metrics()] == [False] * 4 + [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("objective", "text"),
+    [
+        ({"name": "dpo"}, "objective 'dpo' needs reference_log_probs beside the tokens"),
+        ("orpo", "objective 'orpo' takes rows 2 by 2"),
+        ({"name": "reward"}, "objective 'reward' takes rows 2 by 2"),
+        ({"name": "value", "clip": None}, "objective 'value' needs returns beside the tokens"),
+    ],
+    ids=str,
+)
+def test_a_run_on_plain_text_refuses_an_objective_that_needs_more(
+    objective: Any, text: str, workplace: Path, tmp_path: Path
+) -> None:
+    _, error, code = Place(workplace, tmp_path).run(**BASE | {"objective": objective})
+    assert code == 2
+    assert text in error
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,10 @@ def test_an_unknown_key_at_any_level_is_an_error_with_the_nearest_one(more, line
 @pytest.mark.parametrize(
     ("more", "line"),
     [
+        ("objective: gpro", "objective: there is no objective 'gpro'. Did you mean 'grpo'?"),
+        ("objective: {label_smoothing: 0.1}", "objective: {'label_smoothing': 0.1} is no objective. Give a name ("),
+        ("objective: {name: cross_entropy, z_los: 1}", "objective: objective 'cross_entropy' is not valid:"),
+        ("objective: os.system", "objective: 'os.system' is no"),
         ("steps: 0", "steps: Input should be greater than or equal to 1 (got 0)"),
         ("steps: ten", "steps: Input should be a valid integer (got 'ten')"),
         ("batch_size: 2.5", "batch_size: Input should be a valid integer (got 2.5)"),
@@ -394,6 +398,14 @@ def test_the_schema_accepts_the_examples(path):
         ({"strategy": "ddp", "strategy_config": {"bucket_cap_mb": "five"}}, False),
         ({"strategy": "fsdp2", "strategy_config": {"defer_fsdp_grad_sync": True}}, True),
         ({"strategy": "fsdp", "strategy_config": {"bucket_cap_mb": 5}}, False),
+        ({"objective": "grpo"}, True),
+        ({"objective": "gpro"}, False),
+        ({"objective": "mine.objective"}, True),
+        ({"objective": {"name": "cross_entropy", "label_smoothing": 0.1}}, True),
+        ({"objective": {"name": "cross_entropy", "label_smoothing": 2}}, False),
+        ({"objective": {"name": "cross_entropy", "clip_low": 0.1}}, False),
+        ({"objective": {"name": "mine.Objective", "clip_low": 0.1}}, True),
+        ({"objective": {"label_smoothing": 0.1}}, False),
         # fsdp2 is the default
         ({"strategy_config": {"bucket_cap_mb": 5}}, False),
         ({"strategy_config": {"reduce_dtype": "float64"}}, True),

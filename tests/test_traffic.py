@@ -246,7 +246,7 @@ class Measured:
     routed: list[list[int]]
 
 
-def _measured(name: str) -> Measured:
+def _built(name: str) -> tuple[StrategyManager, nn.Module]:
     layout, world = LAYOUTS[name], open_world("cpu")
     wrapper = {"pipeline": {"pp_schedule": layout.schedule}} if layout.schedule else None
     stack, degrees = resolve(
@@ -256,6 +256,11 @@ def _measured(name: str) -> Measured:
     model = _model("mixtral" if degrees.ep > 1 else "llama")
     manager.parallelize(model)
     manager.build_optimizer(optimizer_factory(OptimizerConfig(lr=1e-3)))
+    return manager, model
+
+
+def _measured(name: str) -> Measured:
+    manager, model = _built(name)
 
     def step(index: int) -> None:
         generator = torch.Generator().manual_seed(100 * index + manager.mesh.data_rank)
@@ -267,7 +272,7 @@ def _measured(name: str) -> Measured:
     # In the first steps strategies try out what they do not know yet.
     step(0)
     step(1)
-    routed = _watch_experts(model) if degrees.ep > 1 else []
+    routed = _watch_experts(model) if manager.mesh.degrees.ep > 1 else []
     sent: Counter[str] = Counter()
     few = 0
     for each in measure_collectives(lambda: step(2), _groups(manager)):
@@ -318,3 +323,39 @@ def test_a_step_sends_the_least_and_what_is_told_beside_it(name: str) -> None:
         assert each.sent == weights | layout.activations | _rows(found, rank)
         assert each.few == layout.few[each.stage]
         assert sum(weights.values()) / sum(least.values()) == pytest.approx(1, abs=0.005 if layout.padded else 0)
+
+
+# -- whole parameters, for an inference engine
+
+FED: dict[str, tuple[int, str, int, float]] = {
+    "ddp, distributed optimizer": (1, "", 0, 1),
+    "fsdp2": (2, "all_gather", P, 1),
+    "fsdp2 on 4 ranks": (4, "all_gather", P, 1),
+    "HSDP": (2, "all_gather", P, 1),
+    # Norms are on every rank of tp, and one of them gives them.
+    "fsdp2, tp": (4, "all_gather", P, 1.005),
+    "fsdp2, ep": (4, "all_gather", DENSE + ALL_EXPERTS, 1),
+    "megatron_fsdp, ZeRO 0": (1, "", 0, 1),
+    # A rank has a stretch of a unit, of one tensor more than of another.
+    "megatron_fsdp, ZeRO 2": (2, "all_gather", P, 1.005),
+    "megatron_fsdp, tp": (4, "all_gather", P, 1.16),
+    "pipeline, fsdp2": (4, "broadcast", P, 1),
+    "pipeline, ddp, distributed optimizer": (2, "broadcast", P, 1),
+}
+"""By layout: how many ranks have everything between them, how they send it to each other, its bytes, and by how much
+more they send at the most."""
+
+
+def _fed(name: str, dtype: torch.dtype | None) -> list[tuple[str, int, int]]:
+    manager, _ = _built(name)
+    given = manager.iter_parameters(bucket_bytes=P // 4, dtype=dtype)
+    traffic = measure_collectives(lambda: [None for _ in given])
+    return [(each.kind, each.ranks, each.bytes) for each in traffic]
+
+
+@pytest.mark.parametrize("name", FED)
+def test_whole_parameters_travel_once_among_the_fewest_ranks_that_have_them(name: str) -> None:
+    ranks, kind, least, most = FED[name]
+    for found in pool(LAYOUTS[name].ranks).run(_fed, name, torch.bfloat16):
+        assert {each[:2] for each in found} == ({(kind, ranks)} if kind else set())
+        assert least // 2 <= sum(size for *_, size in found) <= most * least // 2

@@ -103,10 +103,3 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the closest of `known`, or an empty string where none is close."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {matches[0]!r}?" if matches else ""
-
-
-def reason(error: Exception) -> str:
-    """What another library's error says of files that a user has given."""
-    if "trust_remote_code" in str(error):
-        return "it brings code of its own (auto_map), which is never run, and is of no class that transformers has"
-    return f"{type(error).__name__}: {error}"

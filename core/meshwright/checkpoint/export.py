@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .._compat.transformers import is_left_out_of_files, saved_together, to_saved_format
-from ..base.errors import CheckpointError, ConfigError, reason
+from ..base.errors import CheckpointError, ConfigError
+from ..files.parsing import reason
 from ..mesh.world import World
 from ..model.build import check_brings_no_code
 from ..tensors.pieces import Sharded, tensor_pieces

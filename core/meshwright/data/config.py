@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator, model_validator
 
-from ..base.validation import FrozenModel, PathText
+from ..base.validation import FrozenModel
+from ..files.paths import PathText
 
 DEFAULT_VOCAB_SIZE = 1024
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..base.errors import DataError, reason
+from ..base.errors import DataError
+from ..files.parsing import reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

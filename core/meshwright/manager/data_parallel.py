@@ -60,7 +60,7 @@ class DataParallelManager(Duties):
     def __init__(self, config: BaseModel, mesh: Mesh) -> None:
         super().__init__(config, mesh)
         self._gradients_are_checked = False
-        self._steps, self._recorder = Steps(mesh), Recorder()
+        self._steps, self._recorder = Steps(mesh, self.trainable), Recorder()
 
     # -- the contract
 
@@ -125,7 +125,6 @@ class DataParallelManager(Duties):
     def forward_backward(
         self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
     ) -> Tensor:
-        self._require_model()
         self.settle()
         given = self._given(objective)
         agreed = agree(microbatches, num_tokens, self.mesh, self._terms(given))
@@ -161,7 +160,6 @@ class DataParallelManager(Duties):
     def _evaluated(
         self, microbatches: Sequence[Batch], num_tokens: Tensor | None, given: Given | None
     ) -> tuple[list[Tensor], Tally | None]:
-        self._require_model()
         agreed = agree(microbatches, num_tokens, self.mesh, self._terms(given))
         microbatches, num_tokens = agreed.microbatches, agreed.num_tokens
         was_training = self.module.training
@@ -186,6 +184,7 @@ class DataParallelManager(Duties):
         return self._steps.loss(total, tally, ending).to(losses[0].dtype)
 
     def _given(self, objective: Objective | None) -> Given | None:
+        self._require_model()
         return self._steps.given(objective, self._taken)
 
     def _tally(self, given: Given | None, microbatches: Sequence[Batch]) -> Tally | None:
@@ -198,7 +197,6 @@ class DataParallelManager(Duties):
         return self.forward.terms(self.check_batches, given)
 
     def announce(self, microbatches: Sequence[Batch], *, objective: Objective | None = None) -> Tensor:
-        self._require_model()
         return announce(microbatches, self.mesh, self._terms(self._given(objective)))
 
     @property

@@ -21,7 +21,8 @@ from ..mesh.mesh import Mesh
 from ..step.axis import Axis, Trial
 from ..step.batch import Terms
 from ..step.forward_options import with_router_logits
-from ..step.objective import Given, Tally, check_head, split_whole, tried
+from ..step.objective import Given, Tally, split_whole
+from ..step.objective_trial import check_head, tried
 from ..step.recorder import Recorder
 from ..step.router_loss import Notes, RouterLoss, find_routers
 from ..step.token_loss import split_targets
@@ -190,11 +191,7 @@ class Forward:
         Raises:
             MeshwrightError: it is refused; on this rank.
         """
-        for axis in self._axes:
-            if axis.divides_batches and type(axis).joined is Axis.joined:
-                raise ModelError(
-                    f"{type(axis).__name__} divides batches and brings no `joined`: it takes no objective."
-                )
+        self._values.check()
         was_training = self._module.training
         self._module.eval()
         try:

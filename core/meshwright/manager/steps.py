@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..base.errors import ConfigError, MeshwrightError
 from ..mesh.mesh import Mesh
@@ -22,13 +23,14 @@ class Steps:
 
     Args:
         mesh: of its ranks.
+        trainable: what it trains on this rank.
 
     Attributes:
         last_sums: see `StrategyManager.last_sums`.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh, self._ending = mesh, Ending()
+    def __init__(self, mesh: Mesh, trainable: Callable[[], Iterable[nn.Parameter]]) -> None:
+        self._mesh, self._trainable, self._ending = mesh, trainable, Ending()
         self._known: list[tuple[Given, tuple[str, ...]]] = []
         self.last_sums: Mapping[str, Tensor] = {}
 
@@ -82,12 +84,12 @@ class Steps:
 
     def trained(self, parts: Sequence[Findings], shared: Findings | None, tally: Tally | None) -> Ending:
         """The end of a step, to be added up, with what its parts have found; see `Ending`."""
-        self._ending = Ending([*parts, *_found(tally)], shared)
+        self._ending = Ending([*parts, *self._found(tally)], shared)
         return self._ending
 
     def evaluated(self, tally: Tally | None) -> Ending:
         """The end of an evaluation, to be added up. A step may still be waiting for its own."""
-        return Ending(_found(tally))
+        return Ending([replace(each, void=None) for each in self._found(tally)])
 
     def loss(self, total: Tensor, tally: Tally | None, ending: Ending) -> Tensor:
         """The loss, scalar, from what all ranks have added up: the loss and the further sums."""
@@ -104,10 +106,20 @@ class Steps:
         """Called before anything is made of the last step."""
         self._ending.settle(self._mesh.world)
 
+    def _found(self, tally: Tally | None) -> list[Findings]:
+        """What an objective has come to on this rank."""
+        if tally is None:
+            return []
+        is_wrong = tally.is_wrong | (tally.defect is not None)
+        return [
+            Findings(
+                is_wrong=is_wrong,
+                values=is_wrong.double()[None],
+                error=lambda told: tally.error(bool(told[0])),
+                void=self._drop,
+            )
+        ]
 
-def _found(tally: Tally | None) -> list[Findings]:
-    """What an objective has come to on this rank."""
-    if tally is None:
-        return []
-    is_wrong = tally.is_wrong | (tally.defect is not None)
-    return [Findings(is_wrong=is_wrong, values=is_wrong.double()[None], error=lambda told: tally.error(bool(told[0])))]
+    def _drop(self) -> None:
+        for parameter in self._trainable():
+            parameter.grad = None

@@ -16,7 +16,6 @@ communication operations in MPICH", section 4.4 (recursive doubling). Source: to
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -27,6 +26,7 @@ import torch.distributed as dist
 
 from .._compat.torch import group_timeout, groups_with_timeout
 from ..base.errors import MeshError, MeshwrightError
+from ..launch.background import in_background
 from ..launch.slurm import devices_of_step, join_step
 
 T = TypeVar("T")
@@ -216,30 +216,6 @@ class World:
         if self._owns_group and dist.is_initialized():
             self._finish_begun()
             dist.destroy_process_group()
-
-
-def in_background(work: Callable[[], T]) -> Callable[[], T]:
-    """Run `work` in a thread that does not hold up the end of the process; gives what waits for its result, or raises
-    its error."""
-    box: list[T | BaseException] = []
-
-    def run() -> None:
-        try:
-            box.append(work())
-        except BaseException as error:
-            box.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-
-    def wait() -> T:
-        thread.join()
-        (result,) = box
-        if isinstance(result, BaseException):
-            raise result
-        return result
-
-    return wait
 
 
 def same_timeout() -> AbstractContextManager[None]:

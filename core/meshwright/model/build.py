@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.errors import ModelError, nearest, reason
-from ..files.parsing import read_json_object
+from ..base.errors import ModelError, nearest
+from ..files.parsing import read_json_object, reason
 from .drawn_weights import DeferredModel
 from .pretrained import open_pretrained
 from .weights import Weights

@@ -89,7 +89,7 @@ def count_tokens(microbatches: Sequence[Batch], mesh: Mesh, objective: Objective
     Args:
         microbatches: this data-parallel rank's share of the step.
         mesh: all of its ranks call this.
-        objective: which may count something else; see [Note: objectives] in `contract`.
+        objective: which may count something else; see [Note: objectives] in `objective`.
 
     Returns:
         int64 scalar on the CPU, equal on all ranks.

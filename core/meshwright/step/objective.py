@@ -1,8 +1,16 @@
 """An objective in the place of the token loss: what is asked of it, its trial, and its calls in a step.
 
-[Note: a sum] What an objective returns is added up over microbatches and ranks, so it must be a sum over sequences: of
-two groups of rows, that of both together. A mean over a microbatch would weigh tokens by how many others are in it.
-Before its first step each is tried with made-up statistics of the rows of a microbatch, and refused if it is none.
+[Note: objectives] An objective is called as `objective(tokens, columns)` for each microbatch. `tokens` is a `Tokens`,
+or an `Outputs` where `objective.on` is "outputs", for models whose head is not that of a vocabulary; `columns` are the
+entries of the batch that the model's forward does not name, of whole sequences: (B,), (B, S) or (B, S, K). It returns
+the sum over the microbatch's tokens or sequences, scalar, with a gradient through what it was given, and may return a
+mapping of further sums beside it, scalars, which the manager adds up as `last_sums`.
+It may have attributes beside `on`: `columns`, entries of the batch that it cannot do without; `rows`, how many rows of
+a microbatch, one behind the other, belong together (2 for pairs); `check(batch)`, which raises where it cannot take a
+microbatch; `count(batch)`, an int: by what its sum is divided, counted over microbatches on the host, in the place of
+unmasked targets; and `name`, for messages. Entry s of a column (B, S) goes with what is known at position s: the
+prediction of token s + 1. Rows without any label (with which ranks are given equally many microbatches) should add
+nothing.
 
 [Note: a failure in a step] Where an objective fails on one rank in the middle of a step, this rank goes on with 0, so
 that no other waits for it; when the step has ended, all ranks raise the error, and nothing is trained.
@@ -21,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base.errors import BatchError, ConfigError, MeshwrightError, ModelError, TrainingError
+from ..base.errors import BatchError, ConfigError, MeshwrightError, TrainingError
 from ..strategy.contract import IGNORED_LABEL, Batch, Objective
 from .token_loss import targets
 from .token_statistics import Statistic
@@ -247,96 +255,3 @@ def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} {tuple(value.shape)}"
     return f"a value of type {type(value).__name__}"
-
-
-# -- its trial
-
-
-def check_head(given: Given, shape: Sequence[int], vocab_size: int | None) -> None:
-    """Refuse an objective over tokens of a model that does not predict any.
-
-    Args:
-        shape: of the model's logits.
-        vocab_size: of the model; None: not known.
-
-    Raises:
-        ModelError: the model's logits are not those of a vocabulary.
-    """
-    if given.on == "tokens" and (len(shape) != 3 or shape[-1] < (vocab_size or 0)):
-        raise ModelError(
-            f"the {given.name} is over tokens, but the model gives logits {tuple(shape)}, which are not those of its "
-            f"vocabulary. Set on = 'outputs', for an objective over what the model's head returns."
-        )
-
-
-def tried(given: Given, batch: Batch, features: int | None, dtype: torch.dtype) -> tuple[str, ...]:
-    """Call an objective with made-up statistics for some rows of a microbatch; see [Note: a sum].
-
-    Args:
-        batch: the microbatch, whole, on the device of the step.
-        features: on outputs: of a head over tokens, or of one over sequences if negative.
-        dtype: of statistics.
-
-    Returns:
-        The names of its further sums, in alphabetical order.
-
-    Raises:
-        ConfigError: it is not what it should be.
-    """
-    few = _Few(given, batch, features, dtype)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        (both, sums), (again, _) = few.called(0, 2), few.called(0, 2)
-        parts = [few.called(0, 1)[0], few.called(1, 2)[0]]
-    if not both.requires_grad and bool((few.targets != IGNORED_LABEL).any()):
-        raise ConfigError(f"the {given.name} returns a value without a gradient: nothing would be trained.")
-    values = [float(each) for each in (both, again, *parts)]
-    whole, repeated, first, second = values
-    # What draws numbers is another one each time; and what is not finite here may be so for made-up statistics alone.
-    is_known = whole == repeated and all(abs(each) < float("inf") for each in values)
-    if is_known and abs(whole - first - second) > 1e-3 * (abs(first) + abs(second)):
-        raise ConfigError(
-            f"the {given.name} gives {first:g} and {second:g} for two groups of sequences, and {whole:g} for both "
-            f"together, so it is no sum over sequences (a mean, perhaps). Return the sum: it is divided by num_tokens."
-        )
-    return tuple(sorted(sums))
-
-
-class _Few:
-    """Two groups of rows of a microbatch, the second a copy of the first where there is no other."""
-
-    def __init__(self, given: Given, batch: Batch, features: int | None, dtype: torch.dtype) -> None:
-        self._given, self._features = given, features
-        labels, rows = batch["labels"], given.rows
-        count, length = labels.shape
-        index = torch.arange(2 * rows, device=labels.device) % min(count, 2 * rows)
-        self.targets = targets(labels)[index]
-        positions = batch.get("position_ids")
-        self._positions = None if positions is None else positions.expand(count, length)[index]
-        self._columns = {name: tensor[index] for name, tensor in given.columns(batch).items()}
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.rand(2 * rows, length, generator=generator, dtype=torch.float64)
-        self._noise = noise.to(labels.device, dtype).requires_grad_()
-
-    def called(self, start: int, stop: int) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """With the groups from `start` to `stop`."""
-        rows = slice(start * self._given.rows, stop * self._given.rows)
-        noise_BS, positions = self._noise[rows], None if self._positions is None else self._positions[rows]
-
-        def ask(ids_BSK: Tensor, names: Sequence[Statistic]) -> Mapping[str, Tensor]:
-            found: dict[str, Tensor] = dict.fromkeys(names, 1.0 + noise_BS)
-            unlikely_BSK = 0.5 + noise_BS[..., None] + 3.0 * (ids_BSK * 0.618).frac()
-            found["log_probs"] = torch.where(ids_BSK != IGNORED_LABEL, -unlikely_BSK, 0.0)
-            found["is_top1"] = (noise_BS > 0.5) & (ids_BSK != IGNORED_LABEL).any(-1)
-            return {name: found[name] for name in names}
-
-        seen: Tokens | Outputs
-        if self._given.on == "tokens":
-            seen = Tokens(self.targets[rows], ask, positions_BS=positions, usual=self._given.usual)
-        else:
-            seen = Outputs(self.targets[rows], self._logits(noise_BS), positions_BS=positions)
-        return called(self._given, seen, {name: tensor[rows] for name, tensor in self._columns.items()})
-
-    def _logits(self, noise_BS: Tensor) -> Tensor:
-        features = self._features or 1
-        each_K = torch.linspace(-1.0, 1.0, abs(features), dtype=noise_BS.dtype, device=noise_BS.device)
-        return noise_BS[..., None] * each_K if features > 0 else noise_BS[:, :1] * each_K

@@ -8,13 +8,6 @@ layout computes the same gradient, with ragged masks, accumulation and uneven ra
 [Note: equal on every rank] What a user can get wrong is found before the first collective of the call it would
 break, and raised on all ranks with the same text; never on one while its peers wait.
 
-[Note: objectives] An objective may have attributes: `on`, "tokens" or "outputs", for models whose head is not that of
-a vocabulary; `columns`, entries of the batch that it cannot do without; `rows`, how many rows of a microbatch, one
-behind the other, belong together (2 for pairs); `check(batch)`, which raises where it cannot take a microbatch;
-`count(batch)`, an int: by what its sum is divided, counted over microbatches on the host, in the place of unmasked
-targets; and `name`, for messages. Entry s of a column (B, S) goes with what is known at position s: the prediction of
-token s + 1. Rows without any label (with which ranks are given equally many microbatches) should add nothing.
-
 This module imports no torch, so that strategies can be listed and configs validated without it.
 """
 
@@ -23,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import BaseModel
@@ -98,11 +91,7 @@ class StrategyManager(ABC):
     @property
     @abstractmethod
     def optimizer(self) -> Optimizer:
-        """What `build_optimizer` has returned.
-
-        Raises:
-            StrategyError: it has not been called.
-        """
+        """What `build_optimizer` has returned; StrategyError before."""
 
     @abstractmethod
     def forward_backward(
@@ -116,11 +105,7 @@ class StrategyManager(ABC):
             num_tokens: unmasked targets in the global batch, or by what else the objective's sum is divided; int64
                 scalar, equal on all ranks; see `announce`, or `meshwright.step.agreement.count_tokens`.
             objective: called as `objective(tokens, columns)` for each microbatch, in the place of the cross entropy of
-                the labels. `tokens` is a `meshwright.step.tokens.Tokens`, or an `Outputs` where `objective.on` is
-                "outputs"; `columns` are the entries of the batch that the model's forward does not name, whole
-                sequences of them: (B,), (B, S) or (B, S, K). It returns the sum over the microbatch's tokens or
-                sequences, scalar, with a gradient through what it was given, and may return a mapping of further sums
-                beside it, scalars, for `last_sums`. See [Note: objectives].
+                the labels; see [Note: objectives] in `meshwright.step.objective`.
 
         Returns:
             Mean loss per token of the global batch [nats], or the objective's sum over `num_tokens`; scalar, equal on
@@ -141,15 +126,12 @@ class StrategyManager(ABC):
 
     @abstractmethod
     def token_stats(self, microbatches: Sequence[Batch], names: Sequence[TokenStatistic]) -> list[dict[str, Tensor]]:
-        """What is known of each token, in evaluation mode, without gradients.
+        """What is known of each token, in evaluation mode, without gradients: for each microbatch of this data-parallel
+        rank the statistics by name, (B, S), of whole sequences, on all ranks that share it.
 
         Args:
             microbatches: as `forward_backward` takes them; columns of an objective are left aside.
             names: properties of `meshwright.step.tokens.Tokens`.
-
-        Returns:
-            For each microbatch of this data-parallel rank the statistics by name, of whole sequences: (B, S), float32
-            or float64, or bool; the same on all ranks that share the microbatch, whichever has computed it.
 
         Raises:
             BatchError: a microbatch is malformed, or a name is not known; on all ranks.
@@ -185,7 +167,7 @@ class StrategyManager(ABC):
 
         Args:
             microbatches: this very sequence is to be given to the next `forward_backward` or `eval_loss`.
-            objective: likewise; it may say what is counted, see [Note: objectives].
+            objective: likewise; it may say what is counted.
 
         Returns:
             `num_tokens` of that call, which any rank may read before, or none.
@@ -214,29 +196,8 @@ class StrategyManager(ABC):
         """
 
     def iter_parameters(self, *, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole, on every rank, one after the other: what an inference engine is fed with.
-
-        Frozen ones are among them; buffers are not. One with several names comes once, under the first of them. The
-        order is that of `named_parameters` of the unwrapped model, under every strategy (of stages that are given to a
-        pipeline: stage by stage), and so are the names. Nothing is summed: each element arrives with all its bits, as
-        `state_dict(full=True)` has it, or rounded once to `dtype`.
-
-        Collective: the call, and each step of what it returns, of which all ranks take equally many. They may leave
-        the rest. Between two steps of the optimizer; training goes on as if it had not been called.
-
-        Args:
-            bucket_bytes: of the buffer in which parts travel, at least 1; equal on all ranks. That and the parameter
-                that is given next is all that a rank holds beside its shards: drop one before you ask for the next.
-            dtype: into which floating-point parameters are converted; equal on all ranks. None: their own, as the
-                model computes with them.
-
-        Returns:
-            (name, tensor) pairs: tensors on the mesh's device, which are the caller's own.
-
-        Raises:
-            ConfigError: an argument is none of these, or ranks differ in them; on all ranks, by the call.
-            StrategyError: `parallelize` has not been called, or the ranks do not have all of a parameter.
-        """
+        """Every parameter whole, on every rank, one after the other, in bounded memory: what an inference engine is fed
+        with; see `meshwright.tensors.whole_parameters.whole_parameters`. Collective, and so is each step of it."""
         from ..tensors.whole_parameters import whole_parameters
 
         return whole_parameters(self.parameter_pieces, self.mesh, bucket_bytes=bucket_bytes, dtype=dtype)
@@ -299,18 +260,20 @@ class StepResult:
     steps: int
     """Steps of the whole run."""
     loss: float
-    """Mean over the step's tokens [nats]."""
+    """Mean over the step's tokens [nats], or an objective's sum over `num_tokens`."""
     grad_norm: float
     """Total norm before clipping."""
     learning_rate: float
     """Of this rank's first parameter group, during the step; what stepped is seen to have used it."""
     num_tokens: int
-    """Unmasked targets of the global batch."""
+    """Unmasked targets of the global batch, or what else an objective counts."""
     seconds: float
     """Duration of the step, without evaluation."""
     rank: int
     held_out_loss: float | None = None
     """Mean over the held-out tokens [nats], in steps that evaluate."""
+    sums: Mapping[str, float] = field(default_factory=dict)
+    """See `StrategyManager.last_sums`; of the step."""
 
     @property
     def tokens_per_second(self) -> float:

@@ -2,16 +2,16 @@
 
 [Note: rounds] Tensors come in a given order. In a round each rank has a segment of a buffer, into which it puts what it
 owns. As many tensors as fit share a round; one that does not fit takes several, to each of which every owner gives the
-next stretch of its own. If that at most doubles what travels, all segments are as long as the longest, as an all-gather
-asks for: ranks that shard a tensor have about as much of it. Else each is as long as what its rank has, and broadcast:
-of many stages of a pipeline, one has the tensor.
+next stretch of its own. All segments are as long as the longest, as an all-gather asks for, if less than twice as much
+travels then: ranks that shard a tensor have about as much of it. Else each is as long as what its rank has, and is
+broadcast: of the stages of a pipeline, one has the tensor.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,12 +23,10 @@ class Part(NamedTuple):
     """A rectangle of a tensor in a rank's segment.
 
     Attributes:
-        name: of the tensor.
         offsets, sizes: along each dim of the whole.
         begin, end: its bytes in the segment.
     """
 
-    name: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     begin: int
@@ -42,14 +40,14 @@ class Round:
     Attributes:
         names: of the tensors that are in it, in order.
         is_last: whether they are whole after it; else the only one has more rounds.
-        segments: of each rank.
+        segments: of each rank, by tensor.
         starts: where each rank's segment begins in the buffer; and where the last one ends.
         is_gathered: whether all segments are equally long, for an all-gather.
     """
 
     names: tuple[str, ...]
     is_last: bool
-    segments: tuple[tuple[Part, ...], ...]
+    segments: Sequence[Mapping[str, Sequence[Part]]]
     starts: tuple[int, ...]
     is_gathered: bool
 
@@ -115,42 +113,42 @@ class _Segments:
 
     def __init__(self, ranks: int) -> None:
         self.names: list[str] = []
-        self._parts: list[list[Part]] = [[] for _ in range(ranks)]
+        self._parts: list[dict[str, list[Part]]] = [{} for _ in range(ranks)]
+        self._ends = [0] * ranks
         self._itemsize = 1
 
     def add(self, name: str, given: Sequence[Sequence[Rectangle]]) -> None:
         """A tensor of which the ranks give rectangles."""
         self.names.append(name)
-        for parts, rectangles in zip(self._parts, given, strict=True):
+        for rank, rectangles in enumerate(given):
             for each in rectangles:
-                begin = _up(parts[-1].end if parts else 0, each.itemsize)
-                parts.append(Part(name, each.offsets, each.sizes, begin, begin + each.nbytes))
+                begin = _up(self._ends[rank], each.itemsize)
+                self._ends[rank] = begin + each.nbytes
                 self._itemsize = max(self._itemsize, each.itemsize)
+                self._parts[rank].setdefault(name, []).append(Part(each.offsets, each.sizes, begin, self._ends[rank]))
 
     def size_with(self, given: Sequence[Sequence[Rectangle]]) -> int:
         """Bytes of the buffer if another tensor is added."""
-        ends, itemsize = [], self._itemsize
-        for parts, rectangles in zip(self._parts, given, strict=True):
-            end = parts[-1].end if parts else 0
+        ends, itemsize = list(self._ends), self._itemsize
+        for rank, rectangles in enumerate(given):
             for each in rectangles:
-                end = _up(end, each.itemsize) + each.nbytes
+                ends[rank] = _up(ends[rank], each.itemsize) + each.nbytes
                 itemsize = max(itemsize, each.itemsize)
-            ends.append(end)
         lengths = [_up(end, itemsize) for end in ends]
         return len(lengths) * max(lengths) if _is_gathered(lengths) else sum(lengths)
 
     def round(self, *, is_last: bool, is_gathered: bool | None = None) -> Round:
         # Whatever their order, elements of any of the tensors may begin where a segment does.
-        lengths = [_up(parts[-1].end if parts else 0, self._itemsize) for parts in self._parts]
+        lengths = [_up(end, self._itemsize) for end in self._ends]
         is_gathered = _is_gathered(lengths) if is_gathered is None else is_gathered
         if is_gathered:
             lengths = [max(lengths)] * len(lengths)
         starts = tuple(itertools.accumulate(lengths, initial=0))
-        return Round(tuple(self.names), is_last, tuple(map(tuple, self._parts)), starts, is_gathered)
+        return Round(tuple(self.names), is_last, self._parts, starts, is_gathered)
 
 
 def _is_gathered(lengths: Sequence[int]) -> bool:
-    return len(lengths) * max(lengths) <= 2 * sum(lengths)
+    return len(lengths) * max(lengths) < 2 * sum(lengths)
 
 
 def _up(value: int, multiple: int) -> int:

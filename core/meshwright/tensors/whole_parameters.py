@@ -56,10 +56,30 @@ class Told(NamedTuple):
 def whole_parameters(
     held: Callable[[], Held], mesh: Mesh, *, bucket_bytes: int, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """See `StrategyManager.iter_parameters`. Collective, and so is each step of what it returns.
+    """Every parameter whole, on every rank, one after the other: what an inference engine is fed with.
+
+    Frozen ones are among them; buffers are not. One with several names comes once, under the first of them. The
+    order is that of `named_parameters` of the unwrapped model, under every strategy (of stages that are given to a
+    pipeline: stage by stage), and so are the names. Nothing is summed: each element arrives with all its bits, as
+    `state_dict(full=True)` has it, or rounded once to `dtype`.
+
+    Collective: the call, and each step of what it returns, of which all ranks take equally many. They may leave
+    the rest. Between two steps of the optimizer; training goes on as if it had not been called.
 
     Args:
         held: `StrategyManager.parameter_pieces`.
+        mesh: of its ranks.
+        bucket_bytes: of the buffer in which parts travel, at least 1; equal on all ranks. That and the parameter
+            that is given next is all that a rank holds beside its shards: drop one before you ask for the next.
+        dtype: into which floating-point parameters are converted; equal on all ranks. None: their own, as the
+            model computes with them.
+
+    Returns:
+        (name, tensor) pairs: tensors on the mesh's device, which are the caller's own.
+
+    Raises:
+        ConfigError: an argument is none of these, or ranks differ in them; on all ranks, by the call.
+        StrategyError: `parallelize` has not been called, or the ranks do not have all of a parameter.
     """
     world = mesh.world
     world.together(lambda: _check_asked(bucket_bytes, dtype))
@@ -67,8 +87,11 @@ def whole_parameters(
     told = _exchanged(_told(pieces, bucket_bytes, dtype), world)
     kinds = _agreed(told)
     group = _smallest_group(told, kinds, mesh)
-    held_there = [told[rank].rectangles for rank in _places(group, world)]
-    return _stream(pieces, kinds, held_there, group, mesh.device, bucket_bytes)
+    stream = _Stream(pieces, kinds, mesh.device)
+    if group is None:
+        return stream.alone()
+    owned = divide([told[rank].rectangles for rank in _places(group, world)])
+    return stream.of_group(owned, group, bucket_bytes)
 
 
 def _check_asked(bucket_bytes: Any, dtype: Any) -> None:
@@ -143,10 +166,8 @@ def _smallest_group(told: Sequence[Told], kinds: Mapping[str, Kind], mesh: Mesh)
     return None if enough == 0 else candidates[enough - 1]
 
 
-def _places(group: dist.ProcessGroup | None, world: World) -> list[int]:
-    """The ranks of a group within the world, in the group's order; of None, this rank alone."""
-    if group is None:
-        return [world.rank]
+def _places(group: dist.ProcessGroup, world: World) -> list[int]:
+    """The ranks of a group within the world, in the group's order."""
     of_world = dist.get_process_group_ranks(world.group or dist.group.WORLD)
     return [of_world.index(rank) for rank in dist.get_process_group_ranks(group)]
 
@@ -154,74 +175,83 @@ def _places(group: dist.ProcessGroup | None, world: World) -> list[int]:
 # -- what travels
 
 
-def _stream(
-    pieces: Held,
-    kinds: Mapping[str, Kind],
-    told: Sequence[Sequence[Rectangle]],
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    bucket_bytes: int,
-) -> Iterator[tuple[str, Tensor]]:
-    """The parameters in the order of `kinds`.
+class _Stream:
+    """The parameters of one call, in the order of `kinds`.
 
-    Between two of them this holds a bucket, and no parameter that it has given.
+    Args:
+        pieces: what this rank has.
+        kinds: of all parameters.
+        device: of what is given.
     """
-    if group is None:
-        for name, kind in kinds.items():
-            value = torch.empty(kind.shape, dtype=kind.dtype, device=device)
-            _put_together(value, [(piece.offsets, piece.tensor) for piece in _known(pieces, name).pieces])
+
+    def __init__(self, pieces: Held, kinds: Mapping[str, Kind], device: torch.device) -> None:
+        self._pieces = {name: sharded for name, sharded in pieces.items() if sharded is not None}
+        self._kinds, self._device = kinds, device
+
+    def alone(self) -> Iterator[tuple[str, Tensor]]:
+        """Where this rank has everything."""
+        for name in self._kinds:
+            value = self._empty(name)
+            if name in self._pieces:
+                _put_together(value, [(piece.offsets, piece.tensor) for piece in self._pieces[name].pieces])
             yield name, value
             del value
-        return
-    begun: Tensor | None = None
-    for each in rounds(list(kinds), divide(told), bucket_bytes):
-        buffer = _sent(each, pieces, kinds, group, device)
-        found = _found(each, buffer, kinds)
-        for name in each.names:
-            value = (
-                begun if begun is not None else torch.empty(kinds[name].shape, dtype=kinds[name].dtype, device=device)
-            )
-            begun = None
-            _put_together(value, found.pop(name, []))
-            if each.is_last:
-                yield name, value
-            else:
-                begun = value
-            del value
-        del buffer, found
 
+    def of_group(
+        self, owned: Sequence[Sequence[Rectangle]], group: dist.ProcessGroup, bucket_bytes: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Where the ranks of a group have everything; `owned` is of each of them. Each step is collective.
 
-def _sent(
-    each: Round, pieces: Held, kinds: Mapping[str, Kind], group: dist.ProcessGroup, device: torch.device
-) -> Tensor:
-    """The buffer of a round, with the segments of all ranks."""
-    buffer = torch.empty(each.nbytes, dtype=torch.uint8, device=device)
-    if not each.nbytes:
-        return buffer
-    segments = list(buffer.split([b - a for a, b in itertools.pairwise(each.starts)]))
-    rank = group.rank()
-    targets = [_view(segments[rank], part, kinds) for part in each.segments[rank]]
-    copy_all(targets, [_known(pieces, part.name).cut(part.offsets, part.sizes) for part in each.segments[rank]])
-    if each.is_gathered:
-        dist.all_gather_into_tensor(buffer, segments[rank], group=group)
-    else:
-        for source, segment in enumerate(segments):
-            if segment.numel():
-                dist.broadcast(segment, group=group, group_src=source)
-    return buffer
+        Between two steps this holds the bucket, and no parameter that it has given.
+        """
+        names = list(self._kinds)
+        size = max((each.nbytes for each in rounds(names, owned, bucket_bytes)), default=0)
+        # One for all rounds: a backend may hold what it has sent for a moment longer.
+        bucket = torch.empty(size, dtype=torch.uint8, device=self._device)
+        begun: Tensor | None = None
+        for each in rounds(names, owned, bucket_bytes):
+            self._exchange(each, bucket, group)
+            for name in each.names:
+                value = self._empty(name) if begun is None else begun
+                begun = None
+                _put_together(value, self._arrived(name, each, bucket))
+                if each.is_last:
+                    yield name, value
+                else:
+                    begun = value
+                del value
 
+    def _exchange(self, each: Round, bucket: Tensor, group: dist.ProcessGroup) -> None:
+        """Fill the bucket with the segments of all ranks."""
+        segments = [bucket[start:end] for start, end in itertools.pairwise(each.starts)]
+        rank = group.rank()
+        targets, sources = [], []
+        for name, parts in each.segments[rank].items():
+            targets += [self._view(segments[rank], name, part) for part in parts]
+            sources += [self._pieces[name].cut(part.offsets, part.sizes) for part in parts]
+        if targets:
+            copy_all(targets, sources)
+        if not each.is_gathered:
+            for source, segment in enumerate(segments):
+                if segment.numel():
+                    dist.broadcast(segment, group=group, group_src=source)
+        elif each.nbytes:
+            dist.all_gather_single(bucket[: each.nbytes], segments[rank], group=group)
 
-def _found(each: Round, buffer: Tensor, kinds: Mapping[str, Kind]) -> dict[str, list[tuple[tuple[int, ...], Tensor]]]:
-    """The offsets and elements of the rectangles in a buffer, by parameter."""
-    found: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
-    for start, parts in zip(each.starts, each.segments, strict=False):
-        for part in parts:
-            found.setdefault(part.name, []).append((part.offsets, _view(buffer[start:], part, kinds)))
-    return found
+    def _arrived(self, name: str, each: Round, bucket: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+        """Offsets and elements of the rectangles of a parameter that are in the bucket."""
+        return [
+            (part.offsets, self._view(bucket[start:], name, part))
+            for start, segment in zip(each.starts, each.segments, strict=False)
+            for part in segment.get(name, ())
+        ]
 
+    def _view(self, segment: Tensor, name: str, part: Part) -> Tensor:
+        return segment[part.begin : part.end].view(self._kinds[name].dtype).view(part.sizes)
 
-def _view(segment: Tensor, part: Part, kinds: Mapping[str, Kind]) -> Tensor:
-    return segment[part.begin : part.end].view(kinds[part.name].dtype).view(part.sizes)
+    def _empty(self, name: str) -> Tensor:
+        shape, dtype = self._kinds[name]
+        return torch.empty(shape, dtype=dtype, device=self._device)
 
 
 def _put_together(value: Tensor, rectangles: Sequence[tuple[Sequence[int], Tensor]]) -> None:
@@ -232,10 +262,3 @@ def _put_together(value: Tensor, rectangles: Sequence[tuple[Sequence[int], Tenso
             for offsets, tensor in rectangles
         ]
         copy_all(targets, [tensor for _, tensor in rectangles])
-
-
-def _known(pieces: Held, name: str) -> Sharded:
-    found = pieces[name]
-    if found is None:
-        raise StrategyError(f"this rank has nothing of {name}: see parameter_pieces.")
-    return found

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import BatchError, MeshwrightError
-from ..strategy.contract import Batch, StrategyManager
+from ..strategy.contract import Batch, Objective, StrategyManager
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,20 @@ class Ahead:
         batches: `batches(step)` gives this rank's microbatches of a step.
         steps: number of the last step.
         seed: of the run; None: random numbers go on as they are.
+        objective: that the microbatches are for.
     """
 
     def __init__(
-        self, manager: StrategyManager, batches: Callable[[int], Sequence[Batch]], *, steps: int, seed: int | None
+        self,
+        manager: StrategyManager,
+        batches: Callable[[int], Sequence[Batch]],
+        *,
+        steps: int,
+        seed: int | None,
+        objective: Objective | None = None,
     ) -> None:
         self._manager, self._batches, self._steps, self._seed = manager, batches, steps, seed
+        self._objective = objective
         self._drawn: _Drawn | None = None
 
     def begin(self, step: int) -> None:
@@ -64,7 +72,7 @@ class Ahead:
         state = torch.get_rng_state()
         torch.set_rng_state(before)
         # Of none, the others hear that there is something wrong.
-        return _Drawn(step, microbatches, self._manager.announce(microbatches), error, state)
+        return _Drawn(step, microbatches, self._manager.announce(microbatches, objective=self._objective), error, state)
 
     def take(self, step: int) -> tuple[Sequence[Batch], Tensor]:
         """The microbatches of a step, and `num_tokens` for them; seeds all generators. Collective.

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..base.errors import TrainingError
 from ..step.agreement import count_tokens
-from ..strategy.contract import Batch, StepResult, StrategyManager
+from ..strategy.contract import Batch, Objective, StepResult, StrategyManager
 from ..strategy.registry import Registry, get_registry
 from .ahead import Ahead
 from .rates import check_rates, groups_stepped
@@ -33,6 +33,7 @@ class Loop:
             goes on draws what it would have drawn; None: the generators go on as they are.
         save: `save(step)` after so many steps have been done, on all ranks; may be collective.
         save_every: steps between calls of it; it is called after the last step, too.
+        objective: what is minimized, and evaluated; None: the token loss.
     """
 
     steps: int
@@ -45,6 +46,7 @@ class Loop:
     seed: int | None = None
     save: Callable[[int], None] | None = None
     save_every: int | None = None
+    objective: Objective | None = None
 
     def evaluates_after(self, done: int) -> bool:
         """Whether the held-out loss is computed after so many steps."""
@@ -70,13 +72,15 @@ def fit(
             optimizer stepped with another learning rate than the schedule's.
     """
     registry = registry or get_registry()
-    held_out_tokens = count_tokens(loop.held_out, manager.mesh) if loop.held_out else None
+    held_out_tokens = count_tokens(loop.held_out, manager.mesh, loop.objective) if loop.held_out else None
     results = []
     ahead = _ahead(manager, loop)
     for step in range(loop.start, loop.steps):
         result = train_step(manager, scheduler, loop, step, ahead)
         if held_out_tokens is not None and loop.evaluates_after(step + 1):
-            held_out_loss = float(manager.eval_loss(loop.held_out, num_tokens=held_out_tokens))
+            held_out_loss = float(
+                manager.eval_loss(loop.held_out, num_tokens=held_out_tokens, objective=loop.objective)
+            )
             result = StepResult(**{**vars(result), "held_out_loss": held_out_loss})
         registry.hook.on_step_end(result=result)
         results.append(result)
@@ -86,7 +90,7 @@ def fit(
 
 
 def _ahead(manager: StrategyManager, loop: Loop) -> Ahead:
-    return Ahead(manager, loop.batches, steps=loop.steps, seed=loop.seed)
+    return Ahead(manager, loop.batches, steps=loop.steps, seed=loop.seed, objective=loop.objective)
 
 
 def train_step(
@@ -99,12 +103,13 @@ def train_step(
     """
     start = time.perf_counter()
     microbatches, num_tokens = (ahead or _ahead(manager, loop)).take(step)
-    loss = manager.forward_backward(microbatches, num_tokens=num_tokens)
+    loss = manager.forward_backward(microbatches, num_tokens=num_tokens, objective=loop.objective)
+    sums = manager.last_sums
     grad_norm = manager.clip_grad_norm(loop.max_grad_norm, loop.grad_norm_type)
     if ahead is not None:
         ahead.begin(step + 1)
     # One wait for the device per step; it also keeps a bad gradient out of the parameters.
-    loss_value, norm_value = manager.read(loss, grad_norm)
+    loss_value, norm_value, *sum_values = manager.read(loss, grad_norm, *sums.values())
     if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
         raise TrainingError(
             f"step {step + 1}: the loss is {loss_value} and the gradient norm {norm_value}. The parameters were not "
@@ -124,4 +129,5 @@ def train_step(
         num_tokens=int(num_tokens),
         seconds=time.perf_counter() - start,
         rank=manager.mesh.rank,
+        sums=dict(zip(sums, sum_values, strict=True)),
     )

@@ -22,7 +22,10 @@ from ..mesh.mesh import Mesh
 from ..mesh.sizes import Degrees
 from ..mesh.world import find_device
 from ..model.build import dtype_of, model_config
+from ..objectives.registry import get_objective
+from ..step.objective import Given
 from ..strategy.ask import model_layout, model_size
+from ..strategy.contract import Objective
 from ..strategy.registry import get_registry
 from ..strategy.stack import Stack, resolve
 from .fate import check_output, check_restarts
@@ -41,6 +44,7 @@ class Plan:
     micro_batch_size: int
     data: PreparedData
     model_config: Any
+    objective: Objective | None
     identity: dict[str, Any]
     """What must be the same for a run to go on as if it had not been interrupted; values of JSON."""
 
@@ -72,9 +76,10 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
             f"eval.sequences={config.eval.sequences}, but the held-out split has {len(data.held_out)}. "
             f"Lower it, leave it out, or raise data.eval_fraction."
         )
+    objective = _objective(config)
     identity = _identity(config, data, hf_config)
     check_source(config, identity)
-    return Plan(stack, degrees, micro_batch_size, data, hf_config, identity)
+    return Plan(stack, degrees, micro_batch_size, data, hf_config, objective, identity)
 
 
 def data_and_model_config(config: RunConfig) -> tuple[PreparedData, Any]:
@@ -90,6 +95,35 @@ def data_and_model_config(config: RunConfig) -> tuple[PreparedData, Any]:
     tokenizer = load_tokenizer(data.tokenizer_dir)
     seq_len = config.data.seq_len
     return data, model_config(config.model, tokenizer=tokenizer, seq_len=seq_len, directory=directory)
+
+
+def _objective(config: RunConfig) -> Objective | None:
+    """What is minimized.
+
+    Raises:
+        ConfigError: it cannot be made, or the data or the model have not what it needs.
+    """
+    if config.objective is None:
+        return None
+    found = get_objective(config.objective)
+    given = Given(found)
+    columns = tuple(getattr(found, "columns", ()))
+    if columns:
+        raise ConfigError(
+            f"the {given.name} needs {', '.join(columns)} beside the tokens, and data of plain text have no such "
+            f"columns. Give it microbatches that have them in a script: see docs/objectives.md."
+        )
+    if given.rows > 1:
+        raise ConfigError(
+            f"the {given.name} takes rows {given.rows} by {given.rows}, and those of plain text do not belong "
+            f"together. Give it microbatches in which they do in a script: see docs/objectives.md."
+        )
+    if given.on != "tokens":
+        raise ConfigError(
+            f"the {given.name} is over the outputs of another head, and a run file trains causal LMs. Train it in a "
+            f"script: see docs/objectives.md."
+        )
+    return found
 
 
 def processes(config: RunConfig) -> int:
@@ -125,6 +159,7 @@ def _identity(config: RunConfig, data: PreparedData, hf_config: Any) -> dict[str
         "schedule": config.schedule.model_dump(),
         "max_grad_norm": config.max_grad_norm,
         "grad_norm_type": config.grad_norm_type,
+        "objective": config.objective,
     }
     plain: dict[str, Any] = json.loads(json.dumps(identity, default=str))
     return plain

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -106,19 +106,22 @@ def read_metrics(path: Path, *, until: int, steps: int) -> list[StepResult]:
 def _read_line(line: bytes, steps: int) -> StepResult:
     """Raises ValueError, TypeError or KeyError where it does not hold numbers of a step."""
     record = parse_json(line.decode())
+    sums = record.pop("sums", {})
     numbers = {each.name: record[each.name] for each in fields(StepResult) if each.name in record}
-    if not all(type(value) in (int, float) for value in numbers.values()) or type(numbers["step"]) is not int:
+    if not all(type(value) in (int, float) for value in (*numbers.values(), *sums.values())):
         raise ValueError("no numbers of a step")
-    return StepResult(**{**numbers, "steps": steps, "rank": 0})
+    if type(numbers["step"]) is not int:
+        raise ValueError("no number of a step")
+    return StepResult(**{**numbers, "steps": steps, "rank": 0, "sums": sums})
 
 
 def _line(result: StepResult) -> str:
     return json.dumps(as_record(result)) + "\n"
 
 
-def as_record(result: StepResult) -> dict[str, float | int]:
+def as_record(result: StepResult) -> dict[str, Any]:
     """One line of the metrics file."""
-    record: dict[str, float | int] = {
+    record: dict[str, Any] = {
         "step": result.step,
         "loss": result.loss,
         "grad_norm": result.grad_norm,
@@ -129,6 +132,8 @@ def as_record(result: StepResult) -> dict[str, float | int]:
     }
     if result.held_out_loss is not None:
         record["held_out_loss"] = result.held_out_loss
+    if result.sums:
+        record["sums"] = dict(result.sums)
     return record
 
 
@@ -140,7 +145,7 @@ def describe(result: StepResult) -> str:
     )
     if result.held_out_loss is not None:
         text += f"  held-out {result.held_out_loss:.6f}"
-    return text
+    return "  ".join([text, *(f"{name} {value / result.num_tokens:.4g}" for name, value in result.sums.items())])
 
 
 def draw_loss_curve(results: list[StepResult], path: Path) -> None:

@@ -178,6 +178,7 @@ def _fit(
         eval_every=config.eval.every,
         start=start,
         seed=config.seed,
+        objective=plan.objective,
     )
     metrics = Path(config.output_dir) / METRICS
     named = None if source is None else source.named

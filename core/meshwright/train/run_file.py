@@ -9,10 +9,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PydanticInvalidForJsonSchema, field_validator, model_validator
 
 from ..base.errors import ConfigError
-from ..base.validation import FrozenModel, PathText, check_path, validated
+from ..base.validation import FrozenModel, validated
 from ..data.config import DataConfig
 from ..files.parsing import parse_yaml, read_text
+from ..files.paths import PathText, check_path
 from ..mesh.sizes import MeshSizes, Size
+from ..objectives.registry import check_objective, list_objectives
 from ..strategy.registry import Registry, get_registry
 
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -78,6 +80,7 @@ Allowed = Literal[
     "schedule",
     "max_grad_norm",
     "grad_norm_type",
+    "objective",
     "batch_size",
     "data",
     "seed",
@@ -138,6 +141,11 @@ class RunConfig(MeshSizes):
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    objective: str | dict[str, Any] | None = Field(
+        None,
+        description="What is minimized, on the held-out split too: the name of an objective, or of one of your own its "
+        "import path, or a mapping of name and options; null: the cross entropy of the next token.",
+    )
     max_grad_norm: PositiveFloat | None = Field(1.0, description="Clip the total gradient norm; null: only measure it.")
     grad_norm_type: PositiveFloat = Field(2.0, description="p of the gradient norm; .inf: the largest absolute value.")
     eval: EvalConfig = EvalConfig()
@@ -168,6 +176,16 @@ class RunConfig(MeshSizes):
                 check_path(value[key])
         if not isinstance(value.get("allow_pickle", False), bool):
             raise ValueError(f"allow_pickle must be true or false, not {value['allow_pickle']!r}")
+        return value
+
+    @field_validator("objective")
+    @classmethod
+    def _objective_is_known(cls, value: Any) -> Any:
+        if value is not None:
+            try:
+                check_objective(value)
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
         return value
 
     @model_validator(mode="after")
@@ -270,10 +288,26 @@ def run_schema(registry: Registry | None = None) -> dict[str, Any]:
                 "then": {"properties": {"strategy_config": reference}},
             }
         )
+    schema["properties"]["objective"]["anyOf"] = _objective_schemas(schema["$defs"])
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "meshwright run file"
     schema["allOf"] = branches
     return schema
+
+
+def _objective_schemas(definitions: dict[str, Any]) -> list[dict[str, Any]]:
+    """What `objective` may be; the options of those that ship go to the definitions."""
+    shipped = list_objectives()
+    mappings: list[dict[str, Any]] = []
+    for name, objective_cls in shipped.items():
+        key = f"objective_{name}"
+        definitions[key] = _config_schema(objective_cls, f"#/$defs/{key}/$defs/{{model}}")
+        definitions[key]["properties"]["name"] = {"const": name}
+        definitions[key]["required"] = ["name", *definitions[key].get("required", [])]
+        mappings.append({"$ref": f"#/$defs/{key}"})
+    own = {"type": "string", "pattern": r"\."}
+    mappings.append({"type": "object", "properties": {"name": own}, "required": ["name"]})
+    return [{"enum": [*shipped, None]}, own, *mappings]
 
 
 def _config_schema(config_cls: type[BaseModel], ref_template: str) -> dict[str, Any]:

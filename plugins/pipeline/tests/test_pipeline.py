@@ -31,6 +31,7 @@ from meshwright import (
     resolve,
 )
 from meshwright.step.forward_options import forward_options
+from meshwright.step.tokens import Outputs
 from meshwright.strategy.ask import model_layout
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.case import share
@@ -48,7 +49,7 @@ from meshwright.testing.parity import (
 )
 from meshwright_pipeline.cut.stage_model import enter_stage, take_stage
 from meshwright_pipeline.cut.trial_runs import Study
-from meshwright_pipeline.run.users_loss import loss_of
+from meshwright_pipeline.run.users_loss import LossOfLogits, objective_of
 from meshwright_pipeline.schedule.order import Kind, Schedule
 from meshwright_pipeline.schedule.rules import SCHEDULES, build_schedule
 from meshwright_pipeline.schedule.timeline import peak_live
@@ -314,9 +315,13 @@ def test_a_loss_of_another_kind_is_summed_over_tokens_and_divided_by_their_globa
 
 def test_a_loss_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHWRIGHT_ALLOWED_IMPORTS", __name__)
-    assert loss_of(f"{__name__}._summed") is _summed
-    assert isinstance(loss_of(f"{__name__}.SummedLoss"), SummedLoss)
-    assert loss_of(None) is None
+    logits_BSV, targets_BS = torch.randn(2, 3, 7), torch.tensor([[1, 2, -100], [3, 4, -100]])
+    expected = _summed(logits_BSV, targets_BS)
+    for named in ("_summed", "SummedLoss"):
+        objective = objective_of(f"{__name__}.{named}")
+        assert isinstance(objective, LossOfLogits)
+        assert torch.equal(objective(Outputs(targets_BS, logits_BSV), {}), expected)
+    assert objective_of(None) is None
 
 
 # -- stages that are given
@@ -965,8 +970,14 @@ def _refusal(strategy: str, config: Any, wrapper: Any, case: Case, sizes: Any) -
         # Both ranks give the whole model.
         ("single", {}, GIVEN, Case(), ["ModelError", "stage 1", "both have a parameter"]),
         ("single", {}, {"scale_grads_in_schedule": True}, Case(), ["ConfigError", "Set it to false"]),
-        ("single", {}, {"loss_fn": "torch.nn.CrossEntropyLoss"}, Case(), ["ConfigError", "loss_fn fails on logits"]),
-        ("single", {}, {"loss_fn": _mean}, Case(), ["ConfigError", "for two sequences", "must return the sum"]),
+        (
+            "single",
+            {},
+            {"loss_fn": "torch.nn.CrossEntropyLoss"},
+            Case(),
+            ["ConfigError", "'loss_fn' fails: "],
+        ),
+        ("single", {}, {"loss_fn": _mean}, Case(), ["ConfigError", "loss_fn", "no sum over sequences"]),
         ("single", {}, {"loss_fn": _unmasked}, Case(), ["ConfigError", "where all targets are masked"]),
         (
             "single",

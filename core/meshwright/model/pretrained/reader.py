@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat.transformers import load_state_dict_as_pretrained
-from ...base.errors import ModelError, nearest, reason
-from ...files.parsing import read_json_object
+from ...base.errors import ModelError, nearest
+from ...files.parsing import read_json_object, reason
 from .files import Held, Source, open_directory
 from .recorded import Recorded, read_whole
 

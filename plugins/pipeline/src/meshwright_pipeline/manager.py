@@ -87,7 +87,7 @@ class PipelineManager(StatefulStages):
         self._model: Stages | None = None
         self._tried_out: set[bool] = set()
         self._gradients_are_checked = False
-        self._steps, self._recorder = Steps(mesh), Recorder()
+        self._steps, self._recorder = Steps(mesh, self._trainable), Recorder()
 
     # -- the model
 
@@ -130,7 +130,7 @@ class PipelineManager(StatefulStages):
         given = self._given(objective)
         pieces = self._pieces(microbatches, num_tokens, given)
         managers = self._managers.values()
-        check_nothing_pending(parameter for manager in managers for parameter in manager.trainable())
+        check_nothing_pending(self._trainable())
         for manager in managers:
             if not manager.module.training:
                 manager.module.train()
@@ -143,6 +143,9 @@ class PipelineManager(StatefulStages):
         self._gradients_are_checked = True
         ending = self._steps.trained(list(found.values()), self._copies.sum_gradients(found), tally)
         return self._summed(losses, tally, ending)
+
+    def _trainable(self) -> Iterator[nn.Parameter]:
+        return (parameter for manager in self._managers.values() for parameter in manager.trainable())
 
     def _finished(self, manager: DataParallelManager) -> Findings:
         # Only the first step may find that a stage's gradients are not what they should be.
@@ -190,6 +193,7 @@ class PipelineManager(StatefulStages):
         return self._steps.last_sums
 
     def _given(self, objective: Objective | None) -> Given | None:
+        require_model(self._model)
         return self._steps.given(self._loss if objective is None else objective, self._taken_names)
 
     def _pieces(self, microbatches: Sequence[Batch], num_tokens: Tensor | None, given: Given | None) -> list[Batch]:

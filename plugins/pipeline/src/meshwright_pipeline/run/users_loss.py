@@ -12,12 +12,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshwright.base.errors import ConfigError
 from meshwright.files.class_paths import import_class_from_path
 from meshwright.step.tokens import Outputs
-from meshwright.strategy.contract import Objective
+from meshwright.strategy.contract import IGNORED_LABEL, Objective
 
 
 class LossOfLogits:
@@ -26,9 +27,17 @@ class LossOfLogits:
     name, on = "loss_fn", "outputs"
 
     def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self._loss = loss
+        self._loss, self._is_tried = loss, False
 
     def __call__(self, outputs: Outputs, columns: Any) -> Tensor:
+        if not self._is_tried:
+            masked = float(self._loss(outputs.logits.detach(), torch.full_like(outputs.targets, IGNORED_LABEL)))
+            if masked != 0:
+                raise ConfigError(
+                    f"loss_fn gives {masked:g} where all targets are masked with {IGNORED_LABEL}. It must return the "
+                    f"sum over all others."
+                )
+            self._is_tried = True
         return self._loss(outputs.logits, outputs.targets)
 
 

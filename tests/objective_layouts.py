@@ -1,0 +1,218 @@
+"""Where objectives and statistics of tokens are proven: layouts, microbatches with columns, and an objective that uses
+everything.
+
+Shapes: B sequences of a microbatch, S positions of each, K ids at each position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from meshwright import count_tokens
+from meshwright.step.token_loss import targets
+from meshwright.step.tokens import Tokens
+from meshwright.strategy.contract import IGNORED_LABEL, Batch, StrategyManager
+from meshwright.testing.case import Case, Outcome, global_batch
+from meshwright.testing.parity import build_manager, full_weights
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Some ranks under a strategy.
+
+    Attributes:
+        config, sizes, wrapper: options of the strategy, of the mesh, and of what wraps the strategy.
+        data_ranks: with batches of their own.
+        model: that is trained unless a test names another.
+    """
+
+    ranks: int
+    strategy: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    wrapper: Mapping[str, Any] = field(default_factory=dict)
+    data_ranks: int = 1
+    model: str = "llama"
+
+    def build(self, case: Case, config: Mapping[str, Any] | None = None) -> StrategyManager:
+        """On every rank: the manager, ready to train."""
+        wrapper = {"pipeline": dict(self.wrapper)} if self.wrapper else None
+        return build_manager(self.strategy, {**self.config, **(config or {})}, self.sizes, case, wrapper_config=wrapper)
+
+
+ZERO1 = {"engine": "bucketed", "use_distributed_optimizer": True}
+LAYOUTS: dict[str, Layout] = {
+    "single": Layout(1, "single"),
+    "ddp": Layout(2, "ddp", data_ranks=2),
+    "ddp-zero1": Layout(2, "ddp", ZERO1, data_ranks=2),
+    "fsdp2": Layout(2, "fsdp2", data_ranks=2),
+    "hsdp": Layout(4, "fsdp2", {}, {"dp_replicate_size": 2}, data_ranks=4),
+    "tp": Layout(2, "fsdp2", {}, {"tp_size": 2}),
+    "tp-sequence": Layout(2, "fsdp2", {"sequence_parallel": True}, {"tp_size": 2}),
+    "cp": Layout(2, "fsdp2", {}, {"cp_size": 2}),
+    "cp-ulysses": Layout(2, "fsdp2", {"cp_attention": "ulysses"}, {"cp_size": 2}),
+    "ep": Layout(2, "fsdp2", {}, {"ep_size": 2}, data_ranks=2, model="mixtral"),
+    "pp": Layout(4, "fsdp2", {}, {"pp_size": 2}, data_ranks=2),
+    "pp-interleaved": Layout(2, "fsdp2", {}, {"pp_size": 2}, {"pp_schedule": "interleaved1f1b"}),
+    "pp-tp": Layout(4, "fsdp2", {}, {"pp_size": 2, "tp_size": 2}),
+    "pp-cp": Layout(4, "fsdp2", {}, {"pp_size": 2, "cp_size": 2}),
+    "megatron_fsdp": Layout(2, "megatron_fsdp", data_ranks=2),
+}
+
+SHARES = {1: (12,), 2: (7, 5), 4: (4, 2, 3, 3)}
+"""Sequences of each data rank in a step, by their number."""
+
+
+def case_of(layout: Layout, **options: Any) -> Case:
+    """What a layout trains; four blocks, of which stages get one at least."""
+    tied = None if layout.model != "llama" else False
+    return Case(**{"model_type": layout.model, "tied": tied, "layers": 4, "steps": 4, **options})
+
+
+# -- microbatches
+
+
+def columns_of(batch: Batch) -> dict[str, Tensor]:
+    """What `Everything` takes, made of the ids alone: (B,), (B, S) and (B, S, K)."""
+    ids_BS = batch["input_ids"]
+    wave_BS = ids_BS.double() + torch.arange(ids_BS.shape[1])
+    # The label itself, another entry twice, and one that is missing at half of the positions.
+    other_BS = (ids_BS * 7 + 3) % 100
+    missing_BS = other_BS.where(ids_BS % 2 == 0, IGNORED_LABEL)
+    return {
+        "beta": (wave_BS[:, 0] * 0.3).sin() * 0.1,
+        "real": torch.ones(len(ids_BS), dtype=torch.float64),
+        "old": -4.8 + 0.1 * (wave_BS * 0.77).cos(),
+        "advantage": (wave_BS * 0.37).sin(),
+        "ids": torch.stack([targets(batch["labels"]), other_BS, other_BS, missing_BS], -1),
+        "weights": torch.stack([(wave_BS * part).cos() * 0.1 for part in (0.11, 0.23, 0.31, 0.47)], -1),
+    }
+
+
+def packed(batch: Batch) -> dict[str, Tensor]:
+    """With two documents in each row, which part at another place in each."""
+    ids_BS = batch["input_ids"]
+    at_BS, first_B1 = torch.arange(ids_BS.shape[1]).expand(ids_BS.shape), 3 + ids_BS[:, :1] % 9
+    return {**batch, "position_ids": torch.where(at_BS < first_B1, at_BS, at_BS - first_B1)}
+
+
+def filled(batch: Batch) -> dict[str, Tensor]:
+    """With a row behind the others that counts for nothing."""
+    more = {name: torch.cat([tensor, tensor[:1]]) for name, tensor in batch.items()}
+    more["labels"][-1] = IGNORED_LABEL
+    more["real"][-1] = 0.0
+    return more
+
+
+def microbatches_of(case: Case, step: int, data_rank: int, data_ranks: int, *, count: int = 2) -> list[Batch]:
+    """One data rank's: of different numbers of rows, packed; every second rank's last has a row without labels."""
+    shares = SHARES[data_ranks]
+    start, size = sum(shares[:data_rank]), shares[data_rank]
+    mine = {name: tensor[start : start + size] for name, tensor in global_batch(case, step).items()}
+    parts = zip(*(tensor.tensor_split(count) for tensor in mine.values()), strict=True)
+    found: list[Batch] = []
+    for part in parts:
+        batch = packed(dict(zip(mine, part, strict=True)))
+        found.append(batch | columns_of(batch))
+    if data_rank % 2:
+        found[-1] = filled(found[-1])
+    return found
+
+
+# -- objectives
+
+
+def everything(tokens: Tokens, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Each statistic, sum and kind of column, so that each part of the gradient depends on where it is."""
+    mask, real_B1 = tokens.mask, batch["real"][:, None]
+    ratio_BS = (tokens.log_probs - batch["old"]).exp()
+    gains_BS = ratio_BS * batch["advantage"]
+    clipped_BS = ratio_BS.clamp(0.8, 1.2) * batch["advantage"]
+    policy = -(torch.minimum(gains_BS, clipped_BS) * mask).sum()
+    given_BSK = batch["ids"] != IGNORED_LABEL
+    some = (tokens.log_probs_of(batch["ids"]).exp() * given_BSK * batch["weights"] * real_B1[..., None]).sum()
+    wholes_B = tokens.sequence_sum(tokens.log_probs)
+    sequences = (F.softplus(wholes_B * batch["beta"]) * mask.any(1)).sum()
+    documents_D = tokens.document_sum(tokens.log_probs * batch["advantage"])
+    documents = documents_D.square().sum() * 1e-2
+    # Of all positions of rows that count, masked or not.
+    shape = ((tokens.entropy * 0.1 + tokens.logsumexp.square() * 1e-2 + tokens.mean_logit * 0.3) * real_B1).sum()
+    value = policy + some * 10.0 + sequences + documents + shape + batch["real"].sum()
+    return value, {
+        "correct": (tokens.is_top1 * batch["advantage"]).sum(),
+        "documents": (tokens.document_sum(mask) > 0).sum(),
+        "entropy": (tokens.entropy * mask).sum(),
+        "rows": batch["real"].sum(),
+        "squares": wholes_B.square().sum(),
+    }
+
+
+class Counting:
+    """`everything`, divided by the number of sequences that have labels."""
+
+    name, columns = "counting", ("beta", "real", "old", "advantage", "ids", "weights")
+
+    def __call__(self, tokens: Tokens, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        return everything(tokens, batch)
+
+    def count(self, batch: Batch) -> int:
+        return int((targets(batch["labels"]) != IGNORED_LABEL).any(1).sum())
+
+
+# -- training
+
+Batches = Callable[[Case, int, int, int], Sequence[Batch]]
+"""A data rank's microbatches of a step: (case, step, data rank, data ranks)."""
+
+
+def trained(
+    layout: Layout,
+    case: Case,
+    objective: Any,
+    batches: Batches = microbatches_of,
+    *,
+    config: Mapping[str, Any] | None = None,
+    announced: bool = False,
+    disturbed: bool = False,
+) -> Outcome:
+    """The task of one rank: steps and evaluations with an objective; its sums are among the losses.
+
+    Args:
+        announced: each step is announced, with its objective.
+        disturbed: statistics of tokens are asked for between the steps.
+    """
+    return trained_by(layout.build(case, config), case, objective, batches, announced=announced, disturbed=disturbed)
+
+
+def trained_by(
+    manager: StrategyManager,
+    case: Case,
+    objective: Any,
+    batches: Batches = microbatches_of,
+    *,
+    announced: bool = False,
+    disturbed: bool = False,
+) -> Outcome:
+    """As `trained`, of a manager that is there."""
+    mesh, losses, norms, evaluated = manager.mesh, [], [], []
+    for step in range(case.steps):
+        mine = batches(case, step, mesh.data_rank, mesh.data_size)
+        count = manager.announce(mine, objective=objective) if announced else count_tokens(mine, mesh, objective)
+        losses += [float(manager.forward_backward(mine, num_tokens=count, objective=objective)), *_sums(manager)]
+        norms.append(float(manager.clip_grad_norm(case.max_norm)))
+        manager.optimizer_step()
+        if disturbed:
+            manager.token_stats(mine, ["log_probs", "entropy"])
+        count = count_tokens(mine, mesh, objective)
+        evaluated += [float(manager.eval_loss(mine, num_tokens=count, objective=objective)), *_sums(manager)]
+    return Outcome(losses, norms, evaluated, full_weights(manager))
+
+
+def _sums(manager: StrategyManager) -> list[float]:
+    return [float(each) for _, each in sorted(manager.last_sums.items())]
