@@ -10,13 +10,15 @@ with trl.
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from objective_cells import CELLS, K, V, cell_id, evaluate, microbatch, rows_of
+from objective_cells import CELLS, K, S, V, cell_id, evaluate, microbatch, rows_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -27,6 +29,7 @@ from meshwright.objectives import CrossEntropy, check_objective, get_objective, 
 from meshwright.objectives.functions import log1mexp
 from meshwright.step.token_loss import targets
 from meshwright.step.tokens import Tokens
+from meshwright.testing import pool
 from meshwright.testing.models import tiny_model
 
 CELL = pytest.mark.parametrize("cell", CELLS, ids=cell_id)
@@ -471,7 +474,7 @@ def test_a_step_has_the_objectives_value_and_its_gradient(cell, world):
         batch["input_ids"] = torch.randint(V, (4, S), generator=torch.Generator().manual_seed(seed))
         microbatches.append(batch)
         columns = {name: each for name, each in batch.items() if name not in ("input_ids", "labels", "position_ids")}
-        logits = plain(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+        logits = plain(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
         tokens = Tokens.of_logits(logits, batch["labels"], position_ids=batch["position_ids"])
         total, count = total + objective(tokens, columns)[0], count + objective.count(batch)
     (total / count).backward()
@@ -491,5 +494,46 @@ def test_a_wrong_column_is_told_before_the_step(world):
     batch["reference_log_probs"] = batch["reference_log_probs"][:, :-1]
     del batch["logits"]
     with pytest.raises(BatchError, match=r"reference_log_probs.*has the shape \(4, 8\), not \(B\) or \(B, S\)"):
-        manager.announce([batch], objective=get_objective("dpo"))
         manager.forward_backward([batch], num_tokens=torch.tensor(2), objective=get_objective("dpo"))
+
+
+# -- docs/objectives.md
+
+PAGE = (Path(__file__).parents[1] / "docs" / "objectives.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+def run_block(source: str) -> dict[str, list[float]]:
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(source.replace("open_world()", "open_world('cpu')"), names)
+    return {name: names[name] for name in ("accuracies", "losses") if name in names}
+
+
+def test_the_blocks_of_the_page_train():
+    preferences, own = (pool(2).run(run_block, block)[0] for block in BLOCKS)
+    assert preferences["accuracies"][0] < preferences["accuracies"][-1] == 1.0
+    assert own["losses"][-1] < own["losses"][0] / 2
+
+
+@pytest.mark.parametrize("name", list_objectives())
+def test_the_table_of_the_page_has_every_column_and_option(name):
+    (row,) = re.findall(rf"^\| `{name}` \|.*$", PAGE, flags=re.MULTILINE)
+    _, _, _, columns, options, divided, _ = row.split("|")
+    cells = [get_objective(cell) for cell in CELLS if cell["name"] == name]
+    taken = {column.name for objective in cells for column in objective.takes}
+    assert set(re.findall(r"`(\w+)`", columns)) == taken
+    assert {each for each in re.findall(r"`(\w+)`", columns) if f"[`{each}`]" not in columns} == set.intersection(
+        *(set(objective.columns) for objective in cells)
+    )
+    if "those of" not in options:
+        assert set(re.findall(r"`(\w+)`", options)) == set(list_objectives()[name].model_fields)
+    assert divided.strip()
+
+
+def test_a_short_version_of_the_example_learns_to_copy():
+    example = Path(__file__).parents[1] / "examples" / "grpo.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", example]
+    run = subprocess.run([*command, "--digits", "1"], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert "or more in the last five rollouts" in run.stdout
