@@ -30,7 +30,7 @@ CELLS: list[dict[str, Any]] = [
     {"name": "grpo", "importance": "sequence", "clip_low": 3e-2, "clip_high": 4e-2, "entropy": 0.01, "beta": 0.1},
     {"name": "grpo", "packed": True, "importance": "sequence", "correction": "sequence_mask", "log_entropy": True},
     {"name": "grpo", "packed": True, "delta": 1.5, "correction": "token_truncate", "correction_max": 1.1},
-    {"name": "ppo", "entropy": 0.01, "clip_high": 0.28},
+    {"name": "ppo", "entropy": 0.01, "clip_high": 0.28, "beta": 0.1, "correction": "token_mask"},
     {"name": "distill", "rest": "renormalize", "beta": 0.3, "temperature": 2.0, "weight": 0.5},
     {"name": "distill", "beta": 0.6},
     {"name": "distill", "beta": 1.0},

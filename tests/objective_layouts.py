@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshwright import count_tokens
+from meshwright.objectives import get_objective
 from meshwright.step.token_loss import targets
 from meshwright.step.tokens import Tokens
 from meshwright.strategy.contract import IGNORED_LABEL, Batch, StrategyManager
@@ -91,7 +92,7 @@ def columns_of(batch: Batch) -> dict[str, Tensor]:
         "old": -4.8 + 0.1 * (wave_BS * 0.77).cos(),
         "advantage": (wave_BS * 0.37).sin(),
         "ids": torch.stack([targets(batch["labels"]), other_BS, other_BS, missing_BS], -1),
-        "weights": torch.stack([(wave_BS * part).cos() * 0.1 for part in (0.11, 0.23, 0.31, 0.47)], -1),
+        "scales": torch.stack([(wave_BS * part).cos() * 0.1 for part in (0.11, 0.23, 0.31, 0.47)], -1),
     }
 
 
@@ -136,7 +137,7 @@ def everything(tokens: Tokens, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]
     clipped_BS = ratio_BS.clamp(0.8, 1.2) * batch["advantage"]
     policy = -(torch.minimum(gains_BS, clipped_BS) * mask).sum()
     given_BSK = batch["ids"] != IGNORED_LABEL
-    some = (tokens.log_probs_of(batch["ids"]).exp() * given_BSK * batch["weights"] * real_B1[..., None]).sum()
+    some = (tokens.log_probs_of(batch["ids"]).exp() * given_BSK * batch["scales"] * real_B1[..., None]).sum()
     wholes_B = tokens.sequence_sum(tokens.log_probs)
     sequences = (F.softplus(wholes_B * batch["beta"]) * mask.any(1)).sum()
     documents_D = tokens.document_sum(tokens.log_probs * batch["advantage"])
@@ -149,14 +150,14 @@ def everything(tokens: Tokens, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]
         "documents": (tokens.document_sum(mask) > 0).sum(),
         "entropy": (tokens.entropy * mask).sum(),
         "rows": batch["real"].sum(),
-        "squares": wholes_B.square().sum(),
+        "squares": wholes_B.square().sum() * 1e-4,
     }
 
 
 class Counting:
     """`everything`, divided by the number of sequences that have labels."""
 
-    name, columns = "counting", ("beta", "real", "old", "advantage", "ids", "weights")
+    name, columns = "counting", ("beta", "real", "old", "advantage", "ids", "scales")
 
     def __call__(self, tokens: Tokens, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         return everything(tokens, batch)
@@ -198,6 +199,7 @@ def trained_by(
     *,
     announced: bool = False,
     disturbed: bool = False,
+    evaluates: bool = True,
 ) -> Outcome:
     """As `trained`, of a manager that is there."""
     mesh, losses, norms, evaluated = manager.mesh, [], [], []
@@ -209,6 +211,8 @@ def trained_by(
         manager.optimizer_step()
         if disturbed:
             manager.token_stats(mine, ["log_probs", "entropy"])
+        if not evaluates:
+            continue
         count = count_tokens(mine, mesh, objective)
         evaluated += [float(manager.eval_loss(mine, num_tokens=count, objective=objective)), *_sums(manager)]
     return Outcome(losses, norms, evaluated, full_weights(manager))
@@ -216,3 +220,69 @@ def trained_by(
 
 def _sums(manager: StrategyManager) -> list[float]:
     return [float(each) for _, each in sorted(manager.last_sums.items())]
+
+
+# -- the objectives that ship
+
+SHIPPED: dict[str, dict[str, Any]] = {
+    "cross_entropy": {"label_smoothing": 0.1, "z_loss": 1e-2, "sums": ["correct", "entropy"]},
+    "dpo": {"rpo_alpha": 0.5, "label_smoothing": 0.1},
+    "kto": {"undesirable_weight": 0.7},
+    "simpo": {"sft_weight": 0.3},
+    "grpo": {"beta": 0.04, "entropy": 0.01, "normalize": "tokens"},
+    "gspo": {"name": "grpo", "importance": "sequence", "clip_low": 3e-2, "clip_high": 4e-2, "beta": 0.1},
+    "grpo of documents": {"name": "grpo", "packed": True, "delta": 1.5, "correction": "sequence_truncate"},
+    "ppo": {"entropy": 0.01, "clip_high": 0.28},
+    "distill": {"beta": 0.3, "weight": 0.5},
+    "unlikelihood": {"alpha": 0.5},
+}
+PAIRS = {1: (8,), 2: (5, 3), 4: (3, 1, 2, 2)}
+"""Pairs of rows of each data rank in a step, by their number."""
+
+
+def shipped(name: str) -> Any:
+    """The objective of an entry of `SHIPPED`, or `everything`."""
+    return everything if name == "everything" else get_objective({"name": name, **SHIPPED[name]})
+
+
+def all_columns_of(batch: Batch) -> dict[str, Tensor]:
+    """Of `everything`, and what any objective that ships takes."""
+    ids_BS = batch["input_ids"]
+    wave_BS = ids_BS.double() + torch.arange(ids_BS.shape[1])
+    logits_BSK = torch.stack([(wave_BS * part).sin() for part in (0.13, 0.29, 0.41)], -1)
+    ids_BSK = torch.stack([(ids_BS + shift) % 100 for shift in (0, 1, 17)], -1)
+    return columns_of(batch) | {
+        "reference_log_probs": -4.8 + 0.2 * (wave_BS * 0.71).cos(),
+        "old_log_probs": -4.85 + 0.2 * (wave_BS * 0.59).sin(),
+        "sampling_log_probs": -4.9 + 0.1 * (wave_BS * 0.43).sin(),
+        "weights": (wave_BS * 0.53).cos().abs().round(decimals=1),
+        "advantages": (wave_BS * 0.37).sin(),
+        "desirable": ids_BS[:, 0] % 2 == 0,
+        "reference_kl": (wave_BS[:, 1] * 0.3).sin().abs(),
+        "negatives": (ids_BSK * 3 + 1).where(ids_BSK % 5 > 0, IGNORED_LABEL) % 100,
+        "teacher_ids": ids_BSK,
+        "teacher_log_probs": logits_BSK.log_softmax(-1) - 0.7,
+    }
+
+
+def pairs_of(case: Case, step: int, data_rank: int, data_ranks: int) -> list[Batch]:
+    """One data rank's microbatches: two of three pairs at most, unequal, and filled up with rows without labels."""
+    shares = PAIRS[data_ranks]
+    start, size = 2 * sum(shares[:data_rank]), 2 * shares[data_rank]
+    mine = {name: tensor[start : start + size] for name, tensor in global_batch(case, step).items()}
+    found: list[Batch] = []
+    cut = (size // 2 + 1) // 2 * 2
+    for part in (slice(0, cut), slice(cut, None)):
+        batch = packed({name: tensor[part] for name, tensor in mine.items()})
+        found.append({**batch, **all_columns_of(batch)})
+    rows = 2 if data_rank % 2 else 0
+    return [_with_rows(each, found[0], rows if len(each["labels"]) else 2) for each in found]
+
+
+def _with_rows(batch: Batch, other: Batch, rows: int) -> Batch:
+    """With so many rows of another batch behind it that count for nothing."""
+    more = {name: torch.cat([batch[name], other[name][:rows]]) for name in batch}
+    if rows:
+        more["labels"][-rows:] = IGNORED_LABEL
+        more["real"][-rows:] = 0.0
+    return more

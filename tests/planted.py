@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from meshwright import Batch, StrategySpec, hookimpl
 from meshwright.strategy.contract import OptimizerFactory
 from meshwright.tensors.norms import scale_to_norm, total_grad_norm
+from meshwright.tensors.pieces import Sharded
 from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
 from meshwright_ddp import DDPConfig
 from meshwright_ddp.manager import DDPManager
@@ -179,6 +181,19 @@ class OwnSchedule(DDPManager):
         self._own.step()
 
 
+class GivesOldWeights(DDPManager):
+    """Gives what the model had at first, as an engine would see that is fed with copies."""
+
+    def parameter_pieces(self) -> dict[str, Sharded | None]:
+        if not hasattr(self, "_first"):
+            pieces = super().parameter_pieces().items()
+            self._first: dict[str, Sharded | None] = {
+                name: held and replace(held, pieces=tuple(replace(p, tensor=p.tensor.clone()) for p in held.pieces))
+                for name, held in pieces
+            }
+        return self._first
+
+
 @hookimpl
 def register_strategies() -> list[StrategySpec]:
     sharded = frozenset({"dp_replicate", "dp_shard"})
@@ -195,5 +210,6 @@ def register_strategies() -> list[StrategySpec]:
         StrategySpec("loses_steps", "Forgets steps.", copies, DDPConfig, LosesSteps),
         StrategySpec("keeps_rates", "Forgets rates.", copies, DDPConfig, KeepsRates),
         StrategySpec("swaps_groups", "Swaps groups.", copies, DDPConfig, SwapsGroups),
+        StrategySpec("gives_old_weights", "Gives old weights.", copies, DDPConfig, GivesOldWeights),
         StrategySpec("own_schedule", "Forgets its schedule.", copies, DDPConfig, OwnSchedule),
     ]

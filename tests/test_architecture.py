@@ -31,6 +31,7 @@ TORCH_FREE = {
     "objectives.base",
     "objectives.heads",
     "objectives.policy",
+    "objectives.policy_options",
     "objectives.preference",
     "objectives.registry",
     "objectives.supervised",

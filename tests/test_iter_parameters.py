@@ -64,7 +64,7 @@ LAYOUTS = {
     "fsdp2, mixed dtypes": Layout("fsdp2", 2, case=MIXED),
     "fsdp2, offloaded": Layout("fsdp2", 2, config={"offload_policy": {"pin_memory": False}}),
     "fsdp2, cp": Layout("fsdp2", 2, {"cp_size": 2}),
-    "fsdp2, ep": Layout("fsdp2", 4, {"ep_size": 2}, case=EXPERTS),
+    "fsdp2, ep": Layout("fsdp2", 2, {"ep_size": 2}, case=EXPERTS),
     "HSDP": Layout("fsdp2", 4, {"dp_replicate_size": 2}),
     "fsdp2, tp": Layout("fsdp2", 4, {"tp_size": 2}, case=TIED),
     "megatron_fsdp": Layout("megatron_fsdp", 2, case=TIED),

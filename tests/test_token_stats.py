@@ -116,7 +116,7 @@ def test_in_chunks_and_out_of_order_and_one_alone(name: str) -> None:
             torch.testing.assert_close(mine["entropy"], plain["entropy"], rtol=0, atol=WITHIN)
 
 
-@pytest.mark.parametrize("name", ["ddp-zero1", "fsdp2", "megatron_fsdp", "pp-cp"])
+@pytest.mark.parametrize("name", ["ddp-zero1", "fsdp2", "megatron_fsdp", "pp-interleaved"])
 def test_training_goes_on_bit_for_bit(name: str) -> None:
     layout = LAYOUTS[name]
     case = case_of(layout, steps=2)

@@ -29,7 +29,7 @@ class Value(Objective):
     Columns: `returns` (B, S); `old_values` (B, S) with `clip`.
     Sums: `value` of v, `clipfrac`, where the clipped error is the larger.
     Source: Schulman et al. 2016, arXiv:1506.02438; the clip is that of OpenAI's baselines of arXiv:1707.06347. In trl:
-    `cliprange_value` of PPOTrainer, until 1.0, with `vf_coef` 1.
+    once `cliprange_value` of PPOTrainer.
     """
 
     name: ClassVar[str] = "value"
