@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from meshwright import Mesh, MeshSizes, MeshwrightError, count_tokens, open_world, optimizer_factory, resolve
+from meshwright import (
+    Mesh,
+    MeshSizes,
+    MeshwrightError,
+    count_tokens,
+    load_checkpoint,
+    open_world,
+    optimizer_factory,
+    resolve,
+    save_checkpoint,
+)
+from meshwright.checkpoint import export_checkpoint
 from meshwright.objectives import get_objective
 from meshwright.step.token_loss import targets
 from meshwright.step.tokens import Outputs, Tokens
@@ -22,7 +34,7 @@ from meshwright.strategy.contract import IGNORED_LABEL, Batch, StrategyManager
 from meshwright.testing import Case, Outcome, pool
 from meshwright.testing.case import TOLERANCE
 from meshwright.testing.models import TINY
-from meshwright.testing.parity import difference
+from meshwright.testing.parity import difference, full_weights
 from meshwright.testing.zoo.wide import compute_in_float64
 
 PAD, VOCAB = 130, 131
@@ -200,6 +212,31 @@ def test_heads_on_the_meta_device_get_the_values_of_their_class(kind: str, name:
 def test_a_plan_of_the_user_may_divide_a_head(style: str) -> None:
     plan = {"model.layers.*.mlp.up_proj": "colwise_gather_output", "score": style}
     assert _worst(replace(PLACES["tp"], config={"tp_plan": plan}), "tokens", "llama", features=3) <= TOLERANCE
+
+
+def _saved(layout: Layout, kind: str, path: str) -> dict[str, Tensor]:
+    manager = _manager(layout, _model(kind, "llama", features=2))
+    trained_by(manager, Case(steps=1), OBJECTIVES[kind], functools.partial(_microbatches, kind))
+    save_checkpoint(manager, path, step=1)
+    return full_weights(manager)
+
+
+def _loaded(layout: Layout, kind: str, path: str) -> dict[str, Tensor]:
+    manager = _manager(layout, _model(kind, "llama", features=2))
+    load_checkpoint(manager, path)
+    return full_weights(manager)
+
+
+@pytest.mark.parametrize("kind", AUTO)
+def test_models_with_heads_are_saved_loaded_and_exported(kind: str, tmp_path: Path) -> None:
+    weights = pool(2).run(_saved, PLACES["tp"], kind, str(tmp_path / "checkpoint"))[0]
+    for found in pool(2).run(_loaded, PLACES["pp-zbv"], kind, str(tmp_path / "checkpoint")):
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], each) for name, each in weights.items())
+    export_checkpoint(tmp_path / "checkpoint", tmp_path / "plain")
+    loaded = AUTO[kind].from_pretrained(tmp_path / "plain", dtype=torch.float64).state_dict()
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], each) for name, each in weights.items())
 
 
 def test_values_that_have_not_moved_far_are_not_counted_as_clipped() -> None:
