@@ -1715,3 +1715,67 @@ _bug(
     f"{_TRAFFIC}[ddp, distributed optimizer]",
     kind="gradients are reduced to ranks that do not need them",
 )
+
+# -- whole parameters
+
+_GIVEN = "tests/test_iter_parameters.py::test_names_order_and_bits_are_those_of_the_unwrapped_model_on_every_rank"
+
+_bug(
+    "bytes_where_no_element_may_begin",
+    "meshwright.tensors.rounds",
+    "begin = _up(self._ends[rank], each.itemsize)\n                self._ends",
+    "begin = self._ends[rank]\n                self._ends",
+    "tests/test_rounds.py::test_each_element_travels_once_within_the_bucket",
+    kind="two dtypes in one buffer, without room between them",
+)
+_bug(
+    "a_round_that_is_not_the_last",
+    "meshwright.tensors.rounds",
+    "is_last=begin + most >= max(counts), is",
+    "is_last=True, is",
+    "tests/test_rounds.py::test_each_element_travels_once_within_the_bucket",
+    f"{_GIVEN}[fsdp2]",
+    kind="a tensor is given before all of it has come",
+)
+_bug(
+    "one_more_parameter_is_held",
+    "meshwright.tensors.whole_parameters",
+    "                else:\n                    begun = value\n                del value",
+    "                else:\n                    begun = value",
+    "tests/test_iter_parameters.py::test_a_bucket_and_one_parameter_are_all_that_is_held[fsdp2-8192]",
+    kind="a generator keeps what it has yielded while it makes the next",
+)
+_bug(
+    "parameters_of_every_copy",
+    "meshwright.tensors.whole_parameters",
+    "return None if enough == 0 else candidates[enough - 1]",
+    "return world.group or dist.group.WORLD",
+    "tests/test_traffic.py::test_whole_parameters_travel_once_among_the_fewest_ranks_that_have_them[HSDP]",
+    "tests/test_traffic.py::test_whole_parameters_travel_once_among_the_fewest_ranks_that_have_them"
+    "[ddp, distributed optimizer]",
+    kind="what a rank's neighbours have is sent from afar",
+)
+_bug(
+    "an_engine_sees_the_step_before",
+    "meshwright_ddp.manager",
+    "        self._gather()\n        return super().parameter_pieces()",
+    "        return super().parameter_pieces()",
+    f"{_GIVEN}[ddp, distributed optimizer, gathers to come]",
+    kind="parameters are read before what was stepped elsewhere has come",
+)
+_bug(
+    "an_engine_is_given_main_weights",
+    "meshwright_megatron_fsdp.manager",
+    "name: each and replace(each, dtype=self._shards.computed_in(named[name]))",
+    "name: each and replace(each, dtype=named[name].dtype)",
+    f"{_GIVEN}[megatron_fsdp, ZeRO 3, main weights]",
+    kind="an engine gets other weights than forward has used",
+)
+_bug(
+    "parameters_in_the_order_of_ranks",
+    "meshwright_pipeline.state.pieces_of_stages",
+    "return {name: found.get(name) for name in names.order if names.canonical.get(name) == name}",
+    "return dict(found)",
+    f"{_GIVEN}[pipeline, fsdp2, interleaved]",
+    kind="the order of parameters depends on the layout",
+)
