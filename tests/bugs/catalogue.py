@@ -19,6 +19,7 @@ _STYLES = "tests/test_tensor_parallel_styles.py"
 _CHAINS = f"{_STYLES}::test_collectives_and_their_gradients_are_those_of_whole_tensors"
 _STATISTICS = "tests/test_token_statistics.py"
 _ROWS = "tests/test_row_loss.py"
+_HEADS = "tests/test_heads.py"
 _SEQUENCE = "tests/test_tensor_parallel_sequence.py::test_plans_of_the_user"
 _EXPERTS = "tests/test_expert_parallel.py"
 _ROUTERS = "tests/test_router_loss.py"
@@ -414,6 +415,38 @@ _bug(
     "        return None",
     f"{_ROWS}::test_what_is_done_to_logits_is_done_to_rows_or_told[mixing-head]",
     kind="a model that needs another way of computing is not found out",
+)
+_bug(
+    "head_over_a_part_of_a_sequence",
+    "meshwright.parallel.context.probe",
+    "if probe.shape is not None and len(probe.shape) != 3:",
+    "if probe.shape is not None and len(probe.shape) < 2:",
+    f"{_HEADS}::test_what_a_head_cannot_do_is_told_on_all_ranks_before_the_first_step[cp]",
+    kind="what a rank finds in its part is taken for what is in the whole",
+)
+_bug(
+    "token_loss_of_any_head",
+    "meshwright.manager.row_loss",
+    "            if self._vocab_size is not None:\n",
+    "            if False:\n",
+    f"{_HEADS}::test_what_a_head_cannot_do_is_told_on_all_ranks_before_the_first_step[no objective]",
+    kind="a loss is taken of what it is not the loss of",
+)
+_bug(
+    "tried_with_one_sequence",
+    "meshwright.manager.forward",
+    "self._few(given.inputs(microbatch), sequences=2)",
+    "self._few(given.inputs(microbatch))",
+    f"{_HEADS}::test_what_a_head_cannot_do_is_told_on_all_ranks_before_the_first_step[no padding]",
+    kind="a trial is smaller than what may go wrong",
+)
+_bug(
+    "one_row_of_positions_left_long",
+    "meshwright.manager.forward",
+    "if each.shape[1:2] == shape[1:] else each",
+    "if each.shape[:2] == (rows['input_ids'].shape[0], shape[1]) and batch[name].shape[:2] == shape else each",
+    f"{_ROWS}::test_positions_may_be_one_row_for_all_sequences",
+    kind="one of the shapes that an entry may have is forgotten",
 )
 _bug(
     "rehearsed_with_whole_logits",
@@ -1554,6 +1587,14 @@ _bug(
     "        self._microbatches = microbatches\n",
     f"{_STAGES}[1F1B]",
     kind="the loss is divided by the tokens of another step",
+)
+_bug(
+    "idle_microbatches_have_another_loss",
+    "meshwright_pipeline.run.stage",
+    "tally = self._uncounted if isinstance(batch, Idle) else self._tally",
+    "tally = None if isinstance(batch, Idle) else self._tally",
+    f"{_HEADS}::test_rewards_of_sequences_train_as_on_one_rank[pp]",
+    kind="what fills up is computed in another way than what it stands beside",
 )
 _bug(
     "idle_microbatches_count",
