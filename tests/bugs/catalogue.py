@@ -1749,20 +1749,21 @@ _bug(
     kind="rows in another library's order",
 )
 _bug(
-    "empty_rows_divided_by",
+    "mean_over_prompts_too",
     "meshwright.objectives.functions",
     "tokens.sequence_sum(tokens.mask).clamp(min=1)",
-    "tokens.sequence_sum(tokens.mask)",
-    f"{_PADDED}[dtype0-simpo]",
-    kind="NaN from rows that count for nothing",
+    "tokens.sequence_sum(tokens.targets > -200).clamp(min=1)",
+    f"{_TRL}::test_simpo_is_that_of_trl[0.0]",
+    kind="a mean over an answer is divided by prompt and padding, too",
 )
 _bug(
-    "empty_rows_with_infinite_odds",
+    "odds_multiplied",
     "meshwright.objectives.preference",
-    ".where(tokens.mask.any(1), -1.0)",
-    ".where(tokens.mask.any(1), 0.0)",
-    f"{_PADDED}[dtype0-orpo]",
-    kind="0 times an infinite gradient",
+    "(chosen_P - rejected_P) - (log1mexp(chosen_P) - log1mexp(rejected_P))",
+    "(chosen_P - rejected_P) + (log1mexp(chosen_P) - log1mexp(rejected_P))",
+    f"{_OBJECTIVES}::test_orpo_is_the_odds_ratio_of_the_paper",
+    f"{_TRL}::test_orpo_is_that_of_trl[0]",
+    kind="a sign within a logarithm",
 )
 _bug(
     "margin_of_padding",
