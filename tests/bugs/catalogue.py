@@ -1820,3 +1820,157 @@ _bug(
     f"{_GIVEN}[pipeline, fsdp2, interleaved]",
     kind="the order of parameters depends on the layout",
 )
+
+# -- objectives
+
+_OBJECTIVES = "tests/test_objectives.py"
+_PADDED = f"{_OBJECTIVES}::test_rows_of_padding_and_masked_positions_count_for_nothing_whatever_they_hold"
+_TRL = "tests/test_objectives_of_trl.py"
+_GRPO = f"{_TRL}::test_grpo_is_that_of_trl"
+
+_bug(
+    "weights_of_0_counted",
+    "meshwright.objectives.supervised",
+    'counted = counted & (batch["weights"][:, :-1] != 0)',
+    "counted = counted & True",
+    f"{_OBJECTIVES}::test_weights_multiply_targets_and_those_of_weight_0_are_not_counted",
+    kind="what is masked by a weight is divided by all the same",
+)
+_bug(
+    "smoothing_added",
+    "meshwright.objectives.supervised",
+    "loss_BS = (1 - self.label_smoothing) * loss_BS + ",
+    "loss_BS = loss_BS + ",
+    f"{_OBJECTIVES}::test_cross_entropy_is_that_of_torch[0.1-0.0]",
+    kind="two parts of a mean with more than the whole weight",
+)
+_bug(
+    "pairs_as_halves",
+    "meshwright.objectives.functions",
+    "values_B.unflatten(0, (-1, 2)).unbind(1)",
+    "values_B.chunk(2)",
+    f"{_TRL}::test_dpo_is_that_of_trl[0.1-sigmoid-0.0]",
+    f"{_OBJECTIVES}::test_rows_together_are_the_sum_of_rows_apart[orpo]",
+    kind="rows in another library's order",
+)
+_bug(
+    "mean_over_prompts_too",
+    "meshwright.objectives.functions",
+    "tokens.sequence_sum(tokens.mask).clamp(min=1)",
+    "tokens.sequence_sum(tokens.targets > -200).clamp(min=1)",
+    f"{_TRL}::test_simpo_is_that_of_trl[0.0]",
+    kind="a mean over an answer is divided by prompt and padding, too",
+)
+_bug(
+    "odds_multiplied",
+    "meshwright.objectives.preference",
+    "(chosen_P - rejected_P) - (log1mexp(chosen_P) - log1mexp(rejected_P))",
+    "(chosen_P - rejected_P) + (log1mexp(chosen_P) - log1mexp(rejected_P))",
+    f"{_OBJECTIVES}::test_orpo_is_the_odds_ratio_of_the_paper",
+    f"{_TRL}::test_orpo_is_that_of_trl[0]",
+    kind="a sign within a logarithm",
+)
+_bug(
+    "margin_of_padding",
+    "meshwright.objectives.heads",
+    "[0].where(kept_P, 0.0)",
+    "[0]",
+    f"{_PADDED}[dtype0-reward]",
+    kind="what a masked row holds reaches a gradient",
+)
+_bug(
+    "constants_in_float32",
+    "meshwright.objectives.preference",
+    "good_B = wanted_B.to(own_B.dtype)",
+    "good_B = wanted_B.float()",
+    f"{_TRL}::test_kto_is_that_of_trl[0-kto]",
+    kind="an option rounded to the default dtype",
+)
+_bug(
+    "clipped_always",
+    "meshwright.objectives.policy_loss",
+    "torch.minimum(once_BS * advantages_BS, clipped_BS * advantages_BS)",
+    "clipped_BS * advantages_BS",
+    f"{_GRPO}[dapo-tokens-None-token]",
+    kind="no way back from a ratio that is out of bounds",
+)
+_bug(
+    "divergence_the_other_way",
+    "meshwright.objectives.policy_loss",
+    "self._sum(difference_BS.exp() - difference_BS - 1)",
+    "self._sum((-difference_BS).exp() + difference_BS - 1)",
+    f"{_GRPO}[grpo-sequence-None-token]",
+    kind="an estimator of the KL divergence the other way around",
+)
+_bug(
+    "ratio_of_the_whole_sequence",
+    "meshwright.objectives.policy_loss",
+    "(self._sum(log_ratio_BS) / self._lengths_D).exp()",
+    "self._sum(log_ratio_BS).exp()",
+    f"{_GRPO}[grpo-sequence-None-sequence]",
+    kind="a sum where a mean over the sequence is meant",
+)
+_bug(
+    "documents_counted_as_rows",
+    "meshwright.objectives.policy_options",
+    "if not self.packed:",
+    "if True:",
+    f"{_OBJECTIVES}::test_packed_documents_are_sequences_like_any[sequence-token-None]",
+    kind="the sum is over documents, the count over rows",
+)
+_bug(
+    "unknown_probabilities_spread",
+    "meshwright.objectives.policy_loss",
+    ".nan_to_num(nan=0.0).detach()",
+    ".detach()",
+    f"{_OBJECTIVES}::test_an_unknown_probability_of_another_engine_corrects_nothing",
+    kind="NaN of one token in the loss of all",
+)
+_bug(
+    "rest_of_nothing",
+    "meshwright.objectives.functions",
+    "log_probs_BSK.logsumexp(-1, keepdim=True).clamp(max=-1e-7)",
+    "log_probs_BSK.logsumexp(-1, keepdim=True)",
+    f"{_OBJECTIVES}::test_distillation_with_all_entries_is_the_whole_divergence[entry-1.0-0.0]",
+    kind="the logarithm of what is 0, or below by rounding",
+)
+_bug(
+    "absent_entries_taught",
+    "meshwright.objectives.functions",
+    "return ids_BSK, ids_BSK != IGNORED_LABEL",
+    "return ids_BSK, ids_BSK > -1000",
+    f"{_OBJECTIVES}::test_distillation_with_some_entries_knows_the_rest[entry-0.0]",
+    kind="what stands for nothing is taken for something",
+)
+_bug(
+    "target_unlikely",
+    "meshwright.objectives.functions",
+    "before_SS[:-1] &= ids_S != ids_S[1:, None]",
+    "before_SS[:-1] &= ids_S >= 0",
+    f"{_OBJECTIVES}::test_previous_tokens_are_the_latest_different_ones_of_the_document_without_the_target",
+    kind="what is to be said is among what is not",
+)
+_bug(
+    "kinder_error",
+    "meshwright.objectives.heads",
+    "error_BS.maximum(clipped_BS)",
+    "error_BS.minimum(clipped_BS)",
+    f"{_OBJECTIVES}::test_value_is_the_larger_of_the_clipped_and_the_plain_error[0.2]",
+    kind="the smaller of two where the larger is meant",
+)
+_bug(
+    "any_shape_of_column",
+    "meshwright.objectives.base",
+    "if not any(_fits(tuple(tensor.shape), shape) for shape in allowed):",
+    "if not allowed:",
+    f"{_OBJECTIVES}::test_a_column_without_its_last_position_is_told",
+    kind="a column of another alignment is taken",
+)
+_bug(
+    "objectives_of_any_module",
+    "meshwright.objectives.registry",
+    'found = import_class_from_path(path, kind=("function", "class"))',
+    'found = __import__("importlib").import_module(path.rpartition(".")[0]).__dict__[path.rpartition(".")[2]]',
+    f"{_OBJECTIVES}::test_what_is_no_objective_is_told[os.system-parts15-get_objective]",
+    kind="a file names code to run",
+)
