@@ -109,8 +109,9 @@ def train(world: mw.World, strategy: str, length: int, rollouts: int) -> bool:
         if is_done:
             break
     if world.rank == 0:
-        print(f"mean reward {means[0]:.3f} at first, {min(means[-5:]):.3f} or more in the last five rollouts")
-    return means[0] < 0.2 and min(means[-5:]) > 0.9
+        last = min(means[-5:])
+        print(f"mean reward {means[0]:.3f} at first, {last:.3f} or more in the last five rollouts", flush=True)
+    return means[0] < 0.2 and is_done
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from meshwright import Batch, StrategySpec, hookimpl
+from meshwright import Batch, Objective, StrategySpec, hookimpl
 from meshwright.strategy.contract import OptimizerFactory
 from meshwright.tensors.norms import scale_to_norm, total_grad_norm
 from meshwright.tensors.pieces import Sharded
@@ -46,10 +46,12 @@ class DividedTwice(FSDP2Manager):
             unit.set_gradient_divide_factor(float(self.mesh.degrees.dp))
         return module
 
-    def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
+    def forward_backward(
+        self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
+    ) -> Tensor:
         # A count that is too low makes a loss that is too high.
         size = self.mesh.degrees.dp
-        return super().forward_backward(microbatches, num_tokens=num_tokens / size) / size
+        return super().forward_backward(microbatches, num_tokens=num_tokens / size, objective=objective) / size
 
 
 class HalfWatched(FSDP2Manager):

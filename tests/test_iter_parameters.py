@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
+import subprocess
+import sys
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -322,3 +326,16 @@ def test_model_and_optimizer_are_asked_for_before_they_are_there(name: str) -> N
     for model, optimizer in pool(LAYOUTS[name].ranks).run(_before_it_is_there, name):
         assert "call manager.parallelize(model) first" in model
         assert "call manager.build_optimizer(factory) first" in optimizer
+
+
+# -- the example
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_example_of_the_document_feeds_an_engine() -> None:
+    example = ROOT / "examples" / "feed_engine.py"
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "inference-engines.md").read_text(), flags=re.DOTALL)
+    assert example.read_text(encoding="utf-8").split('"""\n\n', 1)[1] == block
+    run = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout.splitlines()[-1] == f"step 19  continues 0 to 7 with {list(range(8, 16))}"

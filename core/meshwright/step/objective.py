@@ -155,7 +155,8 @@ class Given:
                 if size % self.rows:
                     raise BatchError(
                         f"{about}: {size} sequences at a time cannot be taken {self.rows} by {self.rows}, as the "
-                        f"{self.name} takes them. Give microbatches of a multiple of {self.rows} sequences."
+                        f"{self.name} takes them. Let microbatches, and those of a pipeline (pp_microbatch_size), have "
+                        f"a multiple of {self.rows} sequences."
                     )
 
 
