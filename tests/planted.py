@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rows_axis import Rows, RowsManager
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from meshwright import Batch, Objective, StrategySpec, hookimpl
-from meshwright.strategy.contract import OptimizerFactory
+from meshwright import Batch, Objective, StrategyConfig, StrategySpec, hookimpl
+from meshwright.strategy.contract import OptimizerFactory, TokenStatistic
 from meshwright.tensors.norms import scale_to_norm, total_grad_norm
 from meshwright.tensors.pieces import Sharded
 from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
@@ -196,10 +197,88 @@ class GivesOldWeights(DDPManager):
         return self._first
 
 
+class IgnoresObjectives(DDPManager):
+    """Trains the token loss, whatever it is asked for."""
+
+    def forward_backward(
+        self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
+    ) -> Tensor:
+        plain = [{name: batch[name] for name in ("input_ids", "labels")} for batch in microbatches]
+        return super().forward_backward(plain, num_tokens=torch.tensor(int(num_tokens)))
+
+
+class KnowsNoObjectives(DDPManager):
+    """As a manager that was written before there were objectives."""
+
+    def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward_backward(microbatches, num_tokens=num_tokens)
+
+
+class SumsOfOneRank(DDPManager):
+    """Tells the further sums of this rank alone."""
+
+    def forward_backward(self, microbatches: Sequence[Batch], **options: Any) -> Tensor:
+        loss = super().forward_backward(microbatches, **options)
+        self._own = {
+            "rows": torch.tensor(float(sum((each["labels"][:, 1:] >= 0).any(1).sum() for each in microbatches)))
+        }
+        return loss
+
+    @property
+    def last_sums(self) -> Mapping[str, Tensor]:
+        return {**super().last_sums, **self._own} if super().last_sums else {}
+
+
+class ShufflesStatistics(DDPManager):
+    """Tells statistics of tokens in another order than that of the batch."""
+
+    def token_stats(self, microbatches: Sequence[Batch], names: Sequence[TokenStatistic]) -> list[dict[str, Tensor]]:
+        return super().token_stats(microbatches, names)[::-1]
+
+
+class JoinedInBlocks(Rows):
+    """Puts the rows of a rank together, which are every n-th of the microbatch."""
+
+    def joined(self, part: Tensor) -> Tensor:
+        whole = super().joined(part)
+        return torch.cat([whole[rank :: self._size] for rank in range(self._size)])
+
+
+class JoinedWithoutSum(Rows):
+    """Gives each rank the gradient of its own sum alone."""
+
+    def joined(self, part: Tensor) -> Tensor:
+        whole = super().joined(part.detach())
+        if not part.is_floating_point():
+            return whole
+        places = torch.arange(self._rank, len(whole), self._size)
+        return whole.index_add(0, places, part - part.detach())
+
+
+class CountsAllSharers(Rows):
+    """Adds up what all of its ranks have computed of the same."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.sharers = 1
+
+
+class InBlocksManager(RowsManager):
+    axis = JoinedInBlocks
+
+
+class WithoutSumManager(RowsManager):
+    axis = JoinedWithoutSum
+
+
+class AllSharersManager(RowsManager):
+    axis = CountsAllSharers
+
+
 @hookimpl
 def register_strategies() -> list[StrategySpec]:
     sharded = frozenset({"dp_replicate", "dp_shard"})
-    copies = frozenset({"dp_replicate"})
+    copies, rows = frozenset({"dp_replicate"}), frozenset({"tp"})
     return [
         StrategySpec("averaging", "Averages.", sharded, FSDP2Config, Averaging),
         StrategySpec("divided_twice", "Divides twice.", sharded, FSDP2Config, DividedTwice),
@@ -214,4 +293,11 @@ def register_strategies() -> list[StrategySpec]:
         StrategySpec("swaps_groups", "Swaps groups.", copies, DDPConfig, SwapsGroups),
         StrategySpec("gives_old_weights", "Gives old weights.", copies, DDPConfig, GivesOldWeights),
         StrategySpec("own_schedule", "Forgets its schedule.", copies, DDPConfig, OwnSchedule),
+        StrategySpec("ignores_objectives", "Trains something else.", copies, DDPConfig, IgnoresObjectives),
+        StrategySpec("knows_no_objectives", "Has an old signature.", copies, DDPConfig, KnowsNoObjectives),
+        StrategySpec("sums_of_one_rank", "Tells wrong sums.", copies, DDPConfig, SumsOfOneRank),
+        StrategySpec("shuffles_statistics", "Loses the order.", copies, DDPConfig, ShufflesStatistics),
+        StrategySpec("joined_in_blocks", "Joins rows wrongly.", rows, StrategyConfig, InBlocksManager),
+        StrategySpec("joined_without_sum", "Loses gradients.", rows, StrategyConfig, WithoutSumManager),
+        StrategySpec("counts_all_sharers", "Counts twice.", rows, StrategyConfig, AllSharersManager),
     ]

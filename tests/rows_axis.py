@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,22 @@ from meshwright.step.axis import Axis
 from meshwright.strategy.contract import Batch
 
 
+class Joined(torch.autograd.Function):
+    """All sequences of a microbatch of which each rank has every n-th; gradients are summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, parts = group, [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.stack(parts, 1).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        whole = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(whole, group=ctx.group)
+        return whole[ctx.group.rank() :: ctx.group.size()], None
+
+
 class Rows(Axis):
     """Each rank of the group has every n-th sequence of a microbatch."""
 
@@ -20,6 +37,7 @@ class Rows(Axis):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank, self._size = group, group.rank(), group.size()
+        self.sharers = self._size
 
     def check_batch(self, batch: Batch) -> None:
         if batch["input_ids"].shape[0] % self._size:
@@ -27,6 +45,15 @@ class Rows(Axis):
 
     def divide(self, batch: Batch) -> Batch:
         return {name: tensor[self._rank :: self._size] for name, tensor in batch.items()}
+
+    def parted(self, whole: Tensor) -> Tensor:
+        return whole[self._rank :: self._size]
+
+    def joined(self, part: Tensor) -> Tensor:
+        # A bool travels as a byte.
+        number = part.to(torch.uint8) if part.dtype is torch.bool else part
+        whole: Tensor = Joined.apply(number, self._group)
+        return whole.to(part.dtype)
 
     def add_losses(self, total: Tensor) -> None:
         dist.all_reduce(total, group=self._group)
@@ -39,11 +66,27 @@ class Rows(Axis):
 
 
 class RowsManager(DataParallelManager):
+    axis: type[Rows] = Rows
+
     def shard(self, model: nn.Module) -> nn.Module:
-        self.axes.append(Rows(self.mesh.group("tp")))
+        self.axes.append(self.axis(self.mesh.group("tp")))
         return model.to(self.mesh.device)
+
+
+class WithoutJoined(Rows):
+    """As one that was written before there were objectives."""
+
+    joined = Axis.joined
+
+
+class WithoutJoinedManager(RowsManager):
+    axis = WithoutJoined
 
 
 @hookimpl
 def register_strategies() -> list[StrategySpec]:
-    return [StrategySpec("rows", "rows shared out along tp", frozenset({"tp"}), StrategyConfig, RowsManager)]
+    axes = frozenset({"tp"})
+    return [
+        StrategySpec("rows", "rows shared out along tp", axes, StrategyConfig, RowsManager),
+        StrategySpec("rows_without_joined", "takes no objective", axes, StrategyConfig, WithoutJoinedManager),
+    ]

@@ -53,6 +53,13 @@ def _named(strategy: str, names: list[str]) -> dict[str, Result]:
         ("loses_decay", ["one_rank-resume"], ["one_rank-ragged_masks"]),
         ("loses_steps", ["one_rank-resume"], ["one_rank-ragged_masks"]),
         ("keeps_rates", ["one_rank-resume"], ["one_rank-ragged_masks"]),
+        ("ignores_objectives", ["one_rank-objective"], ["dp_replicate=2-ragged_masks"]),
+        ("knows_no_objectives", ["one_rank-objective"], ["one_rank-ragged_masks"]),
+        ("sums_of_one_rank", ["dp_replicate=2-objective"], ["one_rank-objective"]),
+        ("shuffles_statistics", ["one_rank-objective"], ["one_rank-ragged_masks"]),
+        ("joined_in_blocks", ["tp=2-objective"], ["tp=2-ragged_masks", "one_rank-objective"]),
+        ("joined_without_sum", ["tp=2-objective"], ["tp=2-ragged_masks", "one_rank-objective"]),
+        ("counts_all_sharers", ["tp=2-objective"], ["tp=2-ragged_masks", "one_rank-objective"]),
     ],
 )
 def test_planted_bug_is_caught_where_it_acts(strategy: str, caught: list[str], unseen: list[str]) -> None:

@@ -263,13 +263,18 @@ class Forward:
         return Trial(self.on_device(batch), self.outputs, others)
 
     def _few(self, batch: Batch, *, sequences: int = 1) -> Batch:
-        """A few tokens of some sequences, divided, without labels."""
-        shape, multiple = batch["input_ids"].shape, self.sequence_multiple
-        length = min(shape[1], multiple * -(-_FEW_TOKENS // multiple))
-        rows = {name: tensor[:sequences] for name, tensor in batch.items()}
-        # Positions may be one row for all.
-        few = {name: each[:, :length] if each.shape[1:2] == shape[1:] else each for name, each in rows.items()}
-        return split_targets(self.on_device(self.divide(few)))[0]
+        """A few tokens of some sequences, or of all where an axis divides them, divided, without labels."""
+        (rows, whole), multiple = batch["input_ids"].shape, self.sequence_multiple
+        length = min(whole, multiple * -(-_FEW_TOKENS // multiple))
+        divides_rows = any(axis.divides_batches and not axis.divides_sequences for axis in self._axes)
+
+        def few(tensor: Tensor) -> Tensor:
+            for dim in (dim for dim in range(1, tensor.dim()) if tensor.shape[dim] == whole):
+                tensor = tensor.narrow(dim, 0, length)
+            return tensor[: rows if divides_rows else sequences]
+
+        taken = {name: few(tensor) for name, tensor in batch.items()}
+        return split_targets(self.on_device(self.divide(taken)))[0]
 
     def _find_routers(self, batch: Batch, loss: RouterLoss) -> ModelError | None:
         """Where a rank has a part of the positions: note the logits of routers from now on; what is wrong with them."""

@@ -20,12 +20,13 @@ from ..base.errors import MeshwrightError, RankError, TrainingError
 from ..step.agreement import count_tokens
 from ..strategy.registry import get_registry, get_strategy
 from .case import Case, Outcome, share
+from .objectives import objective_reference, train_objective
 from .parity import build_manager, difference, reference, train_case, train_from_checkpoint, train_part
 from .pool import pool
 from .resumed import train_resumed, uninterrupted, wrong_rates
 
 Status = Literal["passed", "failed", "does not apply"]
-Kind = Literal["train", "architecture", "state", "checkpoint", "resume", "bad input"]
+Kind = Literal["train", "architecture", "objective", "state", "checkpoint", "resume", "bad input"]
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class Cell:
         kinds: dict[str, Callable[[], Result | str]] = {
             "train": self._train,
             "architecture": self._train,
+            "objective": self._objective,
             "state": self._state,
             "checkpoint": self._checkpoint,
             "resume": self._resume,
@@ -136,6 +138,19 @@ class Cell:
         # microbatch; so the reference gets the same microbatches.
         microbatches = self.ranks if self.kind == "architecture" else 1
         return self._compared(outcomes, reference(self.case, self.device, microbatches))
+
+    def _objective(self) -> Result | str:
+        """Training with an objective, and statistics of tokens behind it."""
+        task = (self.strategy, dict(self.config), dict(self.sizes), self.case, self.device)
+        answers = self._run(self.ranks, train_objective, *task)
+        if isinstance(answers, str):
+            return answers
+        expected = objective_reference(self.case, self.device)
+        result = self._compared([answer.outcome for answer in answers], expected.outcome)
+        apart = max(answer.apart(expected) for answer in answers)
+        if result.status == "passed" and not apart <= self.case.tolerance:
+            return Result(self, "failed", f"token_stats differ by {apart}", apart)
+        return result
 
     def _state(self) -> Result | str:
         """State moves in memory; see `_in_parts`."""

@@ -154,6 +154,7 @@ def _cases(spec: StrategySpec, degrees: Degrees, main: bool, fixed: Mapping[str,
     yield _entry("resume", resumed, kind="resume")
     uneven = (*range(1, data_ranks), 12 - sum(range(1, data_ranks))) if 1 < data_ranks <= 4 else None
     yield _entry("all at once", _at_once(resumed, uneven), kind="resume")
+    yield _entry("objective", replace(_at_once(base, uneven), steps=2), kind="objective")
     if not main:
         return
     alone = "there is no other data rank to differ from" if data_ranks == 1 else None
@@ -199,10 +200,10 @@ def _cases(spec: StrategySpec, degrees: Degrees, main: bool, fixed: Mapping[str,
         yield _entry(f"{option}={value}", case, {option: value}, reason=reason)
 
 
-def _at_once(resumed: Case, shares: tuple[int, ...] | None) -> Case:
-    """Resumed and accumulating, over ragged masks and uneven shares, with tied weights, a moving rate and clipping."""
+def _at_once(case: Case, shares: tuple[int, ...] | None) -> Case:
+    """Accumulating, over ragged masks and uneven shares, with tied weights, a moving rate and clipping."""
     doubled = tuple(2 * share for share in shares) if shares else None
-    return replace(resumed, tied=True, microbatches=2, sequences=24, shares=doubled)
+    return replace(case, tied=True, microbatches=2, sequences=24, shares=doubled)
 
 
 def _entry(
