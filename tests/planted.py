@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from meshwright import Batch, StrategyConfig, StrategySpec, hookimpl
-from meshwright.strategy.contract import Objective, OptimizerFactory, TokenStatistic
+from meshwright import Batch, Objective, StrategyConfig, StrategySpec, hookimpl
+from meshwright.strategy.contract import OptimizerFactory, TokenStatistic
 from meshwright.tensors.norms import scale_to_norm, total_grad_norm
+from meshwright.tensors.pieces import Sharded
 from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
 from meshwright_ddp import DDPConfig
 from meshwright_ddp.manager import DDPManager
@@ -45,10 +47,12 @@ class DividedTwice(FSDP2Manager):
             unit.set_gradient_divide_factor(float(self.mesh.degrees.dp))
         return module
 
-    def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
+    def forward_backward(
+        self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
+    ) -> Tensor:
         # A count that is too low makes a loss that is too high.
         size = self.mesh.degrees.dp
-        return super().forward_backward(microbatches, num_tokens=num_tokens / size) / size
+        return super().forward_backward(microbatches, num_tokens=num_tokens / size, objective=objective) / size
 
 
 class HalfWatched(FSDP2Manager):
@@ -180,6 +184,19 @@ class OwnSchedule(DDPManager):
         self._own.step()
 
 
+class GivesOldWeights(DDPManager):
+    """Gives what the model had at first, as an engine would see that is fed with copies."""
+
+    def parameter_pieces(self) -> dict[str, Sharded | None]:
+        if not hasattr(self, "_first"):
+            pieces = super().parameter_pieces().items()
+            self._first: dict[str, Sharded | None] = {
+                name: held and replace(held, pieces=tuple(replace(p, tensor=p.tensor.clone()) for p in held.pieces))
+                for name, held in pieces
+            }
+        return self._first
+
+
 class IgnoresObjectives(DDPManager):
     """Trains the token loss, whatever it is asked for."""
 
@@ -274,6 +291,7 @@ def register_strategies() -> list[StrategySpec]:
         StrategySpec("loses_steps", "Forgets steps.", copies, DDPConfig, LosesSteps),
         StrategySpec("keeps_rates", "Forgets rates.", copies, DDPConfig, KeepsRates),
         StrategySpec("swaps_groups", "Swaps groups.", copies, DDPConfig, SwapsGroups),
+        StrategySpec("gives_old_weights", "Gives old weights.", copies, DDPConfig, GivesOldWeights),
         StrategySpec("own_schedule", "Forgets its schedule.", copies, DDPConfig, OwnSchedule),
         StrategySpec("ignores_objectives", "Trains something else.", copies, DDPConfig, IgnoresObjectives),
         StrategySpec("knows_no_objectives", "Has an old signature.", copies, DDPConfig, KnowsNoObjectives),

@@ -46,6 +46,7 @@ def _named(strategy: str, names: list[str]) -> dict[str, Result]:
         ("local_norm", ["dp_shard=4-norm_1", "dp_shard=4-norm_inf"], ["dp_replicate=4-norm_1"]),
         ("loses_microbatches", ["dp_replicate=4-accumulation_2"], ["dp_replicate=4-ragged_masks"]),
         ("drifting_copies", ["dp_replicate=2-ragged_masks"], ["one_rank-ragged_masks"]),
+        ("gives_old_weights", ["dp_replicate=4-unshard_between_steps"], ["dp_replicate=4-ragged_masks"]),
         ("aliased_groups", ["dp_replicate=2-resume"], ["dp_replicate=2-ragged_masks"]),
         ("own_schedule", ["dp_replicate=2-resume"], []),
         ("swaps_groups", ["one_rank-resume"], ["one_rank-ragged_masks"]),

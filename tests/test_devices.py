@@ -142,16 +142,16 @@ class _Elsewhere:
     def __init__(self, manager: StrategyManager, devices: TwoDevices) -> None:
         self._manager, self._devices = manager, devices
 
-    def forward_backward(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
-        return self._on_cpu("forward_backward", microbatches, num_tokens)
+    def forward_backward(self, microbatches: Sequence[Batch], **options: Any) -> Tensor:
+        return self._on_cpu("forward_backward", microbatches, options)
 
-    def eval_loss(self, microbatches: Sequence[Batch], *, num_tokens: Tensor) -> Tensor:
-        return self._on_cpu("eval_loss", microbatches, num_tokens)
+    def eval_loss(self, microbatches: Sequence[Batch], **options: Any) -> Tensor:
+        return self._on_cpu("eval_loss", microbatches, options)
 
-    def _on_cpu(self, method: str, microbatches: Sequence[Batch], num_tokens: Tensor) -> Tensor:
+    def _on_cpu(self, method: str, microbatches: Sequence[Batch], options: dict[str, Any]) -> Tensor:
         with self._devices.left():
             _put(self._manager, CPU)
-            loss: Tensor = getattr(type(self._manager), method)(self._manager, microbatches, num_tokens=num_tokens)
+            loss: Tensor = getattr(type(self._manager), method)(self._manager, microbatches, **options)
             _put(self._manager, ACCELERATOR)
         return self._devices.place(loss)
 

@@ -120,6 +120,18 @@ def test_an_export_that_is_cut_off_leaves_nothing_under_its_name(
     assert not (tmp_path / "out" / "left.safetensors").exists()
 
 
+def _save_with_more(path: str) -> None:
+    manager = build_manager("single", {}, {}, Case())
+    manager.model_parts[0].register_buffer("more", torch.ones(3))
+    save_checkpoint(manager, path, step=3)
+
+
+def test_what_a_model_of_transformers_would_not_take_is_not_left_out(tmp_path: Path) -> None:
+    pool(1).run(_save_with_more, str(tmp_path / "checkpoint"))
+    with pytest.raises(CheckpointError, match=r"LlamaForCausalLM has no more\."):
+        export_checkpoint(tmp_path / "checkpoint", tmp_path / "plain")
+
+
 def test_what_cannot_be_exported_is_told(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("keep")

@@ -10,21 +10,27 @@ with trl.
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from objective_cells import CELLS, K, V, cell_id, evaluate, microbatch, rows_of
+from objective_cells import CELLS, K, S, V, cell_id, evaluate, microbatch, rows_of
 from torch import Tensor
 from torch.nn import functional as F
 
+import meshwright as mw
 from meshwright.base.errors import BatchError, ConfigError, ModelError
 from meshwright.files import class_paths
 from meshwright.objectives import CrossEntropy, check_objective, get_objective, list_objectives, previous_tokens
 from meshwright.objectives.functions import log1mexp
 from meshwright.step.token_loss import targets
+from meshwright.step.tokens import Tokens
+from meshwright.testing import pool
+from meshwright.testing.models import tiny_model
 
 CELL = pytest.mark.parametrize("cell", CELLS, ids=cell_id)
 
@@ -96,25 +102,25 @@ def test_only_what_an_objective_says_that_it_takes_is_read(cell):
     assert set(objective.columns) <= taken
     for name in objective.columns:
         with pytest.raises(BatchError, match=f"objective '{objective.name}' needs the column '{name}'"):
-            objective.count({key: each for key, each in batch.items() if key != name})
+            objective.check({key: each for key, each in batch.items() if key != name})
     for column in objective.takes:
         wrong = batch | {column.name: batch[column.name][..., None, None]}
         with pytest.raises(BatchError, match=f"column '{column.name}' of objective '{objective.name}' has the shape"):
-            objective.count(wrong)
+            objective.check(wrong)
         with pytest.raises(BatchError, match=r"is complex64, not (floating point|int64|bool)"):
-            objective.count(batch | {column.name: batch[column.name].to(torch.complex64)})
+            objective.check(batch | {column.name: batch[column.name].to(torch.complex64)})
 
 
 def test_a_column_without_its_last_position_is_told():
     batch = microbatch(get_objective("ppo"))
     batch["old_log_probs"] = batch["old_log_probs"][:, :-1]
     with pytest.raises(BatchError, match=r"has the shape \(4, 8\), not \(B, S\) with B=4, S=9"):
-        get_objective("ppo").count(batch)
+        get_objective("ppo").check(batch)
 
 
 def test_half_a_pair_is_told():
     with pytest.raises(BatchError, match="takes 2 consecutive rows together, and a microbatch has 3 rows"):
-        get_objective("orpo").count(microbatch(None, rows=3))
+        get_objective("orpo").check(microbatch(None, rows=3))
 
 
 # -- formulas
@@ -442,3 +448,92 @@ def test_an_objective_equals_one_of_its_own_data():
         objective = get_objective(cell)
         assert get_objective({"name": objective.name, **objective.to_dict()}) == objective
     assert K < V
+
+
+# -- in a step of one process
+
+
+@pytest.fixture(scope="module")
+def world():
+    with mw.open_world("cpu") as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell["name"] not in ("value", "reward")], ids=cell_id)
+def test_a_step_has_the_objectives_value_and_its_gradient(cell, world):
+    objective = get_objective(cell)
+    stack, degrees = mw.resolve("single", mw.MeshSizes(), 1)
+    manager = stack.build(mw.Mesh(degrees, world))
+    model, plain = tiny_model(), tiny_model()
+    manager.parallelize(model)
+    manager.build_optimizer(mw.optimizer_factory(mw.OptimizerConfig()))
+    microbatches, total, count = [], torch.zeros((), dtype=torch.float64), 0
+    for seed in range(2):
+        batch = microbatch(objective, seed=seed)
+        del batch["logits"]
+        batch["input_ids"] = torch.randint(V, (4, S), generator=torch.Generator().manual_seed(seed))
+        microbatches.append(batch)
+        columns = {name: each for name, each in batch.items() if name not in ("input_ids", "labels", "position_ids")}
+        logits = plain(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        tokens = Tokens.of_logits(logits, batch["labels"], position_ids=batch["position_ids"])
+        total, count = total + objective(tokens, columns)[0], count + objective.count(batch)
+    (total / count).backward()
+    num_tokens = manager.announce(microbatches, objective=objective)
+    loss = manager.forward_backward(microbatches, num_tokens=num_tokens, objective=objective)
+    assert int(num_tokens) == count
+    torch.testing.assert_close(loss, (total / count).detach(), rtol=1e-10, atol=1e-12)
+    for (name, parameter), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, wanted.grad, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_a_wrong_column_is_told_before_the_step(world):
+    stack, degrees = mw.resolve("single", mw.MeshSizes(), 1)
+    manager = stack.build(mw.Mesh(degrees, world))
+    manager.parallelize(tiny_model())
+    batch = microbatch(None) | {"input_ids": torch.zeros(4, S, dtype=torch.int64)}
+    batch["reference_log_probs"] = batch["reference_log_probs"][:, :-1]
+    del batch["logits"]
+    with pytest.raises(BatchError, match=r"reference_log_probs.*has the shape \(4, 8\), not \(B\) or \(B, S\)"):
+        manager.forward_backward([batch], num_tokens=torch.tensor(2), objective=get_objective("dpo"))
+
+
+# -- docs/objectives.md
+
+PAGE = (Path(__file__).parents[1] / "docs" / "objectives.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+def run_block(source: str) -> dict[str, list[float]]:
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(source.replace("open_world()", "open_world('cpu')"), names)
+    return {name: names[name] for name in ("accuracies", "losses") if name in names}
+
+
+def test_the_blocks_of_the_page_train():
+    preferences, own = (pool(2).run(run_block, block)[0] for block in BLOCKS)
+    assert preferences["accuracies"][0] < preferences["accuracies"][-1] == 1.0
+    assert own["losses"][-1] < own["losses"][0] / 2
+
+
+@pytest.mark.parametrize("name", list_objectives())
+def test_the_table_of_the_page_has_every_column_and_option(name):
+    (row,) = re.findall(rf"^\| `{name}` \|.*$", PAGE, flags=re.MULTILINE)
+    _, _, _, columns, options, divided, _ = row.split("|")
+    cells = [get_objective(cell) for cell in CELLS if cell["name"] == name]
+    taken = {column.name for objective in cells for column in objective.takes}
+    assert set(re.findall(r"`(\w+)`", columns)) == taken
+    assert {each for each in re.findall(r"`(\w+)`", columns) if f"[`{each}`]" not in columns} == set.intersection(
+        *(set(objective.columns) for objective in cells)
+    )
+    if "those of" not in options:
+        assert set(re.findall(r"`(\w+)`", options)) == set(list_objectives()[name].model_fields)
+    assert divided.strip()
+
+
+def test_a_short_version_of_the_example_learns_to_copy():
+    example = Path(__file__).parents[1] / "examples" / "grpo.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", example]
+    run = subprocess.run([*command, "--digits", "1"], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert "or more in the last five rollouts" in run.stdout

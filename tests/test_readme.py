@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright import get_registry
 from meshwright.testing import Case, pool
-from meshwright.testing.case import Outcome
+from meshwright.testing.case import Outcome, share
 from meshwright.testing.models import tiny_model
-from meshwright.testing.parity import difference, reference, train_case
+from meshwright.testing.parity import build_manager, difference, reference, train_case
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -36,9 +37,25 @@ def test_the_loop_runs_and_the_loss_falls() -> None:
     assert losses[-1] < losses[0]
 
 
+def _minimized_as_in_the_readme() -> tuple[float, float]:
+    names: dict[str, Any] = {}
+    exec(BLOCKS[1], names)
+    manager = build_manager("fsdp2", {}, {"cp_size": 2}, Case())
+    batch = share(Case(), 0, manager.mesh.data_rank, manager.mesh.data_size)[0]
+    loss, entropy = names["step"](manager, batch, torch.ones(batch["labels"].shape, dtype=torch.float64))
+    return float(loss), float(entropy)
+
+
+def test_an_objective_is_minimized_as_the_readme_does_it() -> None:
+    for loss, entropy in pool(2).run(_minimized_as_in_the_readme):
+        # Ratios are 1, so that the loss is minus the mean advantage.
+        assert loss == pytest.approx(-1.0, abs=1e-12)
+        assert 4.0 < entropy < 4.9
+
+
 def _load_as_in_the_readme(path: str) -> tuple[str, str]:
     names: dict[str, Any] = {}
-    exec(BLOCKS[1].replace("path/to/model", path).replace("open_world()", "open_world('cpu')"), names)
+    exec(BLOCKS[2].replace("path/to/model", path).replace("open_world()", "open_world('cpu')"), names)
     return str(names["manager"].mesh.degrees), str(next(names["manager"].model_parts[0].parameters()).dtype)
 
 
@@ -63,13 +80,13 @@ def _parity_of_block(source: str, case: Case) -> Outcome:
 )
 def test_the_strategy_of_the_readme_reaches_parity(case_of_the_readme: Case) -> None:
     case = case_of_the_readme
-    found = difference(pool(4).run(_parity_of_block, BLOCKS[2], case), reference(case))
+    found = difference(pool(4).run(_parity_of_block, BLOCKS[3], case), reference(case))
     assert found.worst <= 1e-9, found
 
 
 def test_the_test_of_the_readme_tries_every_cell() -> None:
     names: dict[str, Any] = {}
-    exec(BLOCKS[3].replace('"plain"', '"ddp"'), names)
+    exec(BLOCKS[4].replace('"plain"', '"ddp"'), names)
     (mark,) = names["test_conformance"].pytestmark
     cells = mark.args[1]
     assert list(map(str, cells)) == list(map(str, names["conformance"]("ddp")))
@@ -81,6 +98,7 @@ def test_the_test_of_the_readme_tries_every_cell() -> None:
     [
         "README.md",
         "CONTRIBUTING.md",
+        "docs/objectives.md",
         "docs/write-a-strategy.md",
         "docs/coverage.md",
         "examples/zero1/README.md",
@@ -92,7 +110,7 @@ def test_the_test_of_the_readme_tries_every_cell() -> None:
 )
 def test_linked_paths_exist(document: str) -> None:
     path = ROOT / document
-    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
+    for target in re.findall(r"\]\((?!https:)([^)#]+)\)", path.read_text(encoding="utf-8")):
         assert (path.parent / target).exists(), target
 
 

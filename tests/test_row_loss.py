@@ -271,6 +271,17 @@ def test_logits_are_held_for_a_chunk_where_they_are_large(rows: int, given: int 
     assert held <= peak / (8 * vocabulary) < (2 * held if held == 512 else 4 * held)
 
 
+def _with_one_row_of_positions(chunk: int) -> float:
+    manager = build_manager("single", {"loss_chunk_rows": chunk}, {}, Case())
+    batch = {**global_batch(Case(), 0), "position_ids": torch.arange(16)[None]}
+    return float(manager.forward_backward([batch], num_tokens=count_tokens([batch], manager.mesh)))
+
+
+def test_positions_may_be_one_row_for_all_sequences() -> None:
+    (found,), (whole,) = (pool(1).run(_with_one_row_of_positions, chunk) for chunk in (CHUNK, 0))
+    assert found == pytest.approx(whole, rel=1e-12)
+
+
 # -- dtypes
 
 

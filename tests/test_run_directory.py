@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -544,3 +545,12 @@ def test_metrics_end_at_the_step_that_a_run_goes_on_from(tmp_path: Path) -> None
     assert read_metrics(path, until=2, steps=4) == first[:2]
     path.write_text("".join(json.dumps(as_record(result)) + "\n" for result in [*first, *again]))
     assert read_metrics(path, until=4, steps=4) == [first[0], *again]
+
+
+def test_sums_of_an_objective_come_back_from_the_metrics(tmp_path: Path) -> None:
+    result = StepResult(1, 4, 2.0, 1.0, 0.1, 7, 0.5, 0, sums={"correct": 3.0, "kl": math.nan})
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(as_record(result), allow_nan=False) + "\n")
+    (found,) = read_metrics(path, until=4, steps=4)
+    assert found.sums["correct"] == 3.0
+    assert math.isnan(found.sums["kl"])

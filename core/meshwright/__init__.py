@@ -34,9 +34,14 @@ if TYPE_CHECKING:
     from .mesh.world import World as World
     from .mesh.world import open_world as open_world
     from .model.layout import ModelLayout as ModelLayout
+    from .objectives.registry import get_objective as get_objective
+    from .objectives.registry import list_objectives as list_objectives
     from .step.agreement import count_tokens as count_tokens
+    from .step.tokens import Outputs as Outputs
+    from .step.tokens import Tokens as Tokens
     from .strategy.ask import model_layout as model_layout
     from .strategy.contract import Batch as Batch
+    from .strategy.contract import Objective as Objective
     from .strategy.contract import OptimizerFactory as OptimizerFactory
     from .strategy.contract import StepResult as StepResult
     from .strategy.contract import StrategyManager as StrategyManager
@@ -86,8 +91,13 @@ _MODULE_OF = {
     "MeshSizes": "mesh.sizes",
     "ModelLayout": "model.layout",
     "model_layout": "strategy.ask",
+    "get_objective": "objectives.registry",
+    "list_objectives": "objectives.registry",
     "count_tokens": "step.agreement",
+    "Outputs": "step.tokens",
+    "Tokens": "step.tokens",
     "Batch": "strategy.contract",
+    "Objective": "strategy.contract",
     "DistributedConfig": "strategy.spec",
     "Estimate": "strategy.spec",
     "ModelSize": "strategy.spec",

@@ -11,7 +11,7 @@ import functools
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
@@ -119,11 +119,11 @@ class _Export:
         self._checkpoint = checkpoint
         self._described = [name for name in manifest.files if PurePath(name).parts[0] == HUGGING_FACE]
         self._dtype = dtype
-        self._model = _model_on_meta(checkpoint, self._described)
         self._index = read_index(checkpoint, manifest)
         self._stored = {
             name.removeprefix(MODEL): kind for name, kind in self._index.kinds.items() if name.startswith(MODEL)
         }
+        self._model = _model_on_meta(checkpoint, self._described, self._stored)
         self._source = self._sources()
         self.files = self._planned(limit, ranks)
 
@@ -222,7 +222,8 @@ def as_bytes(size: str | int) -> int:
     return count
 
 
-def _model_on_meta(checkpoint: Path, described: Sequence[str]) -> nn.Module:
+def _model_on_meta(checkpoint: Path, described: Sequence[str], stored: Collection[str]) -> nn.Module:
+    """The model whose tensors have been stored: a causal LM, or one with a head over tokens or sequences."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     directory = checkpoint / HUGGING_FACE
@@ -240,12 +241,41 @@ def _model_on_meta(checkpoint: Path, described: Sequence[str]) -> nn.Module:
             build = next((each for each in known if each.config_class is type(config)), build)
         with torch.device("meta"):
             model: nn.Module = build(config)
+            if not model.state_dict().keys() >= set(stored):
+                model = _with_other_head(config, stored) or model
     except Exception as error:
         # Each configuration and each model class fails in its own way.
         raise CheckpointError(
             f"transformers cannot build the model of the checkpoint {checkpoint}: {reason(error)}"
         ) from error
+    unknown = sorted(set(stored) - model.state_dict().keys())
+    if unknown:
+        raise CheckpointError(
+            f"the checkpoint {checkpoint} is not of the model that its configuration gives: {type(model).__name__} has "
+            f"no {', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}."
+        )
     return model
+
+
+def _with_other_head(config: Any, stored: Collection[str]) -> nn.Module | None:
+    """The model with a head over tokens or sequences that has these tensors; on the device of the context."""
+    from transformers import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    )
+
+    autos: list[tuple[Any, Any]] = [
+        (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoModelForTokenClassification),
+        (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification),
+    ]
+    for mapping, auto in autos:
+        if type(config) in mapping:
+            model: nn.Module = auto.from_config(config, trust_remote_code=False)
+            if model.state_dict().keys() == set(stored):
+                return model
+    return None
 
 
 def _check_empty(output: Path) -> None:

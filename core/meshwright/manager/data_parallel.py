@@ -91,6 +91,7 @@ class DataParallelManager(Duties):
                 getattr(self.config, "loss_chunk_rows", None),
                 is_divided=any(axis.divides_vocabulary for axis in self.axes),
                 model=name,
+                vocab_size=getattr(config, "vocab_size", None),
             ),
             router_loss=router_loss,
             vocab_size=getattr(config, "vocab_size", None),

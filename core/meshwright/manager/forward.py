@@ -14,9 +14,10 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..base.errors import ModelError
+from ..base.errors import MeshwrightError, ModelError
 from ..mesh.mesh import Mesh
 from ..step.axis import Axis, Trial
 from ..step.batch import Terms
@@ -196,7 +197,7 @@ class Forward:
         self._module.eval()
         try:
             with torch.no_grad():
-                logits = self.outputs(complete(self._few(given.inputs(microbatch)))).logits
+                logits = _tried(self.outputs, complete(self._few(given.inputs(microbatch), sequences=2))).logits
         finally:
             self._module.train(was_training)
             self._after_trial()
@@ -261,8 +262,8 @@ class Forward:
         others = math.prod(other.sequence_multiple for other in self._axes if other is not axis)
         return Trial(self.on_device(batch), self.outputs, others)
 
-    def _few(self, batch: Batch) -> Batch:
-        """A few tokens of one sequence, or of each where an axis divides them, divided, without labels."""
+    def _few(self, batch: Batch, *, sequences: int = 1) -> Batch:
+        """A few tokens of some sequences, or of all where an axis divides them, divided, without labels."""
         (rows, whole), multiple = batch["input_ids"].shape, self.sequence_multiple
         length = min(whole, multiple * -(-_FEW_TOKENS // multiple))
         divides_rows = any(axis.divides_batches and not axis.divides_sequences for axis in self._axes)
@@ -270,7 +271,7 @@ class Forward:
         def few(tensor: Tensor) -> Tensor:
             for dim in (dim for dim in range(1, tensor.dim()) if tensor.shape[dim] == whole):
                 tensor = tensor.narrow(dim, 0, length)
-            return tensor[: rows if divides_rows else 1]
+            return tensor[: rows if divides_rows else sequences]
 
         taken = {name: few(tensor) for name, tensor in batch.items()}
         return split_targets(self.on_device(self.divide(taken)))[0]
@@ -288,3 +289,16 @@ class Forward:
         except ModelError as error:
             return error
         return None
+
+
+def _tried(call: Callable[[Batch], Any], inputs: Batch) -> Any:
+    """What a model returns, whose own code may fail: with several sequences, some heads do."""
+    try:
+        return call(inputs)
+    except (MeshwrightError, torch.OutOfMemoryError, dist.DistError):
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"the model fails with input_ids {tuple(inputs['input_ids'].shape)}: {type(error).__name__}: {error} "
+            f"Change its configuration, or the batch."
+        ) from error

@@ -56,13 +56,19 @@ class RowLoss:
         given: the option `loss_chunk_rows`.
         is_divided: whether ranks share the vocabulary, and rows are taken at any size, so that no rank has it whole.
         model: what it is called.
+        vocab_size: entries that logits must have at least; None: unknown.
     """
 
-    def __init__(self, head: RowHead | None, given: int | None, *, is_divided: bool, model: str) -> None:
+    def __init__(
+        self, head: RowHead | None, given: int | None, *, is_divided: bool, model: str, vocab_size: int | None = None
+    ) -> None:
         self._head, self._given, self._is_divided, self._model = head, given, is_divided, model
+        self._vocab_size = vocab_size
         entries = head.entries if head is not None else None
         self._is_wanted = given > 0 if given is not None else (entries or 0) >= _LEAST_VOCABULARY
-        self._takes_rows: bool | None = None if self._is_wanted or (is_divided and head is not None) else False
+        # A model without a head that is known may have another than that of a vocabulary.
+        is_open = self._is_wanted or vocab_size is not None if head is None else self._is_wanted or is_divided
+        self._takes_rows: bool | None = None if is_open else False
         self._dtype = torch.float32
 
     # -- before the first step
@@ -77,6 +83,9 @@ class RowLoss:
 
         Args:
             run: with a few tokens; nothing remains of it.
+
+        Raises:
+            ModelError: the model's logits are not those of a vocabulary.
         """
 
         def alike() -> Any:
@@ -96,6 +105,8 @@ class RowLoss:
 
     def _defect(self, run: Run) -> str | None:
         if self._head is None:
+            if self._vocab_size is not None:
+                self._check_head(run().logits.shape, self._vocab_size)
             return "which layer makes them is not known"
         whole_BSV = run().logits
         # What a strategy makes of the dtype of outputs is made of each row.
@@ -110,6 +121,14 @@ class RowLoss:
             return (str(error).strip().splitlines() or [type(error).__name__])[0]
         limit = torch.finfo(self._dtype).eps ** 0.5 * whole_BSV.abs().max().item()
         return None if difference <= limit else f"row by row, they differ by {difference:.3g}"
+
+    def _check_head(self, shape: Sequence[int], vocab_size: int) -> None:
+        if len(shape) != 3 or shape[-1] < vocab_size:
+            raise ModelError(
+                f"{self._model} gives logits {tuple(shape)}, which are not those of its vocabulary of {vocab_size} "
+                f"entries, so there is no loss over tokens. Give an objective with on = 'outputs', which is over what "
+                f"its head returns, or train a causal LM."
+            )
 
     def _row_by_row(self, logits: DeferredLogits) -> Tensor:
         rows = self._rows(logits)

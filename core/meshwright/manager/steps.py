@@ -44,7 +44,7 @@ class Steps:
         """
         if objective is None:
             return None
-        known = (each for each, _ in self._known if each.objective is objective and each.taken == taken | OF_MODEL)
+        known = (each for each, _ in self._known if each.is_of(objective) and each.taken == taken | OF_MODEL)
         return next(known, None) or Given(objective, taken | OF_MODEL)
 
     def tally(self, given: Given | None, find: Callable[[Given], tuple[str, ...]] | None) -> Tally | None:

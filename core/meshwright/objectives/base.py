@@ -90,23 +90,19 @@ class Objective(FrozenModel):
         return tuple(each.name for each in self.takes if each.needed)
 
     def count(self, batch: Columns) -> int:
-        """What the sum of a whole microbatch is divided by, on the host.
+        """What the sum of a whole microbatch is divided by, on the host: targets, unless a class says otherwise.
 
         Args:
             batch: `labels`, int64, (B, S), and the columns.
+        """
+        return int(predicted(batch).sum())
+
+    def check(self, batch: Columns) -> None:
+        """Refuse a whole microbatch that it cannot be called with, on the host.
 
         Raises:
             BatchError: a column lacks, or has another shape or dtype.
         """
-        self.check(batch)
-        return self.weigh(batch)
-
-    def weigh(self, batch: Columns) -> int:
-        """`count` of a batch that has been checked: unmasked targets, unless a class says otherwise."""
-        return int(predicted(batch).sum())
-
-    def check(self, batch: Columns) -> None:
-        """Raise what `count` does."""
         rows, positions = batch["labels"].shape
         if rows % self.rows:
             raise BatchError(
@@ -129,7 +125,7 @@ class Objective(FrozenModel):
 class SequenceObjective(Objective):
     """An objective that is divided by the number of sequences (or pairs) with any unmasked target."""
 
-    def weigh(self, batch: Columns) -> int:
+    def count(self, batch: Columns) -> int:
         return int(predicted(batch).any(1).unflatten(0, (-1, self.rows)).any(1).sum())
 
 

@@ -22,14 +22,14 @@ class Value(Objective):
     """How good a state is: half the squared error of a head over tokens, v, against returns R at the positions that
     predict a token. With `clip` c and the values v_old of the time of the rollout,
 
-        max((v - R)^2, (v_old + clip(v - v_old, -c, c) - R)^2) / 2
+        max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2
 
     and without, (v - R)^2 / 2; divided by the number of targets. The model's head has one feature.
 
     Columns: `returns` (B, S); `old_values` (B, S) with `clip`.
     Sums: `value` of v, `clipfrac`, where the clipped error is the larger.
     Source: Schulman et al. 2016, arXiv:1506.02438; the clip is that of OpenAI's baselines of arXiv:1707.06347. In trl:
-    `cliprange_value` of PPOTrainer, until 1.0, with `vf_coef` 1.
+    once `cliprange_value` of PPOTrainer.
     """
 
     name: ClassVar[str] = "value"
@@ -51,7 +51,8 @@ class Value(Objective):
         each = {"value": value_BS}
         if self.clip is not None:
             old_BS = at_targets(outputs, batch["old_values"], value_BS)
-            clipped_BS = (old_BS + (value_BS - old_BS).clamp(-self.clip, self.clip) - returns_BS) ** 2
+            # What is within the clip is itself, not that and a rounding.
+            clipped_BS = (value_BS.clamp(old_BS - self.clip, old_BS + self.clip) - returns_BS) ** 2
             each["clipfrac"] = (clipped_BS > error_BS).to(error_BS.dtype)
             error_BS = error_BS.maximum(clipped_BS)
         return 0.5 * error_BS.sum(), total(each, kept_BS)

@@ -1,27 +1,21 @@
-"""Objectives over what the model itself has said, and how good it was: `grpo` and its kin, and `ppo`.
-
-Shapes: B rows of a microbatch, S positions of each, D sequences: rows, or the documents in them.
-"""
+"""Objectives over what the model itself has said, and how good it was: `grpo` and its kin, and `ppo`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from .base import Column, Columns, Objective, Sums, predicted
+from .base import Column, Columns, Sums
+from .policy_options import Normalize, PolicyOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..step.tokens import Tokens
 
-Normalize: TypeAlias = Literal["sequence", "tokens", "constant"]
-Correction: TypeAlias = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-REFERENCE = Column("reference_log_probs", ("B S",))
 
-
-class GRPO(Objective):
+class GRPO(PolicyOptions):
     """A clipped policy loss with advantages that come from outside. For the tokens t of a sequence, with log p of the
     model that is trained, log p_old of the one that has spoken, and advantages A_t,
 
@@ -52,59 +46,6 @@ class GRPO(Objective):
 
     name: ClassVar[str] = "grpo"
 
-    clip_low: float = Field(0.2, ge=0, le=1, description="How far a ratio may fall below 1.")
-    clip_high: float = Field(0.2, ge=0, allow_inf_nan=False, description="How far it may rise above 1.")
-    delta: float | None = Field(
-        None, gt=1, allow_inf_nan=False, description="Highest ratio where the advantage is negative; null: none."
-    )
-    beta: float = Field(0.0, ge=0, allow_inf_nan=False, description="Factor of the KL divergence from a reference.")
-    entropy: float = Field(0.0, ge=0, allow_inf_nan=False, description="Factor of the entropy, which is rewarded.")
-    importance: Literal["token", "sequence"] = Field("token", description="Of what the ratio is taken.")
-    normalize: Normalize = Field("sequence", description="What the sum is divided by.")
-    max_tokens: int | None = Field(None, ge=1, description="What a sequence's sum is divided by where constant.")
-    packed: bool = Field(False, description="Sequences are documents of rows.")
-    correction: Correction | None = Field(None, description="For rollouts of another engine; null: none.")
-    correction_min: float | None = Field(None, ge=0, allow_inf_nan=False, description="Lowest correction; null: none.")
-    correction_max: float | None = Field(3.0, gt=0, allow_inf_nan=False, description="Highest one; null: none.")
-    log_entropy: bool = Field(False, description="Sum the entropy also where it does not take part.")
-
-    @model_validator(mode="after")
-    def _check_combinations(self) -> GRPO:
-        if (self.normalize == "constant") != (self.max_tokens is not None):
-            raise ValueError(
-                f"normalize={self.normalize!r} with max_tokens={self.max_tokens}: max_tokens is what "
-                f"normalize='constant' divides by, and nothing to the others. Set both, or neither"
-            )
-        if self.delta is not None and self.delta <= 1 + self.clip_high:
-            raise ValueError(
-                f"delta={self.delta:g} is not above 1 + clip_high = {1 + self.clip_high:g}, so that it would clip "
-                f"first. Raise it"
-            )
-        low, high = self.correction_min, self.correction_max
-        if low is not None and high is not None and low > high:
-            raise ValueError(f"correction_min={low:g} is above correction_max={high:g}. Lower it")
-        return self
-
-    @property
-    def takes(self) -> tuple[Column, ...]:
-        found = [
-            Column("advantages", ("B S",) if self.packed else ("B", "B S")),
-            Column("old_log_probs", ("B S",), needed=False),
-        ]
-        found += [REFERENCE] if self.beta else []
-        found += [Column("sampling_log_probs", ("B S",))] if self.correction else []
-        # What the model takes by name is no column for the objective, so that it cannot be asked for as one.
-        return tuple(found)
-
-    def weigh(self, batch: Columns) -> int:
-        if self.normalize == "tokens":
-            return super().weigh(batch)
-        if not self.packed:
-            return int(predicted(batch).any(1).sum())
-        from .functions import documents_with_targets
-
-        return documents_with_targets(batch)
-
     def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
         from .policy_loss import PolicyLoss
 
@@ -118,7 +59,7 @@ class PPO(GRPO):
 
     Columns and sums: those of `grpo`; `old_log_probs` is needed.
     Source: Schulman et al. 2017, arXiv:1707.06347, equation 7, with its KL penalty and entropy bonus.
-    In trl: PPOTrainer, until 1.0, with cliprange = clip_low = clip_high; the loss is that of GRPOTrainer's
+    In trl: once PPOTrainer, with cliprange = clip_low = clip_high; the loss is that of GRPOTrainer's
     loss_type="dapo".
     """
 

@@ -20,7 +20,7 @@ from .functions import at_targets
 if TYPE_CHECKING:
     from ..step.tokens import Tokens
     from .base import Columns, Sums
-    from .policy import GRPO
+    from .policy_options import PolicyOptions
 
 
 class PolicyLoss:
@@ -31,7 +31,7 @@ class PolicyLoss:
         tokens, batch: as it is called with.
     """
 
-    def __init__(self, options: GRPO, tokens: Tokens, batch: Columns) -> None:
+    def __init__(self, options: PolicyOptions, tokens: Tokens, batch: Columns) -> None:
         self.options, self._tokens, self._batch = options, tokens, batch
         self._log_probs_BS = tokens.log_probs
         self._advantages_BS = self._column("advantages")

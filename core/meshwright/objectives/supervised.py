@@ -46,7 +46,7 @@ class CrossEntropy(Objective):
     def takes(self) -> tuple[Column, ...]:
         return (Column("weights", ("B S",), needed=False),)
 
-    def weigh(self, batch: Columns) -> int:
+    def count(self, batch: Columns) -> int:
         counted = predicted(batch)
         if "weights" in batch:
             counted = counted & (batch["weights"][:, :-1] != 0)

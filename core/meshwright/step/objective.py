@@ -23,6 +23,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -56,10 +57,14 @@ class Given:
     usual: set[Statistic] = field(default_factory=set)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Given) and self.objective is other.objective and self.taken == other.taken
+        return isinstance(other, Given) and self.is_of(other.objective) and self.taken == other.taken
 
     def __hash__(self) -> int:
-        return hash((id(self.objective), self.taken))
+        return hash((self.name, self.taken))
+
+    def is_of(self, objective: Objective) -> bool:
+        """Whether it is this very one; a method is another object each time that it is looked up."""
+        return objective is self.objective or (isinstance(objective, MethodType) and objective == self.objective)
 
     @property
     def name(self) -> str:
@@ -150,7 +155,8 @@ class Given:
                 if size % self.rows:
                     raise BatchError(
                         f"{about}: {size} sequences at a time cannot be taken {self.rows} by {self.rows}, as the "
-                        f"{self.name} takes them. Give microbatches of a multiple of {self.rows} sequences."
+                        f"{self.name} takes them. Let microbatches, and those of a pipeline (pp_microbatch_size), have "
+                        f"a multiple of {self.rows} sequences."
                     )
 
 

@@ -97,11 +97,20 @@ def whole_parameters(
 def _check_asked(bucket_bytes: Any, dtype: Any) -> None:
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ConfigError(f"bucket_bytes={bucket_bytes!r} must be a whole number of bytes, at least 1.")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and _converts(dtype)):
         raise ConfigError(
-            f"dtype={dtype!r} is no floating-point dtype. Use one of torch, such as torch.bfloat16, or None for the "
-            f"parameters' own."
+            f"dtype={dtype!r} is no floating-point dtype into which tensors convert. Use one of torch, such as "
+            f"torch.bfloat16, or None for the parameters' own."
         )
+
+
+def _converts(dtype: torch.dtype) -> bool:
+    """Some dtypes hold several numbers in one element."""
+    try:
+        torch.zeros(1).to(dtype)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 # -- what the ranks have

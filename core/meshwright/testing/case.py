@@ -38,7 +38,8 @@ class Case:
         dtype: of the model.
         in_float32: shell patterns of parameters that are kept in float32 beside it, as transformers keeps routers.
         eval_after: evaluate after each step, too.
-        unshard_after: hold the full parameters for a moment after each step.
+        unshard_after: hold the full parameters for a moment after each step, and compare them with those that
+            `iter_parameters` gives.
         schedule: of the learning rate; None: constant.
         route: which sequences take the branch of the "routed" model: "steps" (in no sequence of the second step) or
             "ranks" (in those of the first half only); None: by chance.

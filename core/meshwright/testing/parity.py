@@ -104,8 +104,7 @@ def train_steps(manager: StrategyManager, case: Case, steps: range) -> tuple[lis
         norms.append(float(manager.clip_grad_norm(case.max_norm, case.norm_type)))
         manager.optimizer_step()
         if case.unshard_after:
-            with manager.unshard():
-                pass
+            check_given(manager)
         if case.eval_after:
             eval_losses.append(float(manager.eval_loss(microbatches, num_tokens=num_tokens)))
     return losses, norms, eval_losses
@@ -135,6 +134,28 @@ def full_weights(manager: StrategyManager) -> dict[str, Tensor]:
     stages: list[dict[str, Tensor]] = [{}] * manager.mesh.degrees.pp
     dist.all_gather_object(stages, found, group=manager.mesh.group("pp"))
     return {name: weight for stage in stages for name, weight in stage.items()}
+
+
+def check_given(manager: StrategyManager) -> None:
+    """Compare the parameters that `iter_parameters` gives with those that `unshard` holds. Collective.
+
+    Raises:
+        AssertionError: names, order or bits differ.
+    """
+    given = dict(manager.iter_parameters(bucket_bytes=1 << 15))
+    expected = [name for part in manager.model_parts for name, _ in part.named_parameters()]
+    # A rank of a pipeline knows the names of its own stages alone.
+    if manager.mesh.degrees.pp == 1 and list(given) != expected:
+        raise AssertionError(f"iter_parameters gives {list(given)}, not {expected}")
+    for name, whole in full_weights(manager).items():
+        # What is tied comes under one name.
+        found = [given[name]] if name in given else given.values()
+        if not any(each.dtype == whole.dtype and torch.equal(_bytes_of(each), _bytes_of(whole)) for each in found):
+            raise AssertionError(f"iter_parameters gives another {name} than unshard")
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def train_case(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields
@@ -106,7 +107,7 @@ def read_metrics(path: Path, *, until: int, steps: int) -> list[StepResult]:
 def _read_line(line: bytes, steps: int) -> StepResult:
     """Raises ValueError, TypeError or KeyError where it does not hold numbers of a step."""
     record = parse_json(line.decode())
-    sums = record.pop("sums", {})
+    sums = {name: math.nan if value is None else value for name, value in record.pop("sums", {}).items()}
     numbers = {each.name: record[each.name] for each in fields(StepResult) if each.name in record}
     if not all(type(value) in (int, float) for value in (*numbers.values(), *sums.values())):
         raise ValueError("no numbers of a step")
@@ -133,7 +134,8 @@ def as_record(result: StepResult) -> dict[str, Any]:
     if result.held_out_loss is not None:
         record["held_out_loss"] = result.held_out_loss
     if result.sums:
-        record["sums"] = dict(result.sums)
+        # What is not finite is no number of JSON.
+        record["sums"] = {name: value if math.isfinite(value) else None for name, value in result.sums.items()}
     return record
 
 

@@ -106,6 +106,11 @@ def _found(name: str, probe: _Probe, ids: Tensor, far: int, ranks: int, own_padd
     chosen = length // 2
     others = [each for each in range(length) if each != chosen]
     alone = probe.run({"input_ids": ids})
+    if probe.shape is not None and len(probe.shape) != 3:
+        return Finding(
+            f"{name} gives logits {tuple(probe.shape)}, one for each sequence: behind its head {probe.head} it takes "
+            f"one position of each, which only one of the ranks has."
+        )
     changed = ids.clone()
     changed[0, chosen] += 1 if int(ids[0, chosen]) == 0 else -1
     replaced = probe.run({"input_ids": changed}, not_a_number=chosen)
@@ -141,13 +146,23 @@ def _padding(model: nn.Module) -> int | None:
 
 
 class _Probe:
-    """Runs a model, and gives what its attention was given and what it returns, each (1, P, ...)."""
+    """Runs a model, and gives what its attention was given and what it returns, each (1, P, ...).
+
+    Attributes:
+        shape: of the logits that the model has given last; None: it is a stage of a pipeline that gives none.
+        head: the last of its modules with parameters outside of blocks.
+    """
+
+    shape: torch.Size | None = None
 
     def __init__(self, model: nn.Module, layout: ModelLayout, observer: Observer, call: Call) -> None:
         self._observer, self._call = observer, call
         self._embedding = model.get_submodule(layout.embedding) if layout.embedding else None
         self._blocks = [model.get_submodule(stack[0]) for stack in layout.stacks]
         # A later stage of a pipeline is given hidden states, which are any.
+        within = tuple(f"{block}." for block in layout.blocks)
+        outside = [n for n, _ in model.named_parameters() if not n.startswith(within)]
+        self.head = outside[-1].rpartition(".")[0] if outside else ""
         self._starts_within = self._embedding is None or not any(True for _ in self._embedding.parameters())
 
     def run(self, inputs: dict[str, Tensor], *, not_a_number: int | None = None, equal: bool = False) -> list[Tensor]:
@@ -164,6 +179,7 @@ class _Probe:
             outputs = self._call(inputs)
         seen = [*self._observer.seen]
         length = inputs["input_ids"].shape[1]
+        self.shape = None if isinstance(outputs, tuple) else outputs.logits.shape
         outputs = outputs if isinstance(outputs, tuple) else (outputs.logits,)
         floating = [each for each in outputs if isinstance(each, Tensor) and each.is_floating_point()]
         return seen + [each.detach() for each in floating if each.dim() > 1 and each.shape[1] == length]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.base.errors import ModelError
+from meshwright.base.errors import MeshwrightError, ModelError
 from meshwright.model.layout import ModelLayout
 from meshwright.step.forward_options import with_router_logits
 from meshwright.strategy.contract import Batch
@@ -53,7 +53,7 @@ class Study:
     def __init__(self, model: nn.Module, layout: ModelLayout, options: Mapping[str, Any]) -> None:
         self._model, self._options = model, options
         with evaluating(model), _naming(model):
-            self._trials = [_Trial(model, layout, trial_batch(model, *size), options) for size in TRIALS]
+            self._trials = [_tried(model, layout, trial_batch(model, *size), options) for size in TRIALS]
             self.cut = self._outline(layout)
 
     def _outline(self, layout: ModelLayout) -> Cut:
@@ -315,6 +315,17 @@ class _Trial:
             self.widths[name] = len(output) if isinstance(output, tuple) else None
 
         return hook
+
+
+def _tried(model: nn.Module, layout: ModelLayout, batch: Batch, options: Mapping[str, Any]) -> _Trial:
+    """A run of a whole model, whose own code may fail."""
+    try:
+        return _Trial(model, layout, batch, options)
+    except (MeshwrightError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        shape = tuple(batch["input_ids"].shape)
+        raise ModelError(f"it fails with input_ids {shape} ({_reason(error)}).") from error
 
 
 def _outside(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:

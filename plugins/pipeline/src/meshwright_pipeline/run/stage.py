@@ -9,7 +9,7 @@ the block's own input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from meshwright.model.weight_gradients import WeightGradients
 from meshwright.model.weights import Weights
 from meshwright.step.objective import Given, Tally
 from meshwright.step.token_loss import split_targets
+from meshwright.step.tokens import Outputs, Tokens
 from meshwright.strategy.contract import Batch
 
 from ..cut.boundary import Boundary, Crossing, size_of
@@ -67,6 +68,7 @@ class PipelineStage:
         self._num_tokens = torch.ones(())
         self._microbatches = 1
         self._tally: Tally | None = None
+        self._uncounted: Tally | None = None
         self._boundary, self._options = boundary, options
         self._store = WeightGradients()
 
@@ -104,6 +106,7 @@ class PipelineStage:
     def minimize(self, tally: Tally | None) -> None:
         """Take an objective in the place of the token loss."""
         self._tally = tally
+        self._uncounted = None if tally is None else _Uncounted(tally.given, (), self.manager.mesh.device)
 
     def forward(self, batch: Batch, received: Tensors) -> Tensors:
         """See `actions.Stage`; where there is a router loss, its sums are the last of what crosses."""
@@ -126,8 +129,7 @@ class PipelineStage:
         try:
             given = self._given(batch, received)
             if self.is_last:
-                # What fills up counts for no objective.
-                tally = None if isinstance(batch, Idle) else self._tally
+                tally = self._uncounted if isinstance(batch, Idle) else self._tally
                 return (self.manager.forward.share_of_loss(given, self._num_tokens, tally=tally),)
             outputs = self.manager.forward.outputs(split_targets(given)[0])
             return outputs if isinstance(outputs, tuple) else (outputs,)
@@ -224,6 +226,13 @@ class PipelineStage:
             (each.shape(*size_of(batch)), dtype if dtype and each.dtype.is_floating_point else each.dtype)
             for each in crossings
         ]
+
+
+class _Uncounted(Tally):
+    """An objective where what fills up a step is seen, which counts for nothing."""
+
+    def __call__(self, seen: Tokens | Outputs, columns: Mapping[str, Tensor]) -> Tensor:
+        return seen.nothing()
 
 
 class GivenStage(PipelineStage):
