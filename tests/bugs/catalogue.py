@@ -1800,16 +1800,16 @@ _bug(
 _bug(
     "tried_with_whole_positions",
     "meshwright.manager.forward",
-    "range(1, tensor.dim()) if tensor.shape[dim] == whole",
-    "range(1, tensor.dim()) if tensor.shape[:2] == (rows, whole)",
+    "if tensor.shape[dim] == whole else tensor",
+    "if tensor.shape[:2] == (rows, whole) else tensor",
     f"{_STATS}[single]",
     kind="what is one for all rows is not cut with them",
 )
 _bug(
     "tried_with_one_row",
     "meshwright.manager.forward",
-    "return tensor[: rows if divides_rows else 1]",
-    "return tensor[:1]",
+    "[: rows if divides_rows else sequences]",
+    "[:sequences]",
     "tests/test_axis.py::test_it_takes_any_objective[2]",
     kind="what is tried leaves ranks without a row",
 )
