@@ -269,12 +269,11 @@ class Forward:
         divides_rows = any(axis.divides_batches and not axis.divides_sequences for axis in self._axes)
 
         def few(tensor: Tensor) -> Tensor:
-            for dim in (dim for dim in range(1, tensor.dim()) if tensor.shape[dim] == whole):
-                tensor = tensor.narrow(dim, 0, length)
+            for dim in range(1, tensor.dim()):
+                tensor = tensor.narrow(dim, 0, length) if tensor.shape[dim] == whole else tensor
             return tensor[: rows if divides_rows else sequences]
 
-        taken = {name: few(tensor) for name, tensor in batch.items()}
-        return split_targets(self.on_device(self.divide(taken)))[0]
+        return split_targets(self.on_device(self.divide({name: few(each) for name, each in batch.items()})))[0]
 
     def _find_routers(self, batch: Batch, loss: RouterLoss) -> ModelError | None:
         """Where a rank has a part of the positions: note the logits of routers from now on; what is wrong with them."""
