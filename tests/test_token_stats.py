@@ -130,6 +130,18 @@ def test_training_goes_on_bit_for_bit(name: str) -> None:
         assert all(torch.equal(weight, after.weights[name]) for name, weight in before.weights.items())
 
 
+def _asked_twice(layout: Layout, case: Case) -> list[list[str]]:
+    manager = layout.build(case)
+    batches = _microbatches(case.model_type, manager.mesh.data_rank, KINDS)
+    asked: list[list[TokenStatistic]] = [["logsumexp"], ["entropy", "is_top1"]]
+    return [list(manager.token_stats(batches, names)[0]) for names in asked]
+
+
+def test_other_names_are_told_the_next_time() -> None:
+    (told,) = pool(1).run(_asked_twice, LAYOUTS["single"], case_of(LAYOUTS["single"]))
+    assert told == [["logsumexp"], ["entropy", "is_top1"]]
+
+
 def _refused(layout: Layout, case: Case) -> str:
     manager = layout.build(case)
     rank = manager.mesh.data_rank

@@ -1732,6 +1732,104 @@ _bug(
     kind="the sum is rounded, not only what is sent",
 )
 
+# -- objectives in layouts
+
+_LAYOUT = "tests/test_objective_layouts.py"
+_AT_ONCE = f"{_LAYOUT}::test_everything_at_once_is_as_on_one_rank"
+_STATS = "tests/test_token_stats.py::test_statistics_are_those_of_plain_transformers"
+
+_bug(
+    "sharers_count_twice",
+    "meshwright.manager.forward",
+    "loss = value / (num_tokens * self.sharers)",
+    "loss = value / num_tokens",
+    f"{_AT_ONCE}[cp]",
+    kind="what all ranks of cp have computed alike is added up",
+)
+_bug(
+    "gathered_without_their_gradients",
+    "meshwright.parallel.context.exchange",
+    "        whole: Tensor = GatherPositions.apply(part, group, 1)\n        return whole",
+    "        whole: Tensor = GatherPositions.apply(part, group, 1)\n"
+    "        return whole / group.size() + whole.detach() * (1 - 1 / group.size())",
+    f"{_AT_ONCE}[cp]",
+    kind="the gradient of what is gathered is that of one rank alone",
+)
+_bug(
+    "columns_of_the_first_piece",
+    "meshwright_pipeline.run.batches",
+    "name: tensor[start : start + size] if tensor.shape[:1] == (count,) else tensor",
+    "name: (tensor[start : start + size] if tensor.dim() < 3 else tensor[:size]) "
+    "if tensor.shape[:1] == (count,) else tensor",
+    f"{_AT_ONCE}[pp-interleaved]",
+    kind="a pipeline cuts the model's inputs, and not what an objective has beside",
+)
+_bug(
+    "statistics_backwards",
+    "meshwright_pipeline.run.statistics",
+    "for piece in recorder.found]",
+    "for piece in reversed(recorder.found)]",
+    f"{_STATS}[pp-interleaved]",
+    kind="in the order of the schedule, not in that of the batch",
+)
+_bug(
+    "sums_of_one_stage",
+    "meshwright.manager.ending",
+    "            dist.all_reduce(sums[: count + 1 + len(self._shared.used)], group=stages)",
+    "            dist.all_reduce(sums[:1], group=stages)\n"
+    "            dist.all_reduce(sums[count : count + 1 + len(self._shared.used)], group=stages)",
+    f"{_AT_ONCE}[pp-interleaved]",
+    kind="further sums are those of the last stage, and 0 elsewhere",
+)
+_bug(
+    "idle_pieces_count",
+    "meshwright_pipeline.run.stage",
+    "tally = None if isinstance(batch, Idle) else self._tally",
+    "tally = self._tally",
+    f"{_AT_ONCE}[pp]",
+    kind="an objective is asked of what only fills up the schedule",
+)
+_bug(
+    "counted_by_one_rank",
+    "meshwright.step.batch",
+    "else self.objective.count(microbatches)",
+    "else self.objective.count(microbatches) * (torch.distributed.get_rank() == 0)",
+    f"{_LAYOUT}::test_an_objective_that_counts_for_itself_is_announced[ddp-zero1]",
+    kind="what an objective counts is not added up over ranks",
+)
+_bug(
+    "tried_with_whole_positions",
+    "meshwright.manager.forward",
+    "range(1, tensor.dim()) if tensor.shape[dim] == whole",
+    "range(1, tensor.dim()) if tensor.shape[:2] == (rows, whole)",
+    f"{_STATS}[single]",
+    kind="what is one for all rows is not cut with them",
+)
+_bug(
+    "tried_with_one_row",
+    "meshwright.manager.forward",
+    "return tensor[: rows if divides_rows else 1]",
+    "return tensor[:1]",
+    "tests/test_axis.py::test_it_takes_any_objective[2]",
+    kind="what is tried leaves ranks without a row",
+)
+_bug(
+    "recorder_of_the_last_names",
+    "meshwright.step.recorder",
+    "self.names, self.found = list(names), []",
+    "self.names, self.found = self.names or list(names), []",
+    "tests/test_token_stats.py::test_other_names_are_told_the_next_time",
+    kind="what was asked for first is told again",
+)
+_bug(
+    "router_loss_beside_no_objective",
+    "meshwright.manager.forward",
+    "        if self._router_loss is None:\n            return loss",
+    "        if self._router_loss is None or tally is not None:\n            return loss",
+    "tests/test_router_loss_objective.py::test_it_is_the_objective_and_the_models_own_router_loss",
+    kind="a router loss goes with the token loss alone",
+)
+
 # -- traffic
 
 _TRAFFIC = "tests/test_traffic.py::test_a_step_sends_the_least_and_what_is_told_beside_it"
