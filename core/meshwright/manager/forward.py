@@ -24,7 +24,6 @@ from ..step.batch import Terms
 from ..step.forward_options import with_router_logits
 from ..step.objective import Given, Tally, split_whole
 from ..step.objective_trial import check_head, tried
-from ..step.recorder import Recorder
 from ..step.router_loss import Notes, RouterLoss, find_routers
 from ..step.token_loss import split_targets
 from ..strategy.contract import Batch
@@ -105,7 +104,7 @@ class Forward:
     def own_mask(self, batch: Batch) -> Tensor | None:
         """The attention mask of the positions that this rank has of a microbatch; None where it has no mask."""
         mask = batch.get("attention_mask")
-        return mask if mask is None else functools.reduce(lambda part, axis: axis.own(part), self._axes, mask)
+        return None if mask is None else functools.reduce(lambda part, axis: axis.own(part), self._axes, mask)
 
     def on_device(self, batch: Batch) -> dict[str, Tensor]:
         """A microbatch on this rank's device."""
@@ -203,8 +202,6 @@ class Forward:
             self._after_trial()
         check_head(given, logits.shape, self._vocab_size)
         features = logits.shape[-1] if logits.dim() == 3 else -logits.shape[-1]
-        if isinstance(given.objective, Recorder):
-            return ()
         return tried(given, self.on_device(microbatch), features, torch.promote_types(logits.dtype, torch.float32))
 
     def try_out(
