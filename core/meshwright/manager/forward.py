@@ -24,7 +24,6 @@ from ..step.batch import Terms
 from ..step.forward_options import with_router_logits
 from ..step.objective import Given, Tally, split_whole
 from ..step.objective_trial import check_head, tried
-from ..step.recorder import Recorder
 from ..step.router_loss import Notes, RouterLoss, find_routers
 from ..step.token_loss import split_targets
 from ..strategy.contract import Batch
@@ -105,7 +104,7 @@ class Forward:
     def own_mask(self, batch: Batch) -> Tensor | None:
         """The attention mask of the positions that this rank has of a microbatch; None where it has no mask."""
         mask = batch.get("attention_mask")
-        return mask if mask is None else functools.reduce(lambda part, axis: axis.own(part), self._axes, mask)
+        return None if mask is None else functools.reduce(lambda part, axis: axis.own(part), self._axes, mask)
 
     def on_device(self, batch: Batch) -> dict[str, Tensor]:
         """A microbatch on this rank's device."""
@@ -203,8 +202,6 @@ class Forward:
             self._after_trial()
         check_head(given, logits.shape, self._vocab_size)
         features = logits.shape[-1] if logits.dim() == 3 else -logits.shape[-1]
-        if isinstance(given.objective, Recorder):
-            return ()
         return tried(given, self.on_device(microbatch), features, torch.promote_types(logits.dtype, torch.float32))
 
     def try_out(
@@ -269,12 +266,11 @@ class Forward:
         divides_rows = any(axis.divides_batches and not axis.divides_sequences for axis in self._axes)
 
         def few(tensor: Tensor) -> Tensor:
-            for dim in (dim for dim in range(1, tensor.dim()) if tensor.shape[dim] == whole):
-                tensor = tensor.narrow(dim, 0, length)
+            for dim in range(1, tensor.dim()):
+                tensor = tensor.narrow(dim, 0, length) if tensor.shape[dim] == whole else tensor
             return tensor[: rows if divides_rows else sequences]
 
-        taken = {name: few(tensor) for name, tensor in batch.items()}
-        return split_targets(self.on_device(self.divide(taken)))[0]
+        return split_targets(self.on_device(self.divide({name: few(each) for name, each in batch.items()})))[0]
 
     def _find_routers(self, batch: Batch, loss: RouterLoss) -> ModelError | None:
         """Where a rank has a part of the positions: note the logits of routers from now on; what is wrong with them."""
