@@ -443,8 +443,8 @@ _bug(
 _bug(
     "one_row_of_positions_left_long",
     "meshwright.manager.forward",
-    "if each.shape[1:2] == shape[1:] else each",
-    "if each.shape[:2] == (rows['input_ids'].shape[0], shape[1]) and batch[name].shape[:2] == shape else each",
+    "if tensor.shape[dim] == whole else tensor",
+    "if tensor.shape[:2] == (rows, whole) else tensor",
     f"{_ROWS}::test_positions_may_be_one_row_for_all_sequences",
     kind="one of the shapes that an entry may have is forgotten",
 )
@@ -1796,14 +1796,6 @@ _bug(
     "else self.objective.count(microbatches) * (torch.distributed.get_rank() == 0)",
     f"{_LAYOUT}::test_an_objective_that_counts_for_itself_is_announced[ddp-zero1]",
     kind="what an objective counts is not added up over ranks",
-)
-_bug(
-    "tried_with_whole_positions",
-    "meshwright.manager.forward",
-    "if tensor.shape[dim] == whole else tensor",
-    "if tensor.shape[:2] == (rows, whole) else tensor",
-    f"{_STATS}[single]",
-    kind="what is one for all rows is not cut with them",
 )
 _bug(
     "tried_with_one_row",
