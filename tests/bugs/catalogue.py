@@ -1592,7 +1592,7 @@ _bug(
     "idle_microbatches_have_another_loss",
     "meshwright_pipeline.run.stage",
     "tally = self._uncounted if isinstance(batch, Idle) else self._tally",
-    "tally = None if isinstance(batch, Idle) else self._tally",
+    "tally = self._uncounted if isinstance(batch, Idle) else self._tally",
     f"{_HEADS}::test_rewards_of_sequences_train_as_on_one_rank[pp]",
     kind="what fills up is computed in another way than what it stands beside",
 )
@@ -1784,7 +1784,7 @@ _bug(
 _bug(
     "idle_pieces_count",
     "meshwright_pipeline.run.stage",
-    "tally = None if isinstance(batch, Idle) else self._tally",
+    "tally = self._uncounted if isinstance(batch, Idle) else self._tally",
     "tally = self._tally",
     f"{_AT_ONCE}[pp]",
     kind="an objective is asked of what only fills up the schedule",

@@ -155,7 +155,9 @@ class DataParallelManager(Duties):
 
     def token_stats(self, microbatches: Sequence[Batch], names: Sequence[TokenStatistic]) -> list[dict[str, Tensor]]:
         self._recorder.begin(names)
-        self._evaluated(microbatches, None, self._given(self._recorder))
+        self._require_model()
+        given = self._steps.noting(self._recorder, self._taken)
+        self._evaluated(microbatches, None, given)
         return self._recorder.found
 
     def _evaluated(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..base.errors import ConfigError, MeshwrightError
 from ..mesh.mesh import Mesh
 from ..step.objective import OF_MODEL, Given, Tally
+from ..step.recorder import Recorder
 from ..strategy.contract import Objective
 from .ending import Ending, Findings
 
@@ -46,6 +47,12 @@ class Steps:
             return None
         known = (each for each, _ in self._known if each.is_of(objective) and each.taken == taken | OF_MODEL)
         return next(known, None) or Given(objective, taken | OF_MODEL)
+
+    def noting(self, recorder: Recorder, taken: frozenset[str]) -> Given:
+        """A recorder as an objective, which asks for what it is to note alone."""
+        given = self.given(recorder, taken) or Given(recorder)
+        given.expect(recorder.names)
+        return given
 
     def tally(self, given: Given | None, find: Callable[[Given], tuple[str, ...]] | None) -> Tally | None:
         """An objective for one step, tried if it is not known yet. Collective then.

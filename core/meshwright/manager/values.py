@@ -66,8 +66,8 @@ class Values:
             outputs = run()
             logits = outputs.logits
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            # One of a sequence is not divided.
-            wide = self._joined(wide) if wide.dim() == 3 else wide
+            # Of those of whole sequences, no rank has a part.
+            wide = self._joined(wide, of_sequences=wide.dim() == 2)
             return tally(Outputs(targets_whole, wide, positions_BS=positions), columns), outputs
 
         def value(ask: Ask) -> Tensor:
@@ -79,5 +79,6 @@ class Values:
 
         return self._row_loss.of_tokens(run, targets_BS, value, self._check)
 
-    def _joined(self, part: Tensor) -> Tensor:
-        return functools.reduce(lambda whole, axis: axis.joined(whole), reversed(self._axes), part)
+    def _joined(self, part: Tensor, *, of_sequences: bool = False) -> Tensor:
+        axes = [axis for axis in reversed(self._axes) if not (of_sequences and axis.divides_sequences)]
+        return functools.reduce(lambda whole, axis: axis.joined(whole), axes, part)

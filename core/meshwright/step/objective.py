@@ -72,6 +72,11 @@ class Given:
         own = getattr(self.objective, "name", None) or getattr(self.objective, "__name__", None)
         return f"objective {own if isinstance(own, str) else type(self.objective).__name__!r}"
 
+    def expect(self, names: Sequence[Statistic]) -> None:
+        """These will be asked of tokens from now on, and nothing else."""
+        self.usual.clear()
+        self.usual.update(names)
+
     @property
     def on(self) -> Literal["tokens", "outputs"]:
         """What its first argument is: `Tokens` or `Outputs`."""

@@ -160,7 +160,9 @@ class PipelineManager(StatefulStages):
 
     def token_stats(self, microbatches: Sequence[Batch], names: Sequence[TokenStatistic]) -> list[dict[str, Tensor]]:
         self._recorder.begin(names)
-        self._evaluated(microbatches, None, self._given(self._recorder))
+        require_model(self._model)
+        given = self._steps.noting(self._recorder, self._taken_names)
+        self._evaluated(microbatches, None, given)
         sizes = [batch["labels"].shape for batch in microbatches]
         return regrouped(self._recorder, sizes, self.mesh.group("pp"), self.mesh.device, self._loss_dtype)
 
