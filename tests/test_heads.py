@@ -50,14 +50,13 @@ AUTO = {"tokens": AutoModelForTokenClassification, "sequences": AutoModelForSequ
 def _model(kind: str, model_type: str, *, features: int = 1, padding: int | None = PAD) -> nn.Module:
     config = AutoConfig.for_model(
         model_type,
-        **SIZES[model_type],
+        **{**SIZES[model_type], "n_layer" if model_type == "gpt2" else "num_hidden_layers": 4},
         num_labels=features,
         classifier_dropout=0.0,
         pad_token_id=padding,
         bos_token_id=None,
         eos_token_id=None,
     )
-    config.num_hidden_layers = 4
     torch.manual_seed(0)
     model: nn.Module = AUTO[kind].from_config(config, dtype=torch.float64)
     compute_in_float64(model)
