@@ -1592,7 +1592,7 @@ _bug(
     "idle_microbatches_have_another_loss",
     "meshwright_pipeline.run.stage",
     "tally = self._uncounted if isinstance(batch, Idle) else self._tally",
-    "tally = self._uncounted if isinstance(batch, Idle) else self._tally",
+    "tally = None if isinstance(batch, Idle) else self._tally",
     f"{_HEADS}::test_rewards_of_sequences_train_as_on_one_rank[pp]",
     kind="what fills up is computed in another way than what it stands beside",
 )
@@ -1802,7 +1802,7 @@ _bug(
     "meshwright.manager.forward",
     "[: rows if divides_rows else sequences]",
     "[:sequences]",
-    "tests/test_axis.py::test_it_takes_any_objective[2]",
+    "tests/test_axis.py::test_it_takes_any_objective[4]",
     kind="what is tried leaves ranks without a row",
 )
 _bug(
