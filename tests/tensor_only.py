@@ -20,6 +20,7 @@ from meshwright.parallel.tensor import Division, TensorParallel
 from meshwright.strategy.registry import get_registry
 from meshwright.strategy.spec import StrategyConfig
 from meshwright.tensors.norms import Groups
+from meshwright.tensors.pieces import Piece
 from meshwright.tensors.state import Parts
 from meshwright.testing.case import Case, Outcome
 from meshwright.testing.models import TINY
@@ -50,6 +51,10 @@ class PlainParts(Parts):
     def shape(self, value: Tensor, parameter: Tensor) -> torch.Size:
         division = self._divisions.get(parameter)
         return value.shape if division is None or value.shape != parameter.shape else division.shape
+
+    def pieces(self, value: Tensor, parameter: Tensor) -> list[Piece]:
+        division, own = self._divisions.get(parameter), super().pieces(value, parameter)
+        return own if division is None or value.shape != parameter.shape else division.pieces(own, value.shape)
 
     def groups(self, parameter: Tensor) -> Groups:
         division = self._divisions[parameter]
