@@ -32,7 +32,8 @@ from meshwright.step.token_loss import targets
 from meshwright.step.tokens import Outputs, Tokens
 from meshwright.strategy.contract import IGNORED_LABEL, Batch, StrategyManager
 from meshwright.testing import Case, Outcome, pool
-from meshwright.testing.case import TOLERANCE
+from meshwright.testing.case import TOLERANCE, share
+from meshwright.testing.cells import register
 from meshwright.testing.models import TINY
 from meshwright.testing.parity import difference, full_weights
 from meshwright.testing.zoo.wide import compute_in_float64
@@ -290,3 +291,22 @@ def test_what_a_head_cannot_do_is_told_on_all_ranks_before_the_first_step(name: 
     assert len(set(found)) == 1, found
     start, *rest = text.split("*")
     assert all(each in found[0] for each in (start, *rest)), found[0]
+
+
+def _rewarded(strategy: str, sizes: dict[str, int]) -> tuple[float, dict[str, Tensor]]:
+    """Of pairs of sequences, whose rows are not on one rank."""
+    register("rows_axis")
+    manager = _manager(Layout(2, strategy, sizes=sizes), _model("sequences", "llama"))
+    (batch,) = share(Case(sequences=8, ragged=False), 0, 0, 1)
+    loss = manager.forward_backward([batch], num_tokens=torch.tensor(4), objective=get_objective("reward"))
+    manager.optimizer_step()
+    return float(loss), full_weights(manager)
+
+
+def test_rewards_under_an_axis_that_divides_rows_are_those_of_whole_pairs() -> None:
+    ((expected, weights),) = pool(1).run(_rewarded, "single", {})
+    for loss, found in pool(2).run(_rewarded, "rows", {"tp_size": 2}):
+        assert loss == pytest.approx(expected, abs=1e-12)
+        assert found.keys() == weights.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(found[name], weight, rtol=0, atol=TOLERANCE)

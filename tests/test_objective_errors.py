@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright import MeshwrightError, count_tokens
+from meshwright import BatchError, MeshwrightError, count_tokens
 from meshwright.step.tokens import Tokens
 from meshwright.strategy.contract import Batch
 from meshwright.testing.case import Case, share
@@ -85,6 +85,8 @@ class _Breaks:
             return value, sums
         if self.how == "raises":
             raise RuntimeError("the ledger is out of ink")
+        if self.how == "refuses":
+            raise BatchError("the ledger is full")
         if self.how == "nan":
             return value * float("nan"), sums
         if self.how == "names":
@@ -224,6 +226,7 @@ def _breaking(strategy: str, config: Any, sizes: Any, how: str, reads: bool) -> 
     ("how", "text"),
     [
         ("raises", "ConfigError in step 2: the objective 'breaking' fails: RuntimeError: the ledger is out of ink"),
+        ("refuses", "BatchError in step 2: the ledger is full"),
         ("nan", "TrainingError in step 2: the objective 'breaking' is not finite"),
         ("names", "ConfigError in step 2: the objective 'breaking' returns sums named ['m']"),
         ("shape", "ConfigError in step 2: the objective 'breaking' returns a tensor of torch.float64 (1,)"),

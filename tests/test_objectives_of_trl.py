@@ -28,11 +28,13 @@ from typing import Any
 
 import pytest
 import torch
-from objective_cells import PROMPT, S, V, evaluate, microbatch, rows_of
+from objective_cells import PROMPT, S, V, evaluate, microbatch, rows_of, trained
 from torch import Tensor
 
 from meshwright.objectives import get_objective
 from meshwright.step.tokens import Tokens
+from meshwright.testing.models import tiny_model
+from meshwright.testing.pool import pool
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -478,3 +480,60 @@ def test_other_divergences_over_a_few_entries_are_those_of_trl(beta, tail):
     if beta == 1 and not tail:
         pytest.skip("one entry with all the mass in both: 0")
     compare({"name": "distill", "beta": beta, "rest": "entry" if tail else "renormalize"}, batch, trl_mean)
+
+
+# -- whole steps: torch's AdamW with trl's loss of a real model, then ours in every layout
+
+STEPS: dict[str, dict[str, Any]] = {
+    "dpo": {"name": "dpo", "beta": 0.3},
+    "grpo": {"name": "grpo", "beta": 0.05, "clip_low": 0.3, "clip_high": 0.4},
+}
+STEP_LAYOUTS: list[Any] = [
+    pytest.param("single", {}, {}, 1, id="single"),
+    pytest.param("ddp", {}, {}, 2, id="ddp"),
+    pytest.param("ddp", {"engine": "bucketed", "use_distributed_optimizer": True}, {}, 2, id="zero1"),
+    pytest.param("fsdp2", {}, {}, 2, id="fsdp2"),
+    pytest.param("fsdp2", {}, {"tp_size": 2}, 2, id="tp2"),
+    pytest.param("fsdp2", {}, {"pp_size": 2}, 4, id="pp2"),
+    pytest.param("megatron_fsdp", {}, {}, 2, id="megatron_fsdp"),
+]
+
+
+def step_batch(name: str) -> dict[str, Tensor]:
+    batch = microbatch(None, seed=3, rows=8)
+    batch["input_ids"] = inputs_of(batch)[0]
+    if name == "grpo":
+        # Near what the untrained model says, so that some ratios are clipped, and others not.
+        for column in ("old_log_probs", "reference_log_probs"):
+            batch[column] = batch[column] * 0.1 - 4.6
+    return batch
+
+
+def _trl_steps(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    batch, model = step_batch(name), tiny_model()
+    if name == "dpo":
+        loss_of = dpo_of_trl(batch, dpo_trainer(beta=0.3))
+    else:
+        loss_of, _ = grpo_of_trl(batch, beta=0.05, epsilon_low=0.3, epsilon_high=0.4)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0), []
+    for _ in range(2):
+        with in_float64():
+            loss = loss_of(model(input_ids=batch["input_ids"], use_cache=False).logits)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(("strategy", "config", "sizes", "ranks"), STEP_LAYOUTS)
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_are_those_of_trl(name: str, strategy: str, config: Any, sizes: Any, ranks: int) -> None:
+    losses, weights = _trl_steps(name)
+    batch = {key: value for key, value in step_batch(name).items() if key not in ("logits", "position_ids")}
+    assert len(set(losses)) == 2
+    for found, found_weights in pool(ranks).run(trained, strategy, config, sizes, STEPS[name], batch):
+        assert found == pytest.approx(losses, rel=1e-9)
+        assert found_weights.keys() == weights.keys()
+        for key, weight in weights.items():
+            torch.testing.assert_close(found_weights[key], weight.detach(), rtol=0, atol=1e-9)

@@ -79,12 +79,6 @@ def arguments(directory: Path, rows: int) -> dict[str, Any]:
     }
 
 
-def trained_by_trl(trainer: Any, model: nn.Module) -> tuple[dict[str, Tensor], float]:
-    trainer.train()
-    loss = next(each["loss"] for each in trainer.state.log_history if "loss" in each)
-    return {name: each.detach().clone() for name, each in model.named_parameters()}, float(loss)
-
-
 class Noting:
     """Keeps what trl's loss is called with."""
 
@@ -103,6 +97,21 @@ class NotingGRPO(Noting, GRPOTrainer):
     pass
 
 
+def step_of_trl(
+    cls: type, model: nn.Module, second: Any, options: Any, data: Dataset
+) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
+    """The weights behind a step of a trainer, its loss, and what its loss was called with.
+
+    Args:
+        second: the reference model of DPO, the reward of GRPO.
+    """
+    optimizers = (sgd(model.named_parameters()), None)
+    trainer = cls(model, second, options, train_dataset=data, processing_class=digits(), optimizers=optimizers)
+    trainer.train()
+    loss = next(each["loss"] for each in trainer.state.log_history if "loss" in each)
+    return {name: each.detach().clone() for name, each in model.named_parameters()}, float(loss), trainer.noted
+
+
 @functools.cache
 def dpo_step(directory: Path) -> Step:
     rows = [("1 2 3 ", "4 5 6 7", "4 4"), ("3 2 ", "1", "9 8 7"), ("5 5 5 ", "5 6", "7 8 9 1"), ("8 ", "2 4 6", "1 3")]
@@ -113,16 +122,7 @@ def dpo_step(directory: Path) -> Step:
             parameter.add_(0.05 * torch.randn(parameter.shape, dtype=parameter.dtype))
     options = DPOConfig(**arguments(directory, 4), beta=0.4, loss_type=["sigmoid"])
     before = copy.deepcopy(reference)
-    trainer = NotingDPO(
-        model,
-        reference,
-        options,
-        train_dataset=data,
-        processing_class=digits(),
-        optimizers=(sgd(model.named_parameters()), None),
-    )
-    weights, loss = trained_by_trl(trainer, model)
-    noted = trainer.noted
+    weights, loss, noted = step_of_trl(NotingDPO, model, reference, options, data)
     order = torch.arange(8).view(2, 4).T.flatten()  # chosen rows, then rejected ones, into pairs
     ids, answers, mask = (noted[name][order] for name in ("input_ids", "completion_mask", "attention_mask"))
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(answers == 0, -100)}
@@ -148,16 +148,7 @@ def grpo_step(directory: Path) -> Step:
         entropy_coef=0.02,
         beta=0.0,
     )
-    trainer = NotingGRPO(
-        model,
-        reward,
-        options,
-        train_dataset=data,
-        processing_class=digits(),
-        optimizers=(sgd(model.named_parameters()), None),
-    )
-    weights, loss = trained_by_trl(trainer, model)
-    noted = trainer.noted
+    weights, loss, noted = step_of_trl(NotingGRPO, model, reward, options, data)
     ids = torch.cat([noted["prompt_ids"], noted["completion_ids"]], 1)
     mask = torch.cat([noted["prompt_mask"], noted["completion_mask"]], 1)
     answers = torch.cat([torch.zeros_like(noted["prompt_mask"]), noted["completion_mask"]], 1)

@@ -43,16 +43,17 @@ class Steps:
         Args:
             taken: what the model's forward takes.
         """
-        if objective is None:
-            return None
-        known = (each for each, _ in self._known if each.is_of(objective) and each.taken == taken | OF_MODEL)
-        return next(known, None) or Given(objective, taken | OF_MODEL)
+        return None if objective is None else self._found_or_new(objective, taken)
 
     def noting(self, recorder: Recorder, taken: frozenset[str]) -> Given:
         """A recorder as an objective, which asks for what it is to note alone."""
-        given = self.given(recorder, taken) or Given(recorder)
+        given = self._found_or_new(recorder, taken)
         given.expect(recorder.names)
         return given
+
+    def _found_or_new(self, objective: Objective, taken: frozenset[str]) -> Given:
+        new = Given(objective, taken | OF_MODEL)
+        return next((known for known, _ in self._known if known == new), new)
 
     def tally(self, given: Given | None, find: Callable[[Given], tuple[str, ...]] | None) -> Tally | None:
         """An objective for one step, tried if it is not known yet. Collective then.

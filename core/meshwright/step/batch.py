@@ -43,7 +43,8 @@ class Terms:
 
     def tokens(self, microbatches: Sequence[Batch]) -> int:
         """By what the loss of sound microbatches is divided."""
-        return count_here(microbatches) if self.objective is None else self.objective.count(microbatches)
+        own = None if self.objective is None else self.objective.count(microbatches)
+        return count_here(microbatches) if own is None else own
 
     def signature(self, microbatches: Sequence[Batch]) -> int:
         """What must be equal on all ranks beside."""

@@ -31,8 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base.errors import BatchError, ConfigError, MeshwrightError, TrainingError
-from ..strategy.contract import IGNORED_LABEL, Batch, Objective
-from .token_loss import targets
+from ..strategy.contract import Batch, Objective
 from .token_statistics import Statistic
 from .tokens import Outputs, Sequences, Tokens
 
@@ -58,9 +57,6 @@ class Given:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Given) and self.is_of(other.objective) and self.taken == other.taken
-
-    def __hash__(self) -> int:
-        return hash((self.name, self.taken))
 
     def is_of(self, objective: Objective) -> bool:
         """Whether it is this very one; a method is another object each time that it is looked up."""
@@ -105,15 +101,15 @@ class Given:
         columns = sorted((name, str(each.dtype), each.dim()) for name, each in self.columns(microbatches[0]).items())
         return 1 + zlib.crc32(repr((self.name, self.on, columns)).encode())
 
-    def count(self, microbatches: Sequence[Batch]) -> int:
-        """By what the sum over a step is divided, of sound microbatches, on the host.
+    def count(self, microbatches: Sequence[Batch]) -> int | None:
+        """By what the sum over a step is divided, of sound microbatches, on the host; None: by unmasked targets.
 
         Raises:
             BatchError: the objective does not count.
         """
         own: Callable[[Batch], int] | None = getattr(self.objective, "count", None)
         if own is None:
-            return sum(int((targets(batch["labels"]) != IGNORED_LABEL).sum()) for batch in microbatches)
+            return None
         try:
             counts = [own(batch) for batch in microbatches]
         except Exception as error:
@@ -203,9 +199,7 @@ class Tally:
                 value, sums = called(self.given, seen, columns)
                 self._add(sums)
                 self.is_wrong |= ~value.detach().isfinite()
-            except (MeshwrightError, torch.OutOfMemoryError, dist.DistError) as error:
-                if not isinstance(error, ConfigError):
-                    raise
+            except MeshwrightError as error:
                 self.defect = error
         if self.defect is not None or value is None:
             return seen.nothing()

@@ -31,7 +31,7 @@ from meshwright import (
     resolve,
 )
 from meshwright.step.forward_options import forward_options
-from meshwright.step.tokens import Outputs
+from meshwright.step.tokens import Outputs, Tokens
 from meshwright.strategy.ask import model_layout
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.case import share
@@ -348,7 +348,11 @@ class _Stage(nn.Module):
         return CausalLMOutput(logits=self.head(hidden)) if hasattr(self, "head") else hidden
 
 
-def _given_stages(strategy: str, ranks: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _minus_log_probs(tokens: Tokens, batch: Any) -> torch.Tensor:
+    return -tokens.log_probs.sum()
+
+
+def _given_stages(strategy: str, ranks: int, objective: Any = None) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of three steps."""
     torch.manual_seed(5)
     whole = RoutedModel(torch.float64)
@@ -373,7 +377,8 @@ def _given_stages(strategy: str, ranks: int) -> tuple[list[float], dict[str, tor
         else:
             mine = ids.tensor_split(manager.mesh.data_size)[manager.mesh.data_rank]
             batch = [{"input_ids": mine, "labels": mine}]
-            loss = manager.forward_backward(batch, num_tokens=count_tokens(batch, manager.mesh))
+            num_tokens = count_tokens(batch, manager.mesh)
+            loss = manager.forward_backward(batch, num_tokens=num_tokens, objective=objective)
             manager.clip_grad_norm(0.5)
             manager.optimizer_step()
         losses.append(float(loss))
@@ -388,8 +393,16 @@ def _given_stages(strategy: str, ranks: int) -> tuple[list[float], dict[str, tor
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("single", 2), ("fsdp2", 4), ("ddp", 4)])
 def test_stages_that_are_given_train_as_they_are(strategy: str, ranks: int) -> None:
+    _check_given_stages(strategy, ranks)
+
+
+def test_stages_that_are_given_take_an_objective() -> None:
+    _check_given_stages("single", 2, _minus_log_probs)
+
+
+def _check_given_stages(strategy: str, ranks: int, objective: Any = None) -> None:
     losses, weights = pool(1).run(_given_stages, strategy, 1)[0]
-    found = pool(ranks).run(_given_stages, strategy, ranks)
+    found = pool(ranks).run(_given_stages, strategy, ranks, objective)
     for mine, _ in found:
         assert mine == pytest.approx(losses, abs=1e-12)
     assert found[0][1].keys() == weights.keys()
