@@ -59,7 +59,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    with _no_tokenizer_threads():
+    with no_tokenizer_threads():
         tokenizer.train_from_iterator(documents, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, clean_up_tokenization_spaces=False)
 
@@ -91,7 +91,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
             "`tokenizer.save_pretrained`, or leave tokenizer out to train one on the corpus."
         )
     try:
-        with _no_tokenizer_threads():
+        with no_tokenizer_threads():
             tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its parsers meet
         raise DataError(f"the tokenizer in {path} cannot be loaded: {reason(error)}") from error
@@ -139,7 +139,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> Iter
     # Tokenizers written in Python are not known to be safe on several threads.
     workers = (os.cpu_count() or 1) if backend is not None else 1
     pending: deque[Future[list[np.ndarray]]] = deque()
-    with _no_tokenizer_threads(), ThreadPoolExecutor(workers) as pool:
+    with no_tokenizer_threads(), ThreadPoolExecutor(workers) as pool:
         for batch in _batches(documents):
             pending.append(pool.submit(encode_batch, batch))
             if len(pending) > 2 * workers:
@@ -163,7 +163,7 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 
 @contextmanager
-def _no_tokenizer_threads() -> Iterator[None]:
+def no_tokenizer_threads() -> Iterator[None]:
     """See [Note: no tokenizer threads]. The variable is the library's only switch, and it is read at each call."""
     before = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = "false"
