@@ -20,7 +20,7 @@ class Record:
     """An example.
 
     Attributes:
-        value: its fields as the source names them, and its columns, numbers, under our names.
+        value: its fields, as the source names them.
         where: for errors: "chats.jsonl:17", "a.parquet:row 3", "owner/name[train]:5".
     """
 
@@ -56,8 +56,9 @@ def record_of(value: Any, where: str, config: SourceConfig) -> Record:
             f"{where}: holds a JSON {type(value).__name__}. Each example must be one object, such as "
             f'{{"{theirs(FIELDS[config.format][0], config)}": ...}}.'
         )
-    columns = {name: _column(value, name, where, config) for name in config.columns}
-    return Record({**value, **columns} if columns else value, where)
+    if config.columns:
+        value = {**value, **{theirs(name, config): _column(value, name, where, config) for name in config.columns}}
+    return Record(value, where)
 
 
 def theirs(name: str, config: SourceConfig) -> str:
@@ -77,9 +78,10 @@ def _column(value: dict[str, Any], name: str, where: str, config: SourceConfig) 
             f"{where}: no field {field!r}, which is to be a column. Fields that are there: {there}."
             f"{nearest(field, map(str, value))} Name the one that holds it, with fields: {{{name}: ...}}."
         )
-    column = _number_in(value[field]) if isinstance(value, Cells) else value[field]
-    # Where the tokens are given, a column may have one for each.
-    for each in column if isinstance(column, list) and config.format == "tokens" else [column]:
+    column: Any = _number_in(value[field]) if isinstance(value, Cells) else value[field]
+    # One for each token where the tokens are given, or for each of a pair.
+    several = isinstance(column, list) and config.format in ("tokens", "preference")
+    for each in column if several else [column]:
         _check_number(each, field, where)
     return column
 
@@ -97,7 +99,7 @@ def _number_in(cell: str) -> int | float | str:
 def _check_number(value: Any, field: str, where: str) -> None:
     if isinstance(value, float) and math.isfinite(value):
         return
-    if isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63:
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
         return
     raise DataError(
         f"{where}: column {field!r} holds {value!r:.80}, a {type(value).__name__}, but must hold a finite number."

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..base.errors import ConfigError
 from .cache import cached_entry
 from .config import DataConfig
-from .examples import text_of
+from .fields import Fields
 from .records import read_records
 from .sources import FoundSource
 from .split import training_documents
@@ -56,7 +56,8 @@ def _key(sources: Sequence[FoundSource], config: DataConfig) -> str:
 def _build(directory: Path, sources: Sequence[FoundSource], config: DataConfig) -> None:
     def documents() -> Iterator[str]:
         for source in sources:
-            texts = (text_of(record, source.config) for record in read_records(source))
+            fields = Fields("text", source.config.fields)
+            texts = (fields.text(record, "text") for record in read_records(source))
             yield from training_documents(texts, config.eval_fraction)
 
     tokenizer = train_tokenizer(documents(), config.vocab_size)
