@@ -17,7 +17,16 @@ from torch import nn
 from ..base.errors import ConfigError
 from ..checkpoint import read_manifest
 from ..checkpoint.directory import HUGGING_FACE
-from ..data import PreparedData, check_batch_size, holds_tokenizer, load_tokenizer, prepare
+from ..data import (
+    PreparedData,
+    RunRows,
+    check_batch_size,
+    check_groups,
+    holds_tokenizer,
+    lay_out,
+    load_tokenizer,
+    prepare,
+)
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import Degrees
 from ..mesh.world import find_device
@@ -43,6 +52,7 @@ class Plan:
     degrees: Degrees
     micro_batch_size: int
     data: PreparedData
+    rows: RunRows
     model_config: Any
     objective: Objective | None
     identity: dict[str, Any]
@@ -71,15 +81,18 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
     seq_len, dtype = config.data.seq_len, dtype_of(config.model)
     size = try_model(hf_config, dtype, seq_len=seq_len, device=find_device(config.device), degrees=degrees)
     check_memory(stack, degrees, size, memory_of_node())
-    if config.eval.sequences is not None and config.eval.sequences > len(data.held_out):
+    rows = lay_out(data, config.data)
+    check_groups(rows.training[0].group, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
+    held_out = len(rows.held_out["held_out"])
+    if config.eval.sequences is not None and config.eval.sequences > held_out:
         raise ConfigError(
-            f"eval.sequences={config.eval.sequences}, but the held-out split has {len(data.held_out)}. "
+            f"eval.sequences={config.eval.sequences}, but the held-out split has {held_out}. "
             f"Lower it, leave it out, or raise data.eval_fraction."
         )
     objective = _objective(config)
     identity = _identity(config, data, hf_config)
     check_source(config, identity)
-    return Plan(stack, degrees, micro_batch_size, data, hf_config, objective, identity)
+    return Plan(stack, degrees, micro_batch_size, data, rows, hf_config, objective, identity)
 
 
 def data_and_model_config(config: RunConfig) -> tuple[PreparedData, Any]:
@@ -171,8 +184,8 @@ def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str
     lines = [
         f"{plan.stack} on {plan.degrees} ({mesh.device.type}): {plan.model_config.model_type} with "
         f"{size.parameters:,} parameters in {len(layout.blocks)} blocks",
-        f"{plan.data.documents:,} documents: {len(plan.data.train):,} sequences of {config.data.seq_len} tokens to "
-        f"train on, {len(plan.data.held_out):,} held out; {config.batch_size} a step",
+        f"{plan.data.documents:,} documents: {sum(map(len, plan.rows.training)):,} sequences of {config.data.seq_len} "
+        f"tokens to train on, {len(plan.rows.held_out['held_out']):,} held out; {config.batch_size} a step",
     ]
     estimate = plan.stack.estimate(plan.degrees, size)
     if estimate is not None:
