@@ -18,6 +18,7 @@ from ..base.errors import ConfigError
 from ..checkpoint import read_manifest
 from ..checkpoint.directory import HUGGING_FACE
 from ..data import (
+    DataConfig,
     PreparedData,
     RunRows,
     check_batch_size,
@@ -81,9 +82,11 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
     seq_len, dtype = config.data.seq_len, dtype_of(config.model)
     size = try_model(hf_config, dtype, seq_len=seq_len, device=find_device(config.device), degrees=degrees)
     check_memory(stack, degrees, size, memory_of_node())
-    rows = lay_out(data, config.data)
+    # Padding counts in the statistics of routers, unless it is masked.
+    masks = bool(getattr(hf_config.get_text_config(), "output_router_logits", False))
+    rows = lay_out(data, config.data, masks=masks)
     check_groups(rows.training[0].group, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
-    held_out = len(rows.held_out["held_out"])
+    held_out = len(rows.evaluated)
     if config.eval.sequences is not None and config.eval.sequences > held_out:
         raise ConfigError(
             f"eval.sequences={config.eval.sequences}, but the held-out split has {held_out}. "
@@ -165,7 +168,7 @@ def _identity(config: RunConfig, data: PreparedData, hf_config: Any) -> dict[str
         model.pop(key, None)
     identity = {
         "model": {**model, "dtype": config.model.get("dtype", "float32")},
-        "data": {"fingerprint": data.fingerprint, "seq_len": config.data.seq_len},
+        "data": {"fingerprint": data.fingerprint, "seq_len": config.data.seq_len, **_layout(config.data)},
         "seed": config.seed,
         "batch_size": config.batch_size,
         "optimizer": config.optimizer.model_dump(),
@@ -178,6 +181,17 @@ def _identity(config: RunConfig, data: PreparedData, hf_config: Any) -> dict[str
     return plain
 
 
+def _layout(config: DataConfig) -> dict[str, Any]:
+    """What else the rows and their order follow from; nothing where they are a stream of one source."""
+    kind = config.packing_kind()
+    weights = [source.weight for source in config.training_sources()]
+    return {
+        name: value
+        for name, value, plain in (("packing", kind, "stream"), ("weights", weights, [None] * len(weights)))
+        if value != plain
+    }
+
+
 def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str:
     layout = model_layout(model)
     size = model_size(model, layout)
@@ -185,7 +199,7 @@ def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str
         f"{plan.stack} on {plan.degrees} ({mesh.device.type}): {plan.model_config.model_type} with "
         f"{size.parameters:,} parameters in {len(layout.blocks)} blocks",
         f"{plan.data.documents:,} documents: {sum(map(len, plan.rows.training)):,} sequences of {config.data.seq_len} "
-        f"tokens to train on, {len(plan.rows.held_out['held_out']):,} held out; {config.batch_size} a step",
+        f"tokens to train on, {len(plan.rows.evaluated):,} held out; {config.batch_size} a step",
     ]
     estimate = plan.stack.estimate(plan.degrees, size)
     if estimate is not None:

@@ -178,7 +178,7 @@ def _fit(
         batches=feed.microbatches,
         max_grad_norm=config.max_grad_norm,
         grad_norm_type=config.grad_norm_type,
-        held_out=eval_microbatches(plan.rows.held_out["held_out"], place, count=config.eval.sequences),
+        held_out=eval_microbatches(plan.rows.evaluated, place, count=config.eval.sequences),
         eval_every=config.eval.every,
         start=start,
         seed=config.seed,
