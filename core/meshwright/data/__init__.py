@@ -1,4 +1,4 @@
-"""From documents to microbatches: find sources, tokenize them once, lay them out in rows, and read these in an order.
+"""From documents to microbatches: find a corpus, tokenize and pack it once, and read it in a resumable order.
 
 Importing this package, and preparing data, import no torch; it is imported by what returns tensors.
 """
@@ -7,7 +7,7 @@ from .config import DataConfig, SourceConfig
 from .documents import Documents
 from .feed import Feed, Place, check_groups, eval_microbatches
 from .order import ORDER_VERSION, DataOrder, check_batch_size
-from .prepare import PreparedData, PreparedSource, prepare
+from .prepare import HELD_OUT, PreparedData, PreparedSource, prepare
 from .records import Record, read_records
 from .rows import JoinedRows, PackedRows, PaddedRows, Rows, StreamRows, make_rows
 from .run_rows import RunRows, lay_out
@@ -15,6 +15,7 @@ from .tokenizer import EOS, holds_tokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
     "EOS",
+    "HELD_OUT",
     "ORDER_VERSION",
     "DataConfig",
     "DataOrder",

@@ -18,6 +18,7 @@ from ..base.errors import ConfigError
 from ..checkpoint import read_manifest
 from ..checkpoint.directory import HUGGING_FACE
 from ..data import (
+    DataConfig,
     PreparedData,
     RunRows,
     check_batch_size,
@@ -38,7 +39,7 @@ from ..strategy.contract import Objective
 from ..strategy.registry import get_registry
 from ..strategy.stack import Stack, resolve
 from .fate import check_output, check_restarts
-from .model_trial import check_memory, memory_of_node, try_model
+from .model_trial import can_be_tried, check_memory, memory_of_node, try_model, try_rows
 from .optim import try_optimization
 from .resume import check_source
 from .run_file import RunConfig
@@ -55,6 +56,8 @@ class Plan:
     rows: RunRows
     model_config: Any
     objective: Objective | None
+    rows_tried: bool
+    """Whether the model is known to keep documents of a row apart, and padding; if not, it is tried as it runs."""
     identity: dict[str, Any]
     """What must be the same for a run to go on as if it had not been interrupted; values of JSON."""
 
@@ -78,12 +81,16 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
     check_output(config)
     try_optimization(config.optimizer, config.schedule, config.steps, device=find_device(config.device))
     data, hf_config = data_and_model_config(config)
-    seq_len, dtype = config.data.seq_len, dtype_of(config.model)
-    size = try_model(hf_config, dtype, seq_len=seq_len, device=find_device(config.device), degrees=degrees)
+    seq_len, dtype, device = config.data.seq_len, dtype_of(config.model), find_device(config.device)
+    size = try_model(hf_config, dtype, seq_len=seq_len, device=device, degrees=degrees)
     check_memory(stack, degrees, size, memory_of_node())
-    rows = lay_out(data, config.data)
+    kind, masks = config.data.packing_kind(), masks_padding(hf_config)
+    tried = kind == "stream" or can_be_tried(size, seq_len=seq_len, device=device, degrees=degrees)
+    if tried:
+        try_rows(hf_config, dtype, kind, seq_len=seq_len, masks=masks)
+    rows = lay_out(data, config.data, masks=masks)
     check_groups(rows.training[0].group, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
-    held_out = len(rows.held_out["held_out"])
+    held_out = len(rows.evaluated)
     if config.eval.sequences is not None and config.eval.sequences > held_out:
         raise ConfigError(
             f"eval.sequences={config.eval.sequences}, but the held-out split has {held_out}. "
@@ -92,7 +99,12 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
     objective = _objective(config)
     identity = _identity(config, data, hf_config)
     check_source(config, identity)
-    return Plan(stack, degrees, micro_batch_size, data, rows, hf_config, objective, identity)
+    return Plan(stack, degrees, micro_batch_size, data, rows, hf_config, objective, tried, identity)
+
+
+def masks_padding(hf_config: Any) -> bool:
+    """Whether padding is to be masked: it would count in the statistics of routers otherwise."""
+    return bool(getattr(hf_config.get_text_config(), "output_router_logits", False))
 
 
 def data_and_model_config(config: RunConfig) -> tuple[PreparedData, Any]:
@@ -165,7 +177,7 @@ def _identity(config: RunConfig, data: PreparedData, hf_config: Any) -> dict[str
         model.pop(key, None)
     identity = {
         "model": {**model, "dtype": config.model.get("dtype", "float32")},
-        "data": {"fingerprint": data.fingerprint, "seq_len": config.data.seq_len},
+        "data": {"fingerprint": data.fingerprint, "seq_len": config.data.seq_len, **_layout(config.data)},
         "seed": config.seed,
         "batch_size": config.batch_size,
         "optimizer": config.optimizer.model_dump(),
@@ -178,6 +190,17 @@ def _identity(config: RunConfig, data: PreparedData, hf_config: Any) -> dict[str
     return plain
 
 
+def _layout(config: DataConfig) -> dict[str, Any]:
+    """What else the rows and their order follow from; nothing where they are a stream of one source."""
+    kind = config.packing_kind()
+    weights = [source.weight for source in config.training_sources()]
+    return {
+        name: value
+        for name, value, plain in (("packing", kind, "stream"), ("weights", weights, [None] * len(weights)))
+        if value != plain
+    }
+
+
 def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str:
     layout = model_layout(model)
     size = model_size(model, layout)
@@ -185,7 +208,7 @@ def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str
         f"{plan.stack} on {plan.degrees} ({mesh.device.type}): {plan.model_config.model_type} with "
         f"{size.parameters:,} parameters in {len(layout.blocks)} blocks",
         f"{plan.data.documents:,} documents: {sum(map(len, plan.rows.training)):,} sequences of {config.data.seq_len} "
-        f"tokens to train on, {len(plan.rows.held_out['held_out']):,} held out; {config.batch_size} a step",
+        f"tokens to train on, {len(plan.rows.evaluated):,} held out; {config.batch_size} a step",
     ]
     estimate = plan.stack.estimate(plan.degrees, size)
     if estimate is not None:
