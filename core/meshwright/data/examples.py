@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError
 from .chat import Conversations
-from .config import Format
+from .config import FIELDS, Format, TooLong
 from .conversations import LossOn
 from .drafts import Draft, DraftWriter
-from .fields import FIELDS, Fields, Record, check_text
+from .fields import Fields, Record, check_text
 from .formats import Parse, text_of, tokens_of
-from .lengths import Counts, Example, TooLong, fitted
+from .lengths import Counts, Example, fitted
 from .tokenizer import no_tokenizer_threads
 
 if TYPE_CHECKING:

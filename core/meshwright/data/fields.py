@@ -7,17 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, Protocol
 
 from ..base.errors import ConfigError, DataError, nearest
-from .config import Format
-
-_CHAT = ("role", "content", "tools", "chat_template_kwargs")
-FIELDS: dict[Format, tuple[str, ...]] = {
-    "text": ("text",),
-    "messages": ("messages", *_CHAT),
-    "prompt_completion": ("prompt", "completion", *_CHAT),
-    "preference": ("prompt", "chosen", "rejected", *_CHAT),
-    "tokens": ("input_ids", "labels", "loss_mask"),
-}
-"""What the fields of each format are called where a run file does not say otherwise."""
+from .config import FIELDS, Format
 
 
 class Record(Protocol):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
 
 import numpy as np
 
 from ..base.errors import DataError
-
-TooLong = Literal["error", "cut", "drop", "split"]
+from .config import TooLong
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import ast
 import hashlib
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -52,29 +53,22 @@ class _Entry:
     signature: str = ""
 
 
-def stdlib_records(paths: Iterable[Path], root: Path, source_format: Format) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield questions about Python's library and their answers.
+def library_records(source: str, path: Path, source_format: Format) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield questions about what a source of Python's library defines, and the answers.
 
     Args:
-        paths: Python's own sources, absolute, in the order that they are to be read in.
-        root: the directory that modules are named from.
+        source: its text.
+        path: of it, absolute.
         source_format: `messages` or `prompt_completion`.
 
     Yields:
-        Where each comes from ("posixpath.py:71"), and its fields.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: another format.
+        The fields of each, and where it comes from ("posixpath.py:71").
     """
-    if source_format not in ("messages", "prompt_completion"):
-        raise ValueError(f"Python's library has no records of format={source_format}")
-    for path in paths:
-        relative = path.relative_to(root)
-        for entry in _entries(path.read_bytes(), _module_name(relative)):
-            answer = _answer(entry.text)
-            if answer:
-                yield f"{relative}:{entry.line}", _fields(_question(entry), answer, source_format)
+    relative = path.relative_to(sysconfig.get_paths()["stdlib"])
+    for entry in _entries(source, _module_name(relative)):
+        answer = _answer(entry.text)
+        if answer:
+            yield _fields(_question(entry), answer, source_format), f"{relative}:{entry.line}"
 
 
 def _fields(question: str, answer: str, source_format: Format) -> dict[str, Any]:
@@ -89,7 +83,7 @@ def _module_name(relative: Path) -> str:
     return _PUBLIC_NAMES.get(name, name)
 
 
-def _entries(source: bytes, module: str) -> Iterator[_Entry]:
+def _entries(source: str, module: str) -> Iterator[_Entry]:
     """What has a docstring, in the order of its lines; nothing of a private module, class or function."""
     if any(part.startswith("_") for part in module.split(".")):
         return

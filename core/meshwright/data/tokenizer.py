@@ -9,9 +9,7 @@ interpreter lock meanwhile.
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +32,6 @@ _VOCABULARIES = (
     "*.tiktoken",
     "tekken.json",
 )
-_BATCH_CHARACTERS = 1 << 18
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
@@ -111,55 +108,6 @@ def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
 def token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
     """In which its tokens are kept: uint16 where the vocabulary fits, else uint32."""
     return np.dtype(np.uint16 if vocab_size_of(tokenizer) <= 1 << 16 else np.uint32)
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> Iterator[np.ndarray]:
-    """Yield the tokens of each document, the eos token after them; see [Note: no tokenizer threads].
-
-    Only so many documents are in memory at once.
-
-    Yields:
-        (tokens,), of `token_dtype`.
-    """
-    dtype = token_dtype(tokenizer)
-    eos = tokenizer.eos_token_id
-    backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
-    if backend is not None:
-        # A tokenizer saved with a maximum length would cut documents.
-        backend.no_truncation()
-        backend.no_padding()
-
-    def encode_batch(texts: list[str]) -> list[np.ndarray]:
-        if backend is not None:
-            ids = [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
-        else:
-            ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
-        return [np.array([*document, eos], dtype) for document in ids]
-
-    # Tokenizers written in Python are not known to be safe on several threads.
-    workers = (os.cpu_count() or 1) if backend is not None else 1
-    pending: deque[Future[list[np.ndarray]]] = deque()
-    with no_tokenizer_threads(), ThreadPoolExecutor(workers) as pool:
-        for batch in _batches(documents):
-            pending.append(pool.submit(encode_batch, batch))
-            if len(pending) > 2 * workers:
-                yield from pending.popleft().result()
-        while pending:
-            yield from pending.popleft().result()
-
-
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Group documents until they hold enough characters to be worth a task."""
-    batch: list[str] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document)
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 @contextmanager
