@@ -17,7 +17,17 @@ from torch import nn
 from ..base.errors import ConfigError
 from ..checkpoint import read_manifest
 from ..checkpoint.directory import HUGGING_FACE
-from ..data import PreparedData, check_batch_size, holds_tokenizer, load_tokenizer, prepare
+from ..data import (
+    DataConfig,
+    PreparedData,
+    RunRows,
+    check_batch_size,
+    check_groups,
+    holds_tokenizer,
+    lay_out,
+    load_tokenizer,
+    prepare,
+)
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import Degrees
 from ..mesh.world import find_device
@@ -43,6 +53,7 @@ class Plan:
     degrees: Degrees
     micro_batch_size: int
     data: PreparedData
+    rows: RunRows
     model_config: Any
     objective: Objective | None
     identity: dict[str, Any]
@@ -71,15 +82,20 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
     seq_len, dtype = config.data.seq_len, dtype_of(config.model)
     size = try_model(hf_config, dtype, seq_len=seq_len, device=find_device(config.device), degrees=degrees)
     check_memory(stack, degrees, size, memory_of_node())
-    if config.eval.sequences is not None and config.eval.sequences > len(data.held_out):
+    # Padding counts in the statistics of routers, unless it is masked.
+    masks = bool(getattr(hf_config.get_text_config(), "output_router_logits", False))
+    rows = lay_out(data, config.data, masks=masks)
+    check_groups(rows.training[0].group, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
+    held_out = len(rows.evaluated)
+    if config.eval.sequences is not None and config.eval.sequences > held_out:
         raise ConfigError(
-            f"eval.sequences={config.eval.sequences}, but the held-out split has {len(data.held_out)}. "
+            f"eval.sequences={config.eval.sequences}, but the held-out split has {held_out}. "
             f"Lower it, leave it out, or raise data.eval_fraction."
         )
     objective = _objective(config)
     identity = _identity(config, data, hf_config)
     check_source(config, identity)
-    return Plan(stack, degrees, micro_batch_size, data, hf_config, objective, identity)
+    return Plan(stack, degrees, micro_batch_size, data, rows, hf_config, objective, identity)
 
 
 def data_and_model_config(config: RunConfig) -> tuple[PreparedData, Any]:
@@ -152,7 +168,7 @@ def _identity(config: RunConfig, data: PreparedData, hf_config: Any) -> dict[str
         model.pop(key, None)
     identity = {
         "model": {**model, "dtype": config.model.get("dtype", "float32")},
-        "data": {"fingerprint": data.fingerprint, "seq_len": config.data.seq_len},
+        "data": {"fingerprint": data.fingerprint, "seq_len": config.data.seq_len, **_layout(config.data)},
         "seed": config.seed,
         "batch_size": config.batch_size,
         "optimizer": config.optimizer.model_dump(),
@@ -165,14 +181,25 @@ def _identity(config: RunConfig, data: PreparedData, hf_config: Any) -> dict[str
     return plain
 
 
+def _layout(config: DataConfig) -> dict[str, Any]:
+    """What else the rows and their order follow from; nothing where they are a stream of one source."""
+    kind = config.packing_kind()
+    weights = [source.weight for source in config.training_sources()]
+    return {
+        name: value
+        for name, value, plain in (("packing", kind, "stream"), ("weights", weights, [None] * len(weights)))
+        if value != plain
+    }
+
+
 def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str:
     layout = model_layout(model)
     size = model_size(model, layout)
     lines = [
         f"{plan.stack} on {plan.degrees} ({mesh.device.type}): {plan.model_config.model_type} with "
         f"{size.parameters:,} parameters in {len(layout.blocks)} blocks",
-        f"{plan.data.documents:,} documents: {len(plan.data.train):,} sequences of {config.data.seq_len} tokens to "
-        f"train on, {len(plan.data.held_out):,} held out; {config.batch_size} a step",
+        f"{plan.data.documents:,} documents: {sum(map(len, plan.rows.training)):,} sequences of {config.data.seq_len} "
+        f"tokens to train on, {len(plan.rows.evaluated):,} held out; {config.batch_size} a step",
     ]
     estimate = plan.stack.estimate(plan.degrees, size)
     if estimate is not None:

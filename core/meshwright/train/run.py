@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoint import Checkpointer, load_checkpoint
 from ..checkpoint.directory import set_aside
-from ..data import ORDER_VERSION, DataOrder, eval_microbatches, load_tokenizer, step_microbatches
+from ..data import ORDER_VERSION, Feed, Place, eval_microbatches, load_tokenizer
 from ..launch.rank import guarded, signs_of_life, started_by_launcher
 from ..mesh.mesh import Mesh
 from ..mesh.world import World, open_world
@@ -150,7 +150,7 @@ def _fit(
     earlier: list[StepResult],
     console: Console,
 ) -> list[StepResult]:
-    mesh, data = manager.mesh, plan.data
+    mesh = manager.mesh
     optimizer = manager.build_optimizer(optimizer_factory(config.optimizer))
     scheduler = build_scheduler(config.schedule, optimizer, config.steps)
     start, origin, version = 0, (0, 0), ORDER_VERSION
@@ -163,18 +163,22 @@ def _fit(
             changed = f", with other {', '.join(source.changed)}" if source.changed else ""
             told = f"going on from {source.directory}, after step {start}{changed}"
             console.print(told, highlight=False, soft_wrap=True)
-    order = DataOrder(len(data.train), config.batch_size, config.seed, version=version, origin=origin)
-    place = {
-        "data_rank": mesh.data_rank,
-        "data_size": mesh.data_size,
-        "micro_batch_size": plan.micro_batch_size,
-    }
+    place = _place(mesh, plan.micro_batch_size)
+    feed = Feed(
+        plan.rows.training,
+        place,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        weights=plan.rows.weights,
+        version=version,
+        origin=origin,
+    )
     loop = Loop(
         steps=config.steps,
-        batches=lambda step: step_microbatches(data.train, order, step, **place),
+        batches=feed.microbatches,
         max_grad_norm=config.max_grad_norm,
         grad_norm_type=config.grad_norm_type,
-        held_out=eval_microbatches(data.held_out, count=config.eval.sequences, **place),
+        held_out=eval_microbatches(plan.rows.evaluated, place, count=config.eval.sequences),
         eval_every=config.eval.every,
         start=start,
         seed=config.seed,
@@ -184,13 +188,20 @@ def _fit(
     named = None if source is None else source.named
     extra = {"identity": {**plan.identity, "order": version}, "run": as_plain(config), "named": named}
     with _saving(
-        manager, scheduler, config, plan, loop, lambda step: {**extra, "position": order.position(step)}
+        manager, scheduler, config, plan, loop, lambda step: {**extra, "position": feed.position(step)}
     ) as loop:
         if mesh.rank != 0:
             return fit(manager, scheduler, loop)
         reporter = Reporter(metrics, log_every=config.log_every, console=console, earlier=earlier)
         with reporter, get_registry().observing(reporter):
             return earlier + fit(manager, scheduler, loop)
+
+
+def _place(mesh: Mesh, micro_batch_size: int) -> Place:
+    """This rank's part of each global batch, in lengths that any of the axes can divide."""
+    degrees = mesh.degrees
+    multiple = (2 * degrees.cp if degrees.cp > 1 else 1) * degrees.tp
+    return Place(mesh.data_rank, mesh.data_size, micro_batch_size, multiple=multiple, one_shape=degrees.pp > 1)
 
 
 @contextmanager
