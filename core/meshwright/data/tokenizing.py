@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..base.errors import DataError
+from .chat_template import read_chat_template
 from .config import FIELDS, DataConfig, SourceConfig
 from .documents import Documents
 from .examples import Counts, Encoder, Example
@@ -61,7 +62,7 @@ def tokenizing(source: SourceConfig, config: DataConfig, fraction: float) -> Tok
     too_long = config.too_long_for(source.format)
     options = {
         "loss_on": config.loss_on,
-        "chat_template": config.chat_template,
+        "chat_template": None if config.chat_template is None else read_chat_template(config.chat_template),
         "too_long": too_long,
         # Documents that are cut anywhere may have any length.
         "seq_len": None if too_long is None else config.seq_len,
