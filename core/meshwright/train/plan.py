@@ -177,7 +177,12 @@ def _identity(config: RunConfig, data: PreparedData, hf_config: Any) -> dict[str
         model.pop(key, None)
     identity = {
         "model": {**model, "dtype": config.model.get("dtype", "float32")},
-        "data": {"fingerprint": data.fingerprint, "seq_len": config.data.seq_len, **_layout(config.data)},
+        "data": {
+            "fingerprint": data.fingerprint,
+            "seq_len": config.data.seq_len,
+            **_layout(config.data),
+            **_of_each_source(data),
+        },
         "seed": config.seed,
         "batch_size": config.batch_size,
         "optimizer": config.optimizer.model_dump(),
@@ -199,6 +204,13 @@ def _layout(config: DataConfig) -> dict[str, Any]:
         for name, value, plain in (("packing", kind, "stream"), ("weights", weights, [None] * len(weights)))
         if value != plain
     }
+
+
+def _of_each_source(data: PreparedData) -> dict[str, str]:
+    """What tells which of several sources has changed."""
+    if len(data.sources) == 1:
+        return {}
+    return {f"sources.{number}": source.fingerprint for number, source in enumerate(data.sources)}
 
 
 def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str:

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..checkpoint import Checkpointer, load_checkpoint
 from ..checkpoint.directory import set_aside
 from ..data import ORDER_VERSION, Feed, Place, eval_microbatches, load_tokenizer
+from ..data.progress import CONSOLE
 from ..launch.rank import guarded, signs_of_life, started_by_launcher
 from ..mesh.mesh import Mesh
 from ..mesh.world import World, open_world
@@ -56,7 +57,7 @@ def start(config: RunConfig, *, show_traceback: bool = False) -> int:
         _say_finished(config)
         return 0
     count = processes(config)
-    with Console(stderr=True).status("preparing the run"):
+    with CONSOLE.status("preparing the run"):
         plan_run(config, count)
     if count == 1:
         return guarded(run_rank, (config,), show_traceback=show_traceback)
