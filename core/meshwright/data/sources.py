@@ -98,8 +98,8 @@ def find_source(config: SourceConfig) -> FoundSource:
         named = [*config.fields.values(), *config.columns]
         if named:
             raise DataError(
-                f"{named[0]!r} is to be a field of what is read (text_field, fields or columns), but .txt files have "
-                f"none, and {config.place!r} matches no others. Leave it out."
+                f".txt files have no fields such as {named[0]!r} (text_field, fields or columns), and "
+                f"{config.place!r} matches no others. Leave it out."
             )
     return FoundSource(config, tuple(_found(path) for path in paths))
 

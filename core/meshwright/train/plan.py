@@ -39,7 +39,7 @@ from ..strategy.contract import Objective
 from ..strategy.registry import get_registry
 from ..strategy.stack import Stack, resolve
 from .fate import check_output, check_restarts
-from .model_trial import check_memory, memory_of_node, try_model
+from .model_trial import can_be_tried, check_memory, memory_of_node, try_model, try_rows
 from .optim import try_optimization
 from .resume import check_source
 from .run_file import RunConfig
@@ -56,6 +56,8 @@ class Plan:
     rows: RunRows
     model_config: Any
     objective: Objective | None
+    rows_tried: bool
+    """Whether the model is known to keep documents of a row apart, and padding; if not, it is tried as it runs."""
     identity: dict[str, Any]
     """What must be the same for a run to go on as if it had not been interrupted; values of JSON."""
 
@@ -79,11 +81,13 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
     check_output(config)
     try_optimization(config.optimizer, config.schedule, config.steps, device=find_device(config.device))
     data, hf_config = data_and_model_config(config)
-    seq_len, dtype = config.data.seq_len, dtype_of(config.model)
-    size = try_model(hf_config, dtype, seq_len=seq_len, device=find_device(config.device), degrees=degrees)
+    seq_len, dtype, device = config.data.seq_len, dtype_of(config.model), find_device(config.device)
+    size = try_model(hf_config, dtype, seq_len=seq_len, device=device, degrees=degrees)
     check_memory(stack, degrees, size, memory_of_node())
-    # Padding counts in the statistics of routers, unless it is masked.
-    masks = bool(getattr(hf_config.get_text_config(), "output_router_logits", False))
+    kind, masks = config.data.packing_kind(), masks_padding(hf_config)
+    tried = kind == "stream" or can_be_tried(size, seq_len=seq_len, device=device, degrees=degrees)
+    if tried:
+        try_rows(hf_config, dtype, kind, seq_len=seq_len, masks=masks)
     rows = lay_out(data, config.data, masks=masks)
     check_groups(rows.training[0].group, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
     held_out = len(rows.evaluated)
@@ -95,7 +99,12 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
     objective = _objective(config)
     identity = _identity(config, data, hf_config)
     check_source(config, identity)
-    return Plan(stack, degrees, micro_batch_size, data, rows, hf_config, objective, identity)
+    return Plan(stack, degrees, micro_batch_size, data, rows, hf_config, objective, tried, identity)
+
+
+def masks_padding(hf_config: Any) -> bool:
+    """Whether padding is to be masked: it would count in the statistics of routers otherwise."""
+    return bool(getattr(hf_config.get_text_config(), "output_router_logits", False))
 
 
 def data_and_model_config(config: RunConfig) -> tuple[PreparedData, Any]:
