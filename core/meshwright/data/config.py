@@ -86,8 +86,11 @@ class SourceConfig(FrozenModel):
             ]
             if given:
                 raise ValueError(f"{given[0]} is of a dataset, and these are files: {self.place!r}. Leave it out")
-            if self.format != "text" and STDLIB in ([self.files] if isinstance(self.files, str) else self.files):
-                raise ValueError(f"'stdlib' is source code; format={self.format} is not read from it. Name files")
+            is_library = STDLIB in ([self.files] if isinstance(self.files, str) else self.files)
+            if is_library and self.format not in ("text", "messages", "prompt_completion"):
+                raise ValueError(
+                    f"'stdlib' is read as text, messages or prompt_completion, not format={self.format}. Name files"
+                )
         return self
 
     @model_validator(mode="after")

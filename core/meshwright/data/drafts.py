@@ -75,8 +75,12 @@ class DraftWriter:
     def write(self, drafts: Sequence[Draft]) -> list[tuple[np.ndarray, np.ndarray | None]]:
         """Tokens of each draft, (T,) of `dtype`, and which are learnt, (T,) bool; None: all."""
         whole = iter(self._batch([draft.text for draft in drafts if draft.learnt is None]))
-        return [self._finished(draft, *self._marked(draft)) if draft.learnt else self._finished(draft, next(whole), None)
-                for draft in drafts]  # fmt: skip
+        return [
+            self._finished(draft, next(whole), None)
+            if draft.learnt is None
+            else self._finished(draft, *self._cut_up(draft))
+            for draft in drafts
+        ]
 
     def _finished(
         self, draft: Draft, ids: list[int], places: Mapping[int, int] | None
@@ -94,7 +98,7 @@ class DraftWriter:
             labelled[len(before) + len(ids) :] = True
         return tokens, labelled
 
-    def _marked(self, draft: Draft) -> tuple[list[int], dict[int, int]]:
+    def _cut_up(self, draft: Draft) -> tuple[list[int], dict[int, int]]:
         return self._cut(draft.text, sorted({edge for span in draft.learnt or () for edge in span}), continues=False)
 
     def _cut(self, text: str, edges: list[int], continues: bool) -> tuple[list[int], dict[int, int]]:

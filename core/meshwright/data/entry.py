@@ -9,9 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from ..base.errors import DataError
 from .cache import cached_entry
@@ -23,6 +21,9 @@ from .sources import FoundSource
 from .split import SPLITS, Split, is_nearer
 from .tokenizer import load_tokenizer, token_dtype, vocab_size_of
 from .tokenizing import Tokenizing, tokenized
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FORMAT = 2
 """Raised with every change to what an entry holds, or to how the tokens are made."""
@@ -62,14 +63,14 @@ class _Meta:
     """Bytes of each file of the entry, by relative path: an entry that lacks any is incomplete."""
 
 
-def find_entry(root: Path, source: FoundSource, how: Tokenizing) -> Entry:
+def find_entry(root: Path, source: FoundSource, how: Tokenizing, tokenizer_dir: Path) -> Entry:
     """Find the entry of a source, or make it; any number of processes may call this at once.
 
     Raises:
         DataError: the source, the tokenizer or the cache cannot be used.
     """
-    directory = root / "data" / _key(source, how)
-    return cached_entry(directory, load=_load, build=lambda place: _build(place, source, how))
+    directory = root / "data" / _key(source, how, tokenizer_dir)
+    return cached_entry(directory, load=_load, build=lambda place: _build(place, source, how, tokenizer_dir))
 
 
 def tokenizer_key(directory: Path) -> dict[str, str]:
@@ -81,7 +82,7 @@ def tokenizer_key(directory: Path) -> dict[str, str]:
     }
 
 
-def _key(source: FoundSource, how: Tokenizing) -> str:
+def _key(source: FoundSource, how: Tokenizing, tokenizer_dir: Path) -> str:
     """Hash everything that changes the tokens or their side."""
     config = source.config
     parts: dict[str, Any] = {
@@ -92,21 +93,21 @@ def _key(source: FoundSource, how: Tokenizing) -> str:
         "files": source.identity(),
         "source": [config.format, config.name, config.split],
         "options": how.options,
-        "tokenizer": tokenizer_key(how.tokenizer_dir),
+        "tokenizer": tokenizer_key(tokenizer_dir),
         "fraction": how.fraction,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _build(directory: Path, source: FoundSource, how: Tokenizing) -> None:
+def _build(directory: Path, source: FoundSource, how: Tokenizing, tokenizer_dir: Path) -> None:
     """Fill an entry: the documents of each side, and last what it holds.
 
     The source is read once; neither it nor its tokens are ever in memory whole.
     """
     # An unusable tokenizer is found before the source is read.
-    tokenizer = load_tokenizer(how.tokenizer_dir)
+    tokenizer = load_tokenizer(tokenizer_dir)
     group = 2 if source.config.format == "preference" else 1
-    counts = _write_sides(directory, source, how, token_dtype(tokenizer))
+    counts = _write_sides(directory, source, how, tokenizer)
     source.check_unchanged()
     columns = tuple(source.config.columns)
     meta = _Meta(
@@ -120,7 +121,7 @@ def _build(directory: Path, source: FoundSource, how: Tokenizing) -> None:
     (directory / "meta.json").write_text(json.dumps(asdict(meta), indent=1), encoding="utf-8")
 
 
-def _write_sides(directory: Path, source: FoundSource, how: Tokenizing, dtype: np.dtype) -> Counts:
+def _write_sides(directory: Path, source: FoundSource, how: Tokenizing, tokenizer: PreTrainedTokenizerBase) -> Counts:
     """Write the documents of each side.
 
     Raises:
@@ -130,12 +131,12 @@ def _write_sides(directory: Path, source: FoundSource, how: Tokenizing, dtype: n
     # Of each side, the record that is nearest to the other: its place, and its documents.
     nearest: dict[Split, tuple[float, int, int]] = {}
     with ExitStack() as stack:
-        columns = tuple(source.config.columns)
+        columns, dtype = tuple(source.config.columns), token_dtype(tokenizer)
         files = {split: DocumentsFile(directory, split, dtype, columns) for split in SPLITS}
         for file in files.values():
             stack.callback(file.leave)
         bar = stack.enter_context(progress(source.config.place, meter))
-        for piece in tokenized(read_records(source, meter=meter), how):
+        for piece in tokenized(read_records(source, meter=meter), how, tokenizer):
             for split, documents in piece.documents.items():
                 place, first, stop = piece.nearest[split]
                 before = len(files[split])

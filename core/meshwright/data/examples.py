@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import ConfigError, DataError
-from .config import FIELDS, Format
+from ..base.errors import ConfigError
+from .chat import Conversations
+from .config import FIELDS, Format, TooLong
+from .conversations import LossOn
 from .drafts import Draft, DraftWriter
 from .fields import Fields, Record, check_text
-from .formats import LossOn, Parse, text_of, tokens_of
-from .lengths import Counts, Example, TooLong, fitted
+from .formats import Parse, text_of, tokens_of
+from .lengths import Counts, Example, fitted
 from .tokenizer import no_tokenizer_threads
 
 if TYPE_CHECKING:
@@ -93,7 +95,7 @@ class Encoder:
             made = [next(written) if isinstance(each, Draft) else each for each in documents]
             columns = self._values(record, [len(tokens) for tokens, _ in made])
             kept, own = fitted(
-                [Example(*each, columns=values) for each, values in zip(made, columns, strict=True)],
+                [Example(tokens, labelled, values) for (tokens, labelled), values in zip(made, columns, strict=True)],
                 where=record.where,
                 too_long=self._too_long,
                 seq_len=self._seq_len,
@@ -140,4 +142,8 @@ def _parser(
         return text_of(fields)
     if source_format == "tokens":
         return tokens_of(fields, tokenizer)
-    raise DataError(f"format={source_format} is not there yet")
+    conversations = Conversations(tokenizer, fields, loss_on, chat_template)
+    if source_format == "messages":
+        conversations.check_template()
+        return conversations.whole
+    return conversations.completed if source_format == "prompt_completion" else conversations.preferred

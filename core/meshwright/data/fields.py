@@ -1,4 +1,4 @@
-"""Read the fields of a record by their own names or those that a run file gives them, and say what is wrong with one."""
+"""Read the fields of a record, under the names that a run file gives them, and say what is wrong with one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,6 @@ class Fields:
         value = self.need(record, field)
         if not isinstance(value, str):
             self.refuse(record, field, value, "must hold a string")
-        check_text(value, record.where, f"field {self.name(field)!r}")
         return value
 
     def refuse(self, record: Record, field: str, value: Any, rule: str) -> NoReturn:
@@ -80,7 +79,7 @@ class Fields:
 
     def mapping(self, record: Record, field: str) -> dict[str, Any]:
         """The value of a field that holds an object, or its JSON, or nothing."""
-        value = self._from_json(record, field)
+        value = self.from_json(record, field)
         if value is None:
             return {}
         if not isinstance(value, Mapping):
@@ -89,14 +88,14 @@ class Fields:
 
     def list_of_mappings(self, record: Record, field: str) -> list[dict[str, Any]] | None:
         """The value of a field that holds a list of objects, or its JSON; None where there is none, or it is empty."""
-        value = self._from_json(record, field)
+        value = self.from_json(record, field)
         if value is None:
             return None
         if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
             self.refuse(record, field, value, "must hold a list of objects, or its JSON")
         return [dict(each) for each in value] or None
 
-    def _from_json(self, record: Record, field: str) -> Any:
+    def from_json(self, record: Record, field: str) -> Any:
         """A value that tables often hold as JSON, since its keys differ from row to row."""
         value = self.find(record, field)
         if not isinstance(value, str):

@@ -1,9 +1,9 @@
-"""What a record of each format says is to be learnt."""
+"""Records of texts and of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from .tokenizer import token_dtype, vocab_size_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LossOn = Literal["answers", "last_answer", "all"]
 Tokens = tuple[np.ndarray, np.ndarray | None]
 """Tokens and which of them are learnt, (T,) each."""
 Parse = Callable[[Record], Sequence[Draft] | Sequence[Tokens]]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
 
 import numpy as np
 
 from ..base.errors import DataError
-
-TooLong = Literal["error", "cut", "drop", "split"]
+from .config import TooLong
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,8 @@ def _pieces(document: Example, where: str, too_long: TooLong, seq_len: int | Non
     if too_long == "split":
         return list(_split(document, seq_len)), Counts(split=1)
     raise DataError(
-        f"{where}: {length:,} tokens, but seq_len={seq_len:,}. Set seq_len to at least {length}, or say what becomes of "
-        "what is longer: too_long: cut keeps the beginning, split makes several of it, drop leaves it out."
+        f"{where}: {length:,} tokens, but seq_len={seq_len:,}. Set seq_len to at least {length}, or say what becomes "
+        "of what is longer: too_long: cut keeps the beginning, split makes several of it, drop leaves it out."
     )
 
 

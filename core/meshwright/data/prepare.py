@@ -97,7 +97,7 @@ def prepare(config: DataConfig, *, tokenizer_dir: str | Path | None = None) -> P
     tokenizer = _given_tokenizer(config, tokenizer_dir) or find_trained_tokenizer(root, found, config)
 
     def entry_of(source: FoundSource, fraction: float) -> Entry:
-        return find_entry(root, source, tokenizing(tokenizer, source.config, config, fraction))
+        return find_entry(root, source, tokenizing(source.config, config, fraction), tokenizer)
 
     entries = [None if each.config.streaming else entry_of(each, config.eval_fraction) for each in found]
     evaluated = {name: [entry_of(each, 0.0) for each in sources] for name, sources in sets.items()}
@@ -165,8 +165,9 @@ def _check_length(source: FoundSource, entry: Entry, config: DataConfig) -> None
         share = "larger" if split == "held_out" else "smaller"
         shorter = f", seq_len of at most {tokens}" if tokens >= 2 else ""
         raise DataError(
-            f"the {split} split of {source.config.place!r} does not fill one sequence: its {documents} documents hold "
-            f"{tokens} tokens, but seq_len={config.seq_len}. Give more documents{shorter}, or a {share} eval_fraction "
+            f"the {split} split does not fill one sequence: its {documents} documents hold {tokens} tokens "
+            f"({source.config.place!r}), but seq_len={config.seq_len}. Give more documents{shorter}, or a {share} "
+            f"eval_fraction "
             f"(now {config.eval_fraction}: {len(sides['train'])} documents for training, {len(sides['held_out'])} held "
             f"out)."
         )

@@ -19,6 +19,7 @@ from .config import STDLIB, SourceConfig
 from .opening import kind_of
 from .progress import Meter
 from .readers import SUFFIXES, Found, read_file
+from .stdlib import library_records
 
 _STDLIB_LEAVES_OUT = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
@@ -55,7 +56,11 @@ class FoundSource:
             return
         meter.total = sum(file.size for file in self.files)
         for file in self.files:
-            yield from read_file(file.path, meter)
+            for value, where in read_file(file.path, meter):
+                if file.path.suffix == ".py" and self.config.format != "text":
+                    yield from library_records(value["text"], file.path, self.config.format)
+                else:
+                    yield value, where
             meter.done, meter.file = meter.done + file.size, None
 
     def identity(self) -> list[tuple[str, int, int]]:
@@ -86,15 +91,15 @@ def find_source(config: SourceConfig) -> FoundSource:
     # A file that several globs match is one file: dict keys keep the first place.
     paths = list(dict.fromkeys(path for pattern in patterns for path in _paths(pattern)))
     if all(kind_of(path) in (".txt", ".py") for path in paths):
-        if config.format != "text":
+        if config.format != "text" and any(kind_of(path) == ".txt" for path in paths):
             raise DataError(
                 f"format={config.format} is read from objects with fields; .txt files have none: {paths[0]}."
             )
         named = [*config.fields.values(), *config.columns]
         if named:
             raise DataError(
-                f"{named[0]!r} is to be a field of what is read (text_field, fields or columns), but .txt files have "
-                f"none, and {config.place!r} matches no others. Leave it out."
+                f".txt files have no fields such as {named[0]!r} (text_field, fields or columns), and "
+                f"{config.place!r} matches no others. Leave it out."
             )
     return FoundSource(config, tuple(_found(path) for path in paths))
 

@@ -12,12 +12,12 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..base.errors import DataError
-from ..files.parsing import reason
+from ..files.parsing import read_json_object, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,8 +73,6 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
         DataError: the directory is missing or holds no usable tokenizer, or the tokenizer has no eos token, which
             separates documents.
     """
-    from transformers import AutoTokenizer
-
     path = Path(directory).expanduser()
     if not path.is_dir():
         raise DataError(
@@ -89,7 +87,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
         )
     try:
         with no_tokenizer_threads():
-            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            tokenizer = _class_for(path).from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its parsers meet
         raise DataError(f"the tokenizer in {path} cannot be loaded: {reason(error)}") from error
     if tokenizer.eos_token_id is None:
@@ -98,6 +96,20 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
             "tokenizer_config.json to a token that ends a text."
         )
     return tokenizer
+
+
+def _class_for(path: Path) -> Any:
+    """What loads a tokenizer. The one that finds the class of a model imports torch, which one of no model spares."""
+    settings = path / "tokenizer_config.json"
+    if settings.is_file() and not (path / "config.json").exists():
+        named = read_json_object(settings).get("tokenizer_class")
+        if named in ("TokenizersBackend", "PreTrainedTokenizerFast") and (path / "tokenizer.json").is_file():
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -14,20 +14,23 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from threading import local
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..base.errors import DataError
+from .chat_template import read_chat_template
 from .config import FIELDS, DataConfig, SourceConfig
 from .documents import Documents
 from .examples import Counts, Encoder, Example
 from .records import Record, theirs
 from .split import Split, is_nearer, place_of, split_of
-from .tokenizer import load_tokenizer, no_tokenizer_threads, token_dtype
+from .tokenizer import no_tokenizer_threads, token_dtype
 from .worker import Worker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _BATCH_CHARACTERS = 1 << 18
 _IN_THIS_PROCESS = 1 << 25
@@ -49,25 +52,24 @@ class Tokenizing:
         fraction: of the records, which are to be held out.
     """
 
-    tokenizer_dir: Path
     source: SourceConfig
     options: dict[str, Any]
     fraction: float
 
 
-def tokenizing(tokenizer_dir: Path, source: SourceConfig, config: DataConfig, fraction: float) -> Tokenizing:
+def tokenizing(source: SourceConfig, config: DataConfig, fraction: float) -> Tokenizing:
     """How a run tokenizes one of its sources."""
     too_long = config.too_long_for(source.format)
     options = {
         "loss_on": config.loss_on,
-        "chat_template": config.chat_template,
+        "chat_template": None if config.chat_template is None else read_chat_template(config.chat_template),
         "too_long": too_long,
         # Documents that are cut anywhere may have any length.
         "seq_len": None if too_long is None else config.seq_len,
         "fields": source.fields,
         "columns": source.columns,
     }
-    return Tokenizing(tokenizer_dir, source, options, fraction)
+    return Tokenizing(source, options, fraction)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Piece:
     kept: int
 
 
-def tokenized(records: Iterable[Record], how: Tokenizing) -> Iterator[Piece]:
+def tokenized(records: Iterable[Record], how: Tokenizing, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
     """Yield the tokens of records, in their order; see [Note: where tokenizing runs].
 
     Only so many records are in memory at once.
@@ -96,14 +98,14 @@ def tokenized(records: Iterable[Record], how: Tokenizing) -> Iterator[Piece]:
     """
     cores = _cores()
     with no_tokenizer_threads():
-        encode = PieceEncoder(how)
+        encode = PieceEncoder(how, tokenizer)
         on_threads = how.source.format == "text" and encode.on_threads
         batches = _batches(records)
         at_first = _first(batches, _IN_THIS_PROCESS if on_threads else _ON_ONE_THREAD)
         yield from _in_order(at_first, encode, cores if on_threads else 1)
         rest = next(batches, None)
         if rest is not None:
-            with _Processes(how) as processes:
+            with _Processes(how, tokenizer) as processes:
                 yield from _in_order(chain([rest], batches), processes, min(cores, _MOST_PROCESSES))
 
 
@@ -114,8 +116,7 @@ class PieceEncoder:
         on_threads: whether several threads may call it, and gain by it.
     """
 
-    def __init__(self, how: Tokenizing) -> None:
-        tokenizer = load_tokenizer(how.tokenizer_dir)
+    def __init__(self, how: Tokenizing, tokenizer: PreTrainedTokenizerBase) -> None:
         self._encoder = Encoder(tokenizer, how.source.format, **how.options)
         self._how = how
         self._dtype = token_dtype(tokenizer)
@@ -182,8 +183,9 @@ def _column(values: list[Any], name: str) -> np.ndarray:
 class _Processes:
     """Encodes in processes, one for each thread that calls it; a context, on leaving which they have ended."""
 
-    def __init__(self, how: Tokenizing) -> None:
-        self._how = how
+    def __init__(self, how: Tokenizing, tokenizer: PreTrainedTokenizerBase) -> None:
+        # Loading it there would import torch, to look through the models that it may be of.
+        self._make = (PieceEncoder, how, tokenizer)
         self._mine = local()
         self._all: list[Worker] = []
 
@@ -197,7 +199,7 @@ class _Processes:
     def __call__(self, records: list[Record]) -> Piece:
         worker: Worker | None = getattr(self._mine, "worker", None)
         if worker is None:
-            worker = self._mine.worker = Worker(PieceEncoder, self._how)
+            worker = self._mine.worker = Worker(*self._make)
             self._all.append(worker)
         piece: Piece = worker.call(records)
         return piece
