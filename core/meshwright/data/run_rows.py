@@ -15,7 +15,7 @@ from .prepare import HELD_OUT, PreparedData
 from .records import Record
 from .rows import JoinedRows, Rows, make_rows
 from .stream import Stream
-from .tokenizer import no_tokenizer_threads
+from .tokenizer import load_tokenizer, no_tokenizer_threads
 from .tokenizing import PieceEncoder, tokenizing
 
 
@@ -78,11 +78,11 @@ def lay_out(data: PreparedData, config: DataConfig, *, masks: bool = False) -> R
 
 
 def _stream(data: PreparedData, config: DataConfig, source: SourceConfig, masks: bool) -> Stream:
-    how = tokenizing(data.tokenizer_dir, source, config, 0.0)
+    how = tokenizing(source, config, 0.0)
 
     @functools.cache
     def encoder() -> PieceEncoder:
-        return PieceEncoder(how)
+        return PieceEncoder(how, load_tokenizer(data.tokenizer_dir))
 
     def encode(records: list[Record]) -> Documents | None:
         with no_tokenizer_threads():
