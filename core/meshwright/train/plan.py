@@ -21,6 +21,7 @@ from ..data import (
     DataConfig,
     PreparedData,
     RunRows,
+    Stream,
     check_batch_size,
     check_groups,
     holds_tokenizer,
@@ -219,8 +220,8 @@ def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str
     lines = [
         f"{plan.stack} on {plan.degrees} ({mesh.device.type}): {plan.model_config.model_type} with "
         f"{size.parameters:,} parameters in {len(layout.blocks)} blocks",
-        f"{plan.data.documents:,} documents: {sum(map(len, plan.rows.training)):,} sequences of {config.data.seq_len} "
-        f"tokens to train on, {len(plan.rows.evaluated):,} held out; {config.batch_size} a step",
+        f"{plan.data.documents:,} documents: {_told(plan.rows)} sequences of {config.data.seq_len} tokens to train on, "
+        f"{len(plan.rows.evaluated):,} held out; {config.batch_size} a step",
     ]
     estimate = plan.stack.estimate(plan.degrees, size)
     if estimate is not None:
@@ -230,6 +231,14 @@ def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str
             f"and activations (estimate)"
         )
     return "\n".join(lines)
+
+
+def _told(rows: RunRows) -> str:
+    """How many rows there are to train on."""
+    counts = [len(each) for each in rows.training if not isinstance(each, Stream)]
+    streams = len(rows.training) - len(counts)
+    found = [f"{sum(counts):,}"] if counts else []
+    return " and ".join(found + ([f"those of {streams} sources, read while training, as"] if streams else []))
 
 
 def _megabytes(count: int) -> str:

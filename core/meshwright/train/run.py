@@ -168,15 +168,7 @@ def _fit(
     place = _place(mesh, plan.micro_batch_size)
     if not plan.rows_tried:
         _try_rows(manager, config, plan, place)
-    feed = Feed(
-        plan.rows.training,
-        place,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        weights=plan.rows.weights,
-        version=version,
-        origin=origin,
-    )
+    feed = _feed(config, plan, place, source, version, origin)
     loop = Loop(
         steps=config.steps,
         batches=feed.microbatches,
@@ -192,7 +184,12 @@ def _fit(
     named = None if source is None else source.named
     extra = {"identity": {**plan.identity, "order": version}, "run": as_plain(config), "named": named}
     with _saving(
-        manager, scheduler, config, plan, loop, lambda step: {**extra, "position": feed.position(step)}
+        manager,
+        scheduler,
+        config,
+        plan,
+        loop,
+        lambda step: {**extra, "position": feed.position(step), "streams": feed.state(step)},
     ) as loop:
         if mesh.rank != 0:
             return fit(manager, scheduler, loop)
@@ -206,6 +203,24 @@ def _place(mesh: Mesh, micro_batch_size: int) -> Place:
     degrees = mesh.degrees
     multiple = (2 * degrees.cp if degrees.cp > 1 else 1) * degrees.tp
     return Place(mesh.data_rank, mesh.data_size, micro_batch_size, multiple=multiple, one_shape=degrees.pp > 1)
+
+
+def _feed(
+    config: RunConfig, plan: Plan, place: Place, source: Source | None, version: int, origin: tuple[int, int]
+) -> Feed:
+    """The rows to train on, from where the run goes on."""
+    feed = Feed(
+        plan.rows.training,
+        place,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        weights=plan.rows.weights,
+        version=version,
+        origin=origin,
+    )
+    if source is not None and origin[1]:
+        feed.load_state(source.manifest.extra.get("streams"))
+    return feed
 
 
 def _try_rows(manager: StrategyManager, config: RunConfig, plan: Plan, place: Place) -> None:
