@@ -7,7 +7,9 @@ files are cached.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from .fate import check_output, check_restarts
 from .model_trial import check_memory, memory_of_node, try_model
 from .optim import try_optimization
 from .resume import check_source
-from .run_file import RunConfig
+from .run_file import RunConfig, ScheduleConfig
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,9 @@ class Plan:
     data: PreparedData
     model_config: Any
     objective: Objective | None
+    steps: int
+    schedule: ScheduleConfig
+    """With its warm-up in steps."""
     identity: dict[str, Any]
     """What must be the same for a run to go on as if it had not been interrupted; values of JSON."""
 
@@ -65,11 +70,18 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
     micro_batch_size = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
     check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=micro_batch_size)
     check_restarts(config)
-    check_output(config)
-    try_optimization(config.optimizer, config.schedule, config.steps, device=find_device(config.device))
+    check_output(config, config.steps)
+    device = find_device(config.device)
+    if config.steps is not None:
+        try_optimization(config.optimizer, config.schedule.over(config.steps), config.steps, device=device)
     data, hf_config = data_and_model_config(config)
+    steps = config.steps or steps_of(config, len(data.train))
+    schedule = config.schedule.over(steps)
+    if config.steps is None:
+        check_output(config, steps)
+        try_optimization(config.optimizer, schedule, steps, device=device)
     seq_len, dtype = config.data.seq_len, dtype_of(config.model)
-    size = try_model(hf_config, dtype, seq_len=seq_len, device=find_device(config.device), degrees=degrees)
+    size = try_model(hf_config, dtype, seq_len=seq_len, device=device, degrees=degrees)
     check_memory(stack, degrees, size, memory_of_node())
     if config.eval.sequences is not None and config.eval.sequences > len(data.held_out):
         raise ConfigError(
@@ -77,9 +89,29 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
             f"Lower it, leave it out, or raise data.eval_fraction."
         )
     objective = _objective(config)
-    identity = _identity(config, data, hf_config)
-    check_source(config, identity)
-    return Plan(stack, degrees, micro_batch_size, data, hf_config, objective, identity)
+    identity = _identity(config, schedule, data, hf_config)
+    check_source(config, identity, steps)
+    return Plan(stack, degrees, micro_batch_size, data, hf_config, objective, steps, schedule, identity)
+
+
+def steps_of(config: RunConfig, rows: int | None) -> int:
+    """Optimizer steps of a run that is told in epochs.
+
+    Args:
+        rows: of an epoch; None: unknown.
+
+    Raises:
+        ConfigError: it is unknown, or the schedule's warm-up is longer.
+    """
+    if rows is None:
+        raise ConfigError(f"epochs={config.epochs}, but how many rows the data have is not known. Set steps.")
+    steps = max(1, math.ceil(Fraction(str(config.epochs)) * rows / config.batch_size))
+    if config.schedule.warmup_steps > steps:
+        raise ConfigError(
+            f"schedule.warmup_steps={config.schedule.warmup_steps} is more than the {steps} steps of "
+            f"epochs={config.epochs}. Lower it, or set schedule.warmup_ratio."
+        )
+    return steps
 
 
 def data_and_model_config(config: RunConfig) -> tuple[PreparedData, Any]:
@@ -146,7 +178,7 @@ def _model_directory(config: RunConfig) -> Path | None:
     return Path(config.model["path"]).expanduser() if "path" in config.model else None
 
 
-def _identity(config: RunConfig, data: PreparedData, hf_config: Any) -> dict[str, Any]:
+def _identity(config: RunConfig, schedule: ScheduleConfig, data: PreparedData, hf_config: Any) -> dict[str, Any]:
     model = hf_config.to_dict()
     for key in ("transformers_version", "architectures", "_name_or_path"):
         model.pop(key, None)
@@ -156,7 +188,7 @@ def _identity(config: RunConfig, data: PreparedData, hf_config: Any) -> dict[str
         "seed": config.seed,
         "batch_size": config.batch_size,
         "optimizer": config.optimizer.model_dump(),
-        "schedule": config.schedule.model_dump(),
+        "schedule": schedule.model_dump(exclude={"warmup_ratio"}),
         "max_grad_norm": config.max_grad_norm,
         "grad_norm_type": config.grad_norm_type,
         "objective": config.objective,
@@ -172,7 +204,7 @@ def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str
         f"{plan.stack} on {plan.degrees} ({mesh.device.type}): {plan.model_config.model_type} with "
         f"{size.parameters:,} parameters in {len(layout.blocks)} blocks",
         f"{plan.data.documents:,} documents: {len(plan.data.train):,} sequences of {config.data.seq_len} tokens to "
-        f"train on, {len(plan.data.held_out):,} held out; {config.batch_size} a step",
+        f"train on, {len(plan.data.held_out):,} held out; {config.batch_size} a step, {plan.steps} steps",
     ]
     estimate = plan.stack.estimate(plan.degrees, size)
     if estimate is not None:
