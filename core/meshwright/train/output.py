@@ -26,6 +26,7 @@ from ..strategy.contract import StepResult, StrategyManager
 from .files import CHECKPOINTS, CURVE, HOLDER, LOCK, METRICS, MODEL, RUN, SUMMARY
 from .report import draw_loss_curve, shown
 from .run_file import RunConfig, as_plain
+from .run_sections import HELD_OUT
 from .sample import generate_sample
 
 if TYPE_CHECKING:
@@ -133,7 +134,8 @@ def finish(config: RunConfig, plan: Plan, results: list[StepResult], console: Co
         model = transformers.AutoModelForCausalLM.from_pretrained(
             directory / MODEL, local_files_only=True, trust_remote_code=False
         )
-        text = generate_sample(model.eval(), tokenizer, config.sample, plan.data, seed=config.seed)
+        rows = plan.rows.held_out.get(HELD_OUT) or next(iter(plan.rows.held_out.values()))
+        text = generate_sample(model.eval(), tokenizer, config.sample, rows, seed=config.seed)
         console.print("\n[bold]sample[/bold]")
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     _say(
@@ -168,7 +170,7 @@ def summarized(config: RunConfig, plan: Plan, results: list[StepResult], *, voca
         "held_out": {
             "tokens": str(plan.data.directory / "held_out.npy"),
             "seq_len": config.data.seq_len,
-            "sequences": config.eval.sequences or len(plan.data.held_out),
+            "sequences": config.eval.sequences or len(plan.rows.held_out.get(HELD_OUT, ())),
         },
     }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -19,7 +20,17 @@ from torch import nn
 from ..base.errors import ConfigError
 from ..checkpoint import read_manifest
 from ..checkpoint.directory import HUGGING_FACE
-from ..data import PreparedData, check_batch_size, holds_tokenizer, load_tokenizer, prepare
+from ..data import (
+    PreparedData,
+    Rows,
+    RunRows,
+    check_batch_size,
+    check_groups,
+    holds_tokenizer,
+    lay_out,
+    load_tokenizer,
+    prepare,
+)
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import Degrees
 from ..mesh.world import find_device
@@ -35,6 +46,7 @@ from .model_trial import check_memory, memory_of_node, try_model
 from .optim import try_optimization
 from .resume import check_source
 from .run_file import RunConfig, ScheduleConfig
+from .run_sections import HELD_OUT
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,7 @@ class Plan:
     degrees: Degrees
     micro_batch_size: int
     data: PreparedData
+    rows: RunRows
     model_config: Any
     objective: Objective | None
     steps: int
@@ -75,7 +88,9 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
     if config.steps is not None:
         try_optimization(config.optimizer, config.schedule.over(config.steps), config.steps, device=device)
     data, hf_config = data_and_model_config(config)
-    steps = config.steps or steps_of(config, len(data.train))
+    rows = lay_out(data, config.data)
+    check_groups(rows.training[0].group, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
+    steps = config.steps or steps_of(config, sum(map(len, rows.training)))
     schedule = config.schedule.over(steps)
     if config.steps is None:
         check_output(config, steps)
@@ -83,15 +98,16 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
     seq_len, dtype = config.data.seq_len, dtype_of(config.model)
     size = try_model(hf_config, dtype, seq_len=seq_len, device=device, degrees=degrees)
     check_memory(stack, degrees, size, memory_of_node())
-    if config.eval.sequences is not None and config.eval.sequences > len(data.held_out):
+    largest = max(map(len, rows.held_out.values()), default=0)
+    if config.eval.sequences is not None and config.eval.sequences > largest:
         raise ConfigError(
-            f"eval.sequences={config.eval.sequences}, but the held-out split has {len(data.held_out)}. "
+            f"eval.sequences={config.eval.sequences}, but the held-out split has {largest}. "
             f"Lower it, leave it out, or raise data.eval_fraction."
         )
     objective = _objective(config)
     identity = _identity(config, schedule, data, hf_config)
     check_source(config, identity, steps)
-    return Plan(stack, degrees, micro_batch_size, data, hf_config, objective, steps, schedule, identity)
+    return Plan(stack, degrees, micro_batch_size, data, rows, hf_config, objective, steps, schedule, identity)
 
 
 def steps_of(config: RunConfig, rows: int | None) -> int:
@@ -203,8 +219,8 @@ def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str
     lines = [
         f"{plan.stack} on {plan.degrees} ({mesh.device.type}): {plan.model_config.model_type} with "
         f"{size.parameters:,} parameters in {len(layout.blocks)} blocks",
-        f"{plan.data.documents:,} documents: {len(plan.data.train):,} sequences of {config.data.seq_len} tokens to "
-        f"train on, {len(plan.data.held_out):,} held out; {config.batch_size} a step, {plan.steps} steps",
+        f"{plan.data.documents:,} documents: {sum(map(len, plan.rows.training)):,} sequences of {config.data.seq_len} "
+        f"tokens to train on, {_listed(plan.rows.held_out)}; {config.batch_size} a step, {plan.steps} steps",
     ]
     estimate = plan.stack.estimate(plan.degrees, size)
     if estimate is not None:
@@ -214,6 +230,11 @@ def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str
             f"and activations (estimate)"
         )
     return "\n".join(lines)
+
+
+def _listed(held_out: Mapping[str, Rows]) -> str:
+    others = "".join(f", {len(rows):,} of {name}" for name, rows in held_out.items() if name != HELD_OUT)
+    return f"{len(held_out.get(HELD_OUT, ())):,} held out{others}"
 
 
 def _megabytes(count: int) -> str:

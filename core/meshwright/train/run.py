@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +13,13 @@ from rich.console import Console
 
 from ..checkpoint import Checkpointer, load_checkpoint
 from ..checkpoint.directory import set_aside
-from ..data import ORDER_VERSION, DataOrder, eval_microbatches, load_tokenizer, step_microbatches
+from ..data import ORDER_VERSION, Feed, Place, eval_microbatches, load_tokenizer
 from ..launch.rank import guarded, signs_of_life, started_by_launcher
 from ..mesh.mesh import Mesh
 from ..mesh.world import World, open_world
 from ..model.build import build_model
 from ..model.pretrained import PretrainedWeights
-from ..strategy.contract import StepResult, StrategyManager
+from ..strategy.contract import Batch, StepResult, StrategyManager
 from ..strategy.registry import get_registry
 from .fate import Fate, check_output, is_finished
 from .files import CHECKPOINTS, METRICS, SUMMARY
@@ -31,7 +31,7 @@ from .plan import Plan, headline, plan_run, processes
 from .report import Reporter, read_metrics
 from .resume import Source, early_stopping, find_source
 from .run_file import RunConfig, as_plain
-from .run_sections import HELD_OUT, KeepBestConfig
+from .run_sections import KeepBestConfig
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -152,7 +152,7 @@ def _fit(
     earlier: list[StepResult],
     console: Console,
 ) -> list[StepResult]:
-    mesh, data = manager.mesh, plan.data
+    mesh = manager.mesh
     optimizer = manager.build_optimizer(optimizer_factory(config.optimizer))
     scheduler = build_scheduler(plan.schedule, optimizer, plan.steps)
     origin, version = (0, 0), ORDER_VERSION
@@ -165,24 +165,28 @@ def _fit(
             changed = f", with other {', '.join(source.changed)}" if source.changed else ""
             told = f"going on from {source.directory}, after step {source.step}{changed}"
             console.print(told, highlight=False, soft_wrap=True)
-    order = DataOrder(len(data.train), config.batch_size, config.seed, version=version, origin=origin)
-    place = {
-        "data_rank": mesh.data_rank,
-        "data_size": mesh.data_size,
-        "micro_batch_size": plan.micro_batch_size,
-    }
+    place = _place(mesh, plan.micro_batch_size)
+    feed = Feed(
+        plan.rows.training,
+        place,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        weights=plan.rows.weights,
+        version=version,
+        origin=origin,
+    )
     named = None if source is None else source.named
     extra = {"identity": {**plan.identity, "order": version}, "run": as_plain(config), "named": named}
     loop = Loop(
         steps=plan.steps,
-        batches=lambda step: step_microbatches(data.train, order, step, **place),
+        batches=feed.microbatches,
         scheduler=scheduler,
         max_grad_norm=config.max_grad_norm,
         grad_norm_type=config.grad_norm_type,
-        held_out={HELD_OUT: eval_microbatches(data.held_out, count=config.eval.sequences, **place)},
+        held_out=_sets(plan, place, config.eval.sequences),
         eval_every=config.eval.every,
         early_stopping=early_stopping(config),
-        extra=lambda step: {**extra, "position": order.position(step)},
+        extra=lambda step: {**extra, "position": feed.position(step)},
         seed=config.seed,
         objective=plan.objective,
     )
@@ -195,6 +199,21 @@ def _fit(
         reporter = Reporter(metrics, log_every=config.log_every, console=console, earlier=earlier)
         with reporter, get_registry().observing(reporter):
             return earlier + fit(manager, loop)
+
+
+def _place(mesh: Mesh, micro_batch_size: int) -> Place:
+    """This rank's part of each global batch, in lengths that any of the axes can divide."""
+    degrees = mesh.degrees
+    multiple = (2 * degrees.cp if degrees.cp > 1 else 1) * degrees.tp
+    return Place(mesh.data_rank, mesh.data_size, micro_batch_size, multiple=multiple, one_shape=degrees.pp > 1)
+
+
+def _sets(plan: Plan, place: Place, count: int | None) -> dict[str, Sequence[Batch]]:
+    """The microbatches of each set to evaluate on: of `count` rows, or of all where it has less."""
+    return {
+        name: eval_microbatches(rows, place, count=None if count is None else min(count, len(rows)))
+        for name, rows in plan.rows.held_out.items()
+    }
 
 
 @contextmanager

@@ -7,21 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data import PreparedData
+from ..data import Rows
+from ..strategy.contract import IGNORED_LABEL
 from .run_sections import SampleConfig
 
 _BEGINNING = 16
-"""At most so many tokens of a held-out document are the beginning that is to be continued."""
+"""So many tokens of a document are its beginning."""
 
 
-def generate_sample(model: Any, tokenizer: Any, config: SampleConfig, data: PreparedData, *, seed: int) -> str:
+def generate_sample(model: Any, tokenizer: Any, config: SampleConfig, rows: Rows, *, seed: int) -> str:
     """The prompt and its continuation; at temperature 0 the likeliest one.
 
     Args:
-        data: of which a held-out document gives the prompt, where `config` has none.
+        rows: that are held out; the first begins with the prompt, where `config` has none.
     """
     torch.manual_seed(seed)
-    prompt = _ids(tokenizer, config.prompt) if config.prompt is not None else beginning(data)
+    prompt = _ids(tokenizer, config.prompt) if config.prompt is not None else beginning(rows)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     room = positions - prompt.shape[1] if positions else config.max_new_tokens
     if room < 1:
@@ -42,6 +43,11 @@ def _ids(tokenizer: Any, text: str) -> Tensor:
     return ids
 
 
-def beginning(data: PreparedData) -> Tensor:
-    """The first tokens of a held-out document: int64, (1, T)."""
-    return data.held_out.take([0])[:, :_BEGINNING]
+def beginning(rows: Rows) -> Tensor:
+    """The first tokens of a document, or those before the first answer of a conversation: int64, (1, T)."""
+    row = rows.take([0])
+    (labelled,) = torch.nonzero(row["labels"][0] != IGNORED_LABEL, as_tuple=True)
+    # The first token of a document may be masked by itself.
+    before = int(labelled[0]) if len(labelled) else 0
+    count: int = before if before > 1 else _BEGINNING
+    return row["input_ids"][:, :count]
