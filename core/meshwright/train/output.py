@@ -134,8 +134,7 @@ def finish(config: RunConfig, plan: Plan, results: list[StepResult], console: Co
         model = transformers.AutoModelForCausalLM.from_pretrained(
             directory / MODEL, local_files_only=True, trust_remote_code=False
         )
-        rows = plan.rows.held_out.get(HELD_OUT) or next(iter(plan.rows.held_out.values()))
-        text = generate_sample(model.eval(), tokenizer, config.sample, rows, seed=config.seed)
+        text = generate_sample(model.eval(), tokenizer, config.sample, plan.rows.evaluated, seed=config.seed)
         console.print("\n[bold]sample[/bold]")
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     _say(

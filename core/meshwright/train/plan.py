@@ -21,6 +21,7 @@ from ..base.errors import ConfigError
 from ..checkpoint import read_manifest
 from ..checkpoint.directory import HUGGING_FACE
 from ..data import (
+    DataConfig,
     PreparedData,
     Rows,
     RunRows,
@@ -42,7 +43,7 @@ from ..strategy.contract import Objective
 from ..strategy.registry import get_registry
 from ..strategy.stack import Stack, resolve
 from .fate import check_output, check_restarts
-from .model_trial import check_memory, memory_of_node, try_model
+from .model_trial import can_be_tried, check_memory, memory_of_node, try_model, try_rows
 from .optim import try_optimization
 from .resume import check_source
 from .run_file import RunConfig, ScheduleConfig
@@ -63,6 +64,8 @@ class Plan:
     steps: int
     schedule: ScheduleConfig
     """With its warm-up in steps."""
+    rows_tried: bool
+    """Whether the model is known to keep documents of a row apart, and padding; if not, it is tried as it runs."""
     identity: dict[str, Any]
     """What must be the same for a run to go on as if it had not been interrupted; values of JSON."""
 
@@ -88,16 +91,20 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
     if config.steps is not None:
         try_optimization(config.optimizer, config.schedule.over(config.steps), config.steps, device=device)
     data, hf_config = data_and_model_config(config)
-    rows = lay_out(data, config.data)
+    seq_len, dtype = config.data.seq_len, dtype_of(config.model)
+    size = try_model(hf_config, dtype, seq_len=seq_len, device=device, degrees=degrees)
+    check_memory(stack, degrees, size, memory_of_node())
+    kind, masks = config.data.packing_kind(), masks_padding(hf_config)
+    tried = kind == "stream" or can_be_tried(size, seq_len=seq_len, device=device, degrees=degrees)
+    if tried:
+        try_rows(hf_config, dtype, kind, seq_len=seq_len, masks=masks)
+    rows = lay_out(data, config.data, masks=masks)
     check_groups(rows.training[0].group, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
-    steps = config.steps or steps_of(config, sum(map(len, rows.training)))
+    steps = config.steps or steps_of(config, rows_in(data, rows))
     schedule = config.schedule.over(steps)
     if config.steps is None:
         check_output(config, steps)
         try_optimization(config.optimizer, schedule, steps, device=device)
-    seq_len, dtype = config.data.seq_len, dtype_of(config.model)
-    size = try_model(hf_config, dtype, seq_len=seq_len, device=device, degrees=degrees)
-    check_memory(stack, degrees, size, memory_of_node())
     largest = max(map(len, rows.held_out.values()), default=0)
     if config.eval.sequences is not None and config.eval.sequences > largest:
         raise ConfigError(
@@ -107,7 +114,7 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
     objective = _objective(config)
     identity = _identity(config, schedule, data, hf_config)
     check_source(config, identity, steps)
-    return Plan(stack, degrees, micro_batch_size, data, rows, hf_config, objective, steps, schedule, identity)
+    return Plan(stack, degrees, micro_batch_size, data, rows, hf_config, objective, steps, schedule, tried, identity)
 
 
 def steps_of(config: RunConfig, rows: int | None) -> int:
@@ -128,6 +135,16 @@ def steps_of(config: RunConfig, rows: int | None) -> int:
             f"epochs={config.epochs}. Lower it, or set schedule.warmup_ratio."
         )
     return steps
+
+
+def rows_in(data: PreparedData, rows: RunRows) -> int | None:
+    """Rows of an epoch; None where a source is read while training."""
+    return sum(map(len, rows.training)) if len(rows.training) == len(data.sources) else None
+
+
+def masks_padding(hf_config: Any) -> bool:
+    """Whether padding is to be masked: it would count in the statistics of routers otherwise."""
+    return bool(getattr(hf_config.get_text_config(), "output_router_logits", False))
 
 
 def data_and_model_config(config: RunConfig) -> tuple[PreparedData, Any]:
@@ -200,7 +217,7 @@ def _identity(config: RunConfig, schedule: ScheduleConfig, data: PreparedData, h
         model.pop(key, None)
     identity = {
         "model": {**model, "dtype": config.model.get("dtype", "float32")},
-        "data": {"fingerprint": data.fingerprint, "seq_len": config.data.seq_len},
+        "data": {"fingerprint": data.fingerprint, "seq_len": config.data.seq_len, **_layout(config.data)},
         "seed": config.seed,
         "batch_size": config.batch_size,
         "optimizer": config.optimizer.model_dump(),
@@ -211,6 +228,17 @@ def _identity(config: RunConfig, schedule: ScheduleConfig, data: PreparedData, h
     }
     plain: dict[str, Any] = json.loads(json.dumps(identity, default=str))
     return plain
+
+
+def _layout(config: DataConfig) -> dict[str, Any]:
+    """What else the rows and their order follow from; nothing where they are a stream of one source."""
+    kind = config.packing_kind()
+    weights = [source.weight for source in config.training_sources()]
+    return {
+        name: value
+        for name, value, plain in (("packing", kind, "stream"), ("weights", weights, [None] * len(weights)))
+        if value != plain
+    }
 
 
 def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str:

@@ -17,17 +17,18 @@ from ..data import ORDER_VERSION, Feed, Place, eval_microbatches, load_tokenizer
 from ..launch.rank import guarded, signs_of_life, started_by_launcher
 from ..mesh.mesh import Mesh
 from ..mesh.world import World, open_world
-from ..model.build import build_model
+from ..model.build import build_model, dtype_of
 from ..model.pretrained import PretrainedWeights
 from ..strategy.contract import Batch, StepResult, StrategyManager
 from ..strategy.registry import get_registry
+from .apart import check_kept_apart
 from .fate import Fate, check_output, is_finished
 from .files import CHECKPOINTS, METRICS, SUMMARY
 from .from_pretrained import check_same_weights, tell
 from .loop import Loop, fit
 from .optim import build_scheduler, optimizer_factory, set_schedule
 from .output import export, finish, locked, prepare_output
-from .plan import Plan, headline, plan_run, processes
+from .plan import Plan, headline, masks_padding, plan_run, processes
 from .report import Reporter, read_metrics
 from .resume import Source, early_stopping, find_source
 from .run_file import RunConfig, as_plain
@@ -166,6 +167,8 @@ def _fit(
             told = f"going on from {source.directory}, after step {source.step}{changed}"
             console.print(told, highlight=False, soft_wrap=True)
     place = _place(mesh, plan.micro_batch_size)
+    if not plan.rows_tried:
+        _try_rows(manager, config, plan, place)
     feed = Feed(
         plan.rows.training,
         place,
@@ -214,6 +217,26 @@ def _sets(plan: Plan, place: Place, count: int | None) -> dict[str, Sequence[Bat
         name: eval_microbatches(rows, place, count=None if count is None else min(count, len(rows)))
         for name, rows in plan.rows.held_out.items()
     }
+
+
+def _try_rows(manager: StrategyManager, config: RunConfig, plan: Plan, place: Place) -> None:
+    """Refuse a model in which what shares a row changes what it must not, on all ranks. Collective."""
+
+    def statistics(batches: list[Batch]) -> list[torch.Tensor]:
+        return [found["log_probs"] for found in manager.token_stats(batches, ["log_probs"])]
+
+    check_kept_apart(
+        plan.model_config,
+        config.data.packing_kind(),
+        statistics,
+        dtype=dtype_of(config.model),
+        seq_len=config.data.seq_len,
+        vocab_size=plan.data.vocab_size,
+        multiple=place.multiple,
+        rows=place.micro_batch_size,
+        microbatches=config.batch_size // (place.data_size * place.micro_batch_size),
+        masks=masks_padding(plan.model_config),
+    )
 
 
 @contextmanager
