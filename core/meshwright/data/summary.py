@@ -18,6 +18,7 @@ from .layout import FILL
 from .prepare import PreparedData
 from .rows import Rows
 from .run_rows import RunRows
+from .stream import Stream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,11 +75,10 @@ class ShownRow:
 
 def summarize(data: PreparedData, rows: RunRows, kind: Packing) -> list[SourceSummary]:
     """Each source that is not read while training."""
-    sources = [source for source in data.sources if source.train is not None]
     found = []
-    for source, own in zip(sources, rows.training, strict=True):
+    for source, own in zip(data.sources, rows.training, strict=True):
         documents, counts = source.train, source.counts
-        if documents is not None and counts is not None:
+        if not isinstance(own, Stream) and documents is not None and counts is not None:
             lengths = documents.lengths()
             fill = _fill(own, int(lengths.sum()), kind)
             learnt = _learnt(documents) / max(len(documents.tokens), 1)

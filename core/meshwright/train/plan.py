@@ -7,7 +7,10 @@ files are cached.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from ..checkpoint.directory import HUGGING_FACE
 from ..data import (
     DataConfig,
     PreparedData,
+    Rows,
     RunRows,
     Stream,
     check_batch_size,
@@ -43,7 +47,8 @@ from .fate import check_output, check_restarts
 from .model_trial import can_be_tried, check_memory, memory_of_node, try_model, try_rows
 from .optim import try_optimization
 from .resume import check_source
-from .run_file import RunConfig
+from .run_file import RunConfig, ScheduleConfig
+from .run_sections import HELD_OUT
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,9 @@ class Plan:
     rows: RunRows
     model_config: Any
     objective: Objective | None
+    steps: int
+    schedule: ScheduleConfig
+    """With its warm-up in steps."""
     rows_tried: bool
     """Whether the model is known to keep documents of a row apart, and padding; if not, it is tried as it runs."""
     identity: dict[str, Any]
@@ -79,10 +87,12 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
     micro_batch_size = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
     check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=micro_batch_size)
     check_restarts(config)
-    check_output(config)
-    try_optimization(config.optimizer, config.schedule, config.steps, device=find_device(config.device))
+    check_output(config, config.steps)
+    device = find_device(config.device)
+    if config.steps is not None:
+        try_optimization(config.optimizer, config.schedule.over(config.steps), config.steps, device=device)
     data, hf_config = data_and_model_config(config)
-    seq_len, dtype, device = config.data.seq_len, dtype_of(config.model), find_device(config.device)
+    seq_len, dtype = config.data.seq_len, dtype_of(config.model)
     size = try_model(hf_config, dtype, seq_len=seq_len, device=device, degrees=degrees)
     check_memory(stack, degrees, size, memory_of_node())
     kind, masks = config.data.packing_kind(), masks_padding(hf_config)
@@ -91,16 +101,47 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
         try_rows(hf_config, dtype, kind, seq_len=seq_len, masks=masks)
     rows = lay_out(data, config.data, masks=masks)
     check_groups(rows.training[0].group, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
-    held_out = len(rows.evaluated)
-    if config.eval.sequences is not None and config.eval.sequences > held_out:
+    steps = config.steps or steps_of(config, rows_in(rows))
+    schedule = config.schedule.over(steps)
+    if config.steps is None:
+        check_output(config, steps)
+        try_optimization(config.optimizer, schedule, steps, device=device)
+    largest = max(map(len, rows.held_out.values()), default=0)
+    if config.eval.sequences is not None and config.eval.sequences > largest:
         raise ConfigError(
-            f"eval.sequences={config.eval.sequences}, but the held-out split has {held_out}. "
+            f"eval.sequences={config.eval.sequences}, but the held-out split has {largest}. "
             f"Lower it, leave it out, or raise data.eval_fraction."
         )
     objective = _objective(config)
-    identity = _identity(config, data, hf_config)
-    check_source(config, identity)
-    return Plan(stack, degrees, micro_batch_size, data, rows, hf_config, objective, tried, identity)
+    identity = _identity(config, schedule, data, hf_config)
+    check_source(config, identity, steps)
+    return Plan(stack, degrees, micro_batch_size, data, rows, hf_config, objective, steps, schedule, tried, identity)
+
+
+def steps_of(config: RunConfig, rows: int | None) -> int:
+    """Optimizer steps of a run that is told in epochs.
+
+    Args:
+        rows: of an epoch; None: unknown.
+
+    Raises:
+        ConfigError: it is unknown, or the schedule's warm-up is longer.
+    """
+    if rows is None:
+        raise ConfigError(f"epochs={config.epochs}, but how many rows the data have is not known. Set steps.")
+    steps = max(1, math.ceil(Fraction(str(config.epochs)) * rows / config.batch_size))
+    if config.schedule.warmup_steps > steps:
+        raise ConfigError(
+            f"schedule.warmup_steps={config.schedule.warmup_steps} is more than the {steps} steps of "
+            f"epochs={config.epochs}. Lower it, or set schedule.warmup_ratio."
+        )
+    return steps
+
+
+def rows_in(rows: RunRows) -> int | None:
+    """Rows of an epoch; None where a source is read while training."""
+    counts = [len(each) for each in rows.training if not isinstance(each, Stream)]
+    return sum(counts) if len(counts) == len(rows.training) else None
 
 
 def masks_padding(hf_config: Any) -> bool:
@@ -172,7 +213,7 @@ def _model_directory(config: RunConfig) -> Path | None:
     return Path(config.model["path"]).expanduser() if "path" in config.model else None
 
 
-def _identity(config: RunConfig, data: PreparedData, hf_config: Any) -> dict[str, Any]:
+def _identity(config: RunConfig, schedule: ScheduleConfig, data: PreparedData, hf_config: Any) -> dict[str, Any]:
     model = hf_config.to_dict()
     for key in ("transformers_version", "architectures", "_name_or_path"):
         model.pop(key, None)
@@ -187,7 +228,7 @@ def _identity(config: RunConfig, data: PreparedData, hf_config: Any) -> dict[str
         "seed": config.seed,
         "batch_size": config.batch_size,
         "optimizer": config.optimizer.model_dump(),
-        "schedule": config.schedule.model_dump(),
+        "schedule": schedule.model_dump(exclude={"warmup_ratio"}),
         "max_grad_norm": config.max_grad_norm,
         "grad_norm_type": config.grad_norm_type,
         "objective": config.objective,
@@ -221,7 +262,7 @@ def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str
         f"{plan.stack} on {plan.degrees} ({mesh.device.type}): {plan.model_config.model_type} with "
         f"{size.parameters:,} parameters in {len(layout.blocks)} blocks",
         f"{plan.data.documents:,} documents: {_told(plan.rows)} sequences of {config.data.seq_len} tokens to train on, "
-        f"{len(plan.rows.evaluated):,} held out; {config.batch_size} a step",
+        f"{_listed(plan.rows.held_out)}; {config.batch_size} a step, {plan.steps} steps",
     ]
     estimate = plan.stack.estimate(plan.degrees, size)
     if estimate is not None:
@@ -239,6 +280,11 @@ def _told(rows: RunRows) -> str:
     streams = len(rows.training) - len(counts)
     found = [f"{sum(counts):,}"] if counts else []
     return " and ".join(found + ([f"those of {streams} sources, read while training, as"] if streams else []))
+
+
+def _listed(held_out: Mapping[str, Rows]) -> str:
+    others = "".join(f", {len(rows):,} of {name}" for name, rows in held_out.items() if name != HELD_OUT)
+    return f"{len(held_out.get(HELD_OUT, ())):,} held out{others}"
 
 
 def _megabytes(count: int) -> str:
