@@ -62,7 +62,10 @@ if TYPE_CHECKING:
     from .train.loop import Loop as Loop
     from .train.loop import fit as fit
     from .train.optim import optimizer_factory as optimizer_factory
-    from .train.run_file import OptimizerConfig as OptimizerConfig
+    from .train.optimizer_config import EMAConfig as EMAConfig
+    from .train.optimizer_config import OptimizerConfig as OptimizerConfig
+    from .train.optimizer_config import OptimizerGroup as OptimizerGroup
+    from .train.optimizers import Optimizers as Optimizers
     from .train.run_file import RunConfig as RunConfig
     from .train.run_file import load_run as load_run
 
@@ -118,7 +121,10 @@ _MODULE_OF = {
     "StepResult": "strategy.contract",
     "fit": "train.loop",
     "optimizer_factory": "train.optim",
-    "OptimizerConfig": "train.run_file",
+    "EMAConfig": "train.optimizer_config",
+    "OptimizerConfig": "train.optimizer_config",
+    "OptimizerGroup": "train.optimizer_config",
+    "Optimizers": "train.optimizers",
     "RunConfig": "train.run_file",
     "load_run": "train.run_file",
 }

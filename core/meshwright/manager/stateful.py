@@ -9,11 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from pydantic import BaseModel
 from torch import nn
 from torch.optim import Optimizer
 
 from ..mesh.mesh import Mesh
+from ..model.layout import ModelLayout
 from ..step.axis import Axis
 from ..strategy.contract import OptimizerFactory, StrategyManager
 from ..tensors.pieces import Sharded
@@ -32,6 +34,7 @@ from ..tensors.state import (
     sharded_model,
     sharded_optimizer,
 )
+from ..train.optimizer_groups import Trained, for_model, what_is_trained
 from .call_order import require_model, require_optimizer
 from .optimizer_trial import call_factory, check_optimizer
 
@@ -41,6 +44,7 @@ class StatefulManager(StrategyManager):
 
     Attributes:
         model: the Hugging Face model, unwrapped; its parameters may have been sharded in place.
+        layout: the model's structure as it was before sharding.
         parameter_names: fully qualified names of what the optimizer trains, as it is after sharding.
         axes: along which ranks share microbatches or the model, beside those of data; a strategy adds them when it
             shards, in the order in which they divide a microbatch.
@@ -48,6 +52,7 @@ class StatefulManager(StrategyManager):
     """
 
     model: nn.Module
+    layout: ModelLayout
     parameter_names: Mapping[nn.Parameter, str]
     axes: list[Axis]
     parts: Parts = DTENSORS
@@ -84,7 +89,8 @@ class StatefulManager(StrategyManager):
         self._require_model()
         named = self.named_trainable()
         self.parameter_names = {parameter: name for name, parameter in named}
-        optimizer = self.mesh.world.together(lambda: call_factory(factory, named))
+        trained = self.what_is_trained()
+        optimizer = self.mesh.world.together(lambda: call_factory(for_model(factory, trained), named))
         check_optimizer(optimizer, self.parts, self.mesh.world)
         self._optimizer = optimizer
         optimizer.register_step_pre_hook(lambda *_: self.settle())
@@ -94,6 +100,14 @@ class StatefulManager(StrategyManager):
         """What the optimizer trains, by name, as `parts` knows it; for strategies to replace that train parts of their
         own."""
         return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+
+    def what_is_trained(self) -> dict[str, Trained]:
+        """What is known of the parameters that the optimizer trains, by name."""
+
+        def shape(parameter: nn.Parameter) -> torch.Size:
+            return self.parts.shape(parameter, parameter)
+
+        return what_is_trained(self.model, self.layout, self.named_trainable(), shape)
 
     def settle(self) -> None:
         """Called before the optimizer steps."""

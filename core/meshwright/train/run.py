@@ -26,12 +26,13 @@ from .fate import Fate, check_output, is_finished
 from .files import CHECKPOINTS, METRICS, SUMMARY
 from .from_pretrained import check_same_weights, tell
 from .loop import Loop, fit
-from .optim import build_scheduler, optimizer_factory, set_schedule
+from .optim import optimizer_factory
 from .output import export, finish, locked, prepare_output
 from .plan import Plan, headline, plan_run, processes
 from .report import Reporter, read_metrics
 from .resume import Source, find_source
 from .run_file import RunConfig, as_plain
+from .schedules import build_scheduler, set_schedule
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -16,24 +16,12 @@ from ..files.paths import PathText, check_path
 from ..mesh.sizes import MeshSizes, Size
 from ..objectives.registry import check_objective, list_objectives
 from ..strategy.registry import Registry, get_registry
+from .optimizer_config import EMAConfig as EMAConfig
+from .optimizer_config import FinitePositive
+from .optimizer_config import OptimizerConfig as OptimizerConfig
+from .optimizer_config import OptimizerGroup as OptimizerGroup
 
 PositiveFloat = Annotated[float, Field(gt=0)]
-FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class OptimizerConfig(FrozenModel):
-    """Any optimizer of torch.optim."""
-
-    name: str = Field("AdamW", description="Class name in torch.optim.")
-    lr: FinitePositive = Field(1e-3, description="Peak learning rate.")
-    weight_decay: float = Field(
-        0.0, ge=0, allow_inf_nan=False, description="Decay of the parameters that no_decay does not match."
-    )
-    no_decay: list[str] = Field(
-        ["*bias", "*norm*", "*ln_*"],
-        description="Shell patterns of parameter names that are not decayed.",
-    )
-    options: dict[str, Any] = Field({}, description="Further arguments of the optimizer, such as betas or momentum.")
 
 
 class ScheduleConfig(FrozenModel):
@@ -78,6 +66,7 @@ Allowed = Literal[
     "optimizer.weight_decay",
     "optimizer.no_decay",
     "schedule",
+    "ema",
     "max_grad_norm",
     "grad_norm_type",
     "objective",
@@ -141,6 +130,7 @@ class RunConfig(MeshSizes):
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    ema: EMAConfig | None = Field(None, description="Average the weights; null: no average.")
     objective: str | dict[str, Any] | None = Field(
         None,
         description="What is minimized, on the held-out split too: the name of an objective, or of one of your own its "

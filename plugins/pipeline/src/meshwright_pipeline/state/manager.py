@@ -19,6 +19,7 @@ from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.strategy.contract import OptimizerFactory, StrategyManager
 from meshwright.tensors.pieces import Sharded
 from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
+from meshwright.train.optimizer_groups import Trained, for_model
 
 from .optimizer import NoStages, StageOptimizers
 from .parameter_names import Names
@@ -53,16 +54,21 @@ class StatefulStages(StrategyManager):
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
         canonical = self._names.canonical
+        trained = [manager for manager in self._managers.values() if any(True for _ in manager.trainable())]
+        mine = {canonical[name]: each for manager in trained for name, each in manager.what_is_trained().items()}
+        known: list[dict[str, Trained]] = [{}] * self.mesh.degrees.pp
+        dist.all_gather_object(known, mine, group=self.mesh.group("pp"))
+        whole = {name: each for stages in known for name, each in stages.items()}
+        made = self.mesh.world.together(lambda: for_model(factory, whole))
 
         def named(given: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
             # The factory sees the names of the unwrapped model, so copies of one parameter get the same options.
-            return factory([(canonical[name], parameter) for name, parameter in given])
+            return made([(canonical[name], parameter) for name, parameter in given])
 
-        trained = [manager for manager in self._managers.values() if any(True for _ in manager.trainable())]
         self.mesh.world.together(lambda: [manager.build_optimizer(named) for manager in trained])
         rates: list[Any] = [None] * self.mesh.degrees.pp
-        mine = trained[0].optimizer.param_groups[0]["lr"] if trained else None
-        dist.all_gather_object(rates, mine, group=self.mesh.group("pp"))
+        first = trained[0].optimizer.param_groups[0]["lr"] if trained else None
+        dist.all_gather_object(rates, first, group=self.mesh.group("pp"))
         rate = next((each for each in rates if each is not None), 0.0)
         self._optimizer = StageOptimizers(trained) if trained else NoStages(rate)
         self._optimizer.register_step_pre_hook(lambda *_: self._settle())
