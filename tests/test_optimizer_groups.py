@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from contextlib import closing
@@ -118,7 +119,7 @@ def test_matrices_of_a_model_that_trains_none_are_an_error() -> None:
         ({"groups": [{"match": []}]}, "match must have a pattern"),
         ({"groups": [{"matrices": True, "lr": 0.0}]}, "greater than 0"),
         ({"groups": [{"matrices": True, "name": "nowhere.Lion"}]}, "'nowhere.Lion' is not imported: .* allow-list"),
-        ({"name": "nowhere.Lion"}, "'nowhere.Lion' is not imported: .* allow_imports"),
+        ({"name": "nowhere.Lion"}, "'nowhere.Lion' is not imported: .*allow_imports"),
     ],
 )
 def test_a_group_that_means_nothing_is_an_error_of_the_run_file(config: dict[str, Any], text: str) -> None:
@@ -184,7 +185,7 @@ def test_each_group_has_its_own_settings_and_what_it_leaves_out_from_the_top_lev
             group["lr"],
             group["weight_decay"],
             group.get("momentum"),
-            group.get("betas"),
+            tuple(group.get("betas", ())),
             group.get("eps"),
         )
         for group in optimizer.param_groups
@@ -192,10 +193,10 @@ def test_each_group_has_its_own_settings_and_what_it_leaves_out_from_the_top_lev
     matrices = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     norms = {"input_layernorm", "post_attention_layernorm", "norm"}
     assert found == [
-        (matrices, 0.02, 0.1, 0.9, None, 1e-7),
-        ({"embed_tokens"}, 5e-3, 0.3, None, [0.8, 0.9], 1e-6),
-        ({"lm_head"}, 1e-2, 0.1, None, [0.8, 0.9], 1e-8),
-        (norms, 1e-2, 0.0, None, [0.8, 0.9], 1e-8),
+        (matrices, 0.02, 0.1, 0.9, (), 1e-7),
+        ({"embed_tokens"}, 5e-3, 0.3, None, (0.8, 0.9), 1e-6),
+        ({"lm_head"}, 1e-2, 0.1, None, (0.8, 0.9), 1e-8),
+        (norms, 1e-2, 0.0, None, (0.8, 0.9), 1e-8),
     ]
 
 
@@ -361,12 +362,13 @@ def test_in_one_process_they_are_two_optimizers_of_plain_torch() -> None:
 
 
 def test_muon_as_torch_has_it_differs_between_layouts_by_what_it_rounds_alone() -> None:
-    (alone,) = pool(1).run(train_case, "single", {}, {}, CASE)
+    case = replace(CASE, steps=1, schedule=None)
+    (alone,) = pool(1).run(train_case, "single", {}, {}, case)
     start = dict(case_model("llama", tied=False, seed=0, dtype=torch.float64, layers=None).named_parameters())
-    for outcome in pool(2).run(train_case, "fsdp2", {}, {}, CASE):
+    for outcome in pool(2).run(train_case, "fsdp2", {}, {}, case):
         for name, weight in alone.weights.items():
-            moved = (weight - start[name].detach()).abs().max()
-            assert float((outcome.weights[name] - weight).abs().max()) <= 0.05 * float(moved)
+            allowed = 0.01 * (weight - start[name].detach()).norm() if "_proj" in name else TOLERANCE
+            assert (outcome.weights[name] - weight).norm() <= allowed
 
 
 # -- refused
@@ -478,7 +480,7 @@ def test_several_as_one_keep_the_state_of_each_and_load_it_again() -> None:
     stepped(first, parameters)
     assert [set(first.state[p]) for p in parameters] == [{"step", "exp_avg", "exp_avg_sq"}] * 2 + [{"momentum_buffer"}]
     assert len(first.state) == len(list(first.state)) == 3
-    saved = first.state_dict()
+    saved = copy.deepcopy(first.state_dict())
     second, others = two()
     for own, other in zip(parameters, others, strict=True):
         other.data.copy_(own.data)

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .strategy.spec import StrategySpec as StrategySpec
     from .strategy.stack import Stack as Stack
     from .strategy.stack import resolve as resolve
+    from .train.ema import EMA as EMA
     from .train.from_pretrained import from_config as from_config
     from .train.from_pretrained import from_pretrained as from_pretrained
     from .train.loop import Loop as Loop
@@ -115,6 +116,7 @@ _MODULE_OF = {
     "list_strategies": "strategy.registry",
     "Stack": "strategy.stack",
     "resolve": "strategy.stack",
+    "EMA": "train.ema",
     "from_config": "train.from_pretrained",
     "from_pretrained": "train.from_pretrained",
     "Loop": "train.loop",

@@ -21,7 +21,6 @@ from ..mesh.world import new_group
 from ..strategy.contract import StrategyManager
 from ..tensors.ownership import Rectangle
 from ..tensors.pieces import Sharded
-from ..tensors.state import ShardedState
 from .agreement import Agreement
 from .directory import HUGGING_FACE, begin, commit, discard
 from .index import INDEX, payload_name
@@ -62,7 +61,7 @@ class Saving:
             note_rates(scheduler)
         state = manager.sharded_state()
         if not with_optimizer:
-            state = ShardedState(state.model)
+            state = replace(state, optimizer=None)
         tensors = {**flat(state), f"{RANDOM}{dist.get_rank()}": random_state()}
         share = (agreement or Agreement()).share(tensors, state.optimizer, group)
         self._index = share.index_json

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from pydantic import BaseModel
 from torch import nn
 from torch.optim import Optimizer
 
+from ..base.errors import StrategyError
 from ..mesh.mesh import Mesh
 from ..model.layout import ModelLayout
 from ..step.axis import Axis
 from ..strategy.contract import OptimizerFactory, StrategyManager
+from ..tensors.averages import Averages
 from ..tensors.pieces import Sharded
 from ..tensors.state import (
     DTENSORS,
@@ -49,6 +52,7 @@ class StatefulManager(StrategyManager):
         axes: along which ranks share microbatches or the model, beside those of data; a strategy adds them when it
             shards, in the order in which they divide a microbatch.
         parts: how parameters and optimizer state are divided over ranks, for strategies that use no DTensors.
+        averages: what `keep_averages` has begun.
     """
 
     model: nn.Module
@@ -56,6 +60,7 @@ class StatefulManager(StrategyManager):
     parameter_names: Mapping[nn.Parameter, str]
     axes: list[Axis]
     parts: Parts = DTENSORS
+    averages: Averages | None = None
 
     def __init__(self, config: BaseModel, mesh: Mesh) -> None:
         self.config = config
@@ -126,6 +131,37 @@ class StatefulManager(StrategyManager):
     def optimizer(self) -> Optimizer:
         return require_optimizer(self._optimizer)
 
+    # -- averages of what is trained
+
+    def keep_averages(self) -> Sequence[Averages]:
+        """See `meshwright.train.ema.Averaging`.
+
+        Raises:
+            StrategyError: there is no optimizer, or there are averages already.
+        """
+        require_optimizer(self._optimizer)
+        if self.averages is not None:
+            raise StrategyError("this manager keeps an average of its weights already. Use that one.")
+        self.averages = Averages(self.parameter_names, self.parts)
+        return [self.averages]
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The averages in the place of the weights; as after loading them. Collective.
+
+        Raises:
+            StrategyError: none are kept.
+        """
+        if self.averages is None:
+            raise StrategyError("this manager keeps no average of its weights. Make one first (mw.EMA).")
+        with self.loading(None):
+            exchanged = self.averages.exchange()
+        try:
+            yield
+        finally:
+            with self.loading(None):
+                exchanged.undo()
+
     # -- state
 
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:
@@ -152,7 +188,10 @@ class StatefulManager(StrategyManager):
     def sharded_state(self) -> ShardedState:
         self._require_model()
         optimizer = self._optimizer and sharded_optimizer(self._optimizer, self.parameter_names, self.parts)
-        return ShardedState(sharded_model(self.model, self.parts), optimizer)
+        return ShardedState(sharded_model(self.model, self.parts), optimizer, self._sharded_averages())
+
+    def _sharded_averages(self) -> dict[str, Sharded]:
+        return self.averages.sharded() if self.averages is not None else {}
 
     def parameter_pieces(self) -> dict[str, Sharded | None]:
         self._require_model()
@@ -161,12 +200,12 @@ class StatefulManager(StrategyManager):
     @contextmanager
     def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
         self._require_model()
-        model = sharded_model(self.model, self.parts)
+        state = ShardedState(sharded_model(self.model, self.parts), averages=self._sharded_averages())
         if optimizer is None:
-            yield ShardedState(model)
+            yield state
         else:
             with loading_optimizer(self.optimizer, self.parameter_names, optimizer, self.parts) as target:
-                yield ShardedState(model, target)
+                yield replace(state, optimizer=target)
         self.after_loading()
 
     def after_loading(self) -> None:

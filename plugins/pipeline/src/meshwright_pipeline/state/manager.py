@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from meshwright.manager.call_order import require_optimizer
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.strategy.contract import OptimizerFactory, StrategyManager
+from meshwright.tensors.averages import Averages
 from meshwright.tensors.pieces import Sharded
 from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
 from meshwright.train.optimizer_groups import Trained, for_model
@@ -81,6 +83,22 @@ class StatefulStages(StrategyManager):
     def optimizer_step(self) -> None:
         self.optimizer.step()
 
+    # -- averages of what is trained
+
+    def keep_averages(self) -> Sequence[Averages]:
+        """See `meshwright.train.ema.Averaging`: one for each stage of this rank that trains."""
+        return [each for manager in self._trained() for each in manager.keep_averages()]
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        with ExitStack() as contexts:
+            for manager in self._trained():
+                contexts.enter_context(manager.averaged())
+            yield
+
+    def _trained(self) -> list[DataParallelManager]:
+        return [manager for manager in self._managers.values() if manager.has_optimizer]
+
     # -- whole parameters, and state
 
     @contextmanager
@@ -105,7 +123,7 @@ class StatefulStages(StrategyManager):
 
     def sharded_state(self) -> ShardedState:
         state = stages_state(self._managers, self._names)
-        return ShardedState(state.model, OptimizerState()) if isinstance(self._optimizer, NoStages) else state
+        return replace(state, optimizer=OptimizerState()) if isinstance(self._optimizer, NoStages) else state
 
     def parameter_pieces(self) -> dict[str, Sharded | None]:
         return stages_parameters(self._managers, self._names)
