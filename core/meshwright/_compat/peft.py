@@ -1,0 +1,167 @@
+"""Names of peft: how it wraps a model's modules, which is told nowhere. peft is imported within functions alone.
+
+A model of peft has the base model within it, under `PREFIX`; each module that is adapted is replaced by a wrapper,
+which holds the original as `base_layer` (tuners) or `original_module` (modules to save) beside what is trained.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base.errors import ModelError
+
+PREFIX = "base_model.model."
+_ORIGINALS = ("base_layer", "original_module")
+_FILE = "adapter_model.safetensors"
+
+
+def require_peft() -> Any:
+    """The package.
+
+    Raises:
+        ModelError: it is not installed.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ModelError(
+            f"adapters need the package peft, which cannot be imported ({error}). Install it: pip install -e '.[peft]'"
+        ) from error
+    return peft
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether a model is one of peft's, whose base model is under `PREFIX`."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel) and hasattr(model.base_model, "model")
+
+
+def base_name(name: str) -> str:
+    """The name in the base model of a parameter or module of an adapted one; of a wrapper, that of what it wraps.
+
+    For what is not the base's (the matrices of an adapter) this is no name of the base model.
+    """
+    parts = name.removeprefix(PREFIX).split(".")
+    return ".".join(part for part in parts if part not in _ORIGINALS)
+
+
+def saved_copies(model: nn.Module) -> dict[str, str]:
+    """Parameters and buffers of trained copies of whole modules (`modules_to_save`): the base's name of each."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            for adapter, copy in module.modules_to_save.items():
+                for name in (*dict(copy.named_parameters()), *dict(copy.named_buffers())):
+                    found[f"{path}.modules_to_save.{adapter}.{name}"] = f"{base_name(path)}.{name}"
+    return found
+
+
+def tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The wrappers of a tuner and their names, those that hold others first."""
+    if "peft" not in sys.modules:
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            yield name, module
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What the norms of one magnitude of DoRA are taken of, beside the weight.
+
+    Attributes:
+        shape: of the weight, turned so that each norm is one row's.
+        transposed: the weight itself lies the other way around.
+        dtype: of the weight.
+    """
+
+    module: Any
+    left: Tensor
+    right: Tensor
+    scaling: float
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    @property
+    def transposed(self) -> bool:
+        return bool(self.module.fan_in_fan_out)
+
+    def norms(self, part: Tensor, first: int) -> Tensor:
+        """Of the rows from `first` on, of which `part` is what the weight has, as it lies."""
+        count = part.shape[1 if self.transposed else 0]
+        delta = self.left[first : first + count].to(self.dtype) @ self.right.to(self.dtype)
+        norms: Tensor = self.module.get_weight_norm(part, delta, self.scaling)
+        return norms
+
+
+def magnitudes(model: nn.Module) -> Iterator[tuple[str, str, Factors]]:
+    """DoRA's magnitudes: the parameter's name, that of the layer in the base model, and what they are made of."""
+    for path, layer in tuner_layers(model):
+        for adapter, module in getattr(layer, "lora_magnitude_vector", {}).items():
+            if adapter in layer.lora_embedding_A:
+                left, right = layer.lora_embedding_B[adapter], layer.lora_embedding_A[adapter]
+            else:
+                left, right = layer.lora_B[adapter].weight, layer.lora_A[adapter].weight
+            shape, dtype = (left.shape[0], right.shape[1]), layer.get_base_layer().weight.dtype
+            made = Factors(module, left.detach(), right.detach(), layer.scaling[adapter], shape, dtype)
+            yield f"{path}.lora_magnitude_vector.{adapter}.weight", base_name(path), made
+
+
+def file_names(model: nn.Module, adapter: str = "default") -> dict[str, str]:
+    """The names that the tensors of an adapter have in its file, each with its name in the model.
+
+    The function that peft saves with tells them; it passes on what it is given, whatever that is.
+    """
+    from peft import get_peft_model_state_dict
+
+    marks: dict[str, Any] = {name: _Mark(name) for name in model.state_dict(keep_vars=True)}
+    found: Mapping[str, Any] = get_peft_model_state_dict(
+        model, state_dict=marks, adapter_name=adapter, save_embedding_layers=False
+    )
+    return {key: mark.name for key, mark in found.items()}
+
+
+class _Mark:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def adapter_file(directory: Any) -> Any:
+    """Where an adapter's tensors are in its directory."""
+    return directory / _FILE
+
+
+def inject(model: nn.Module, config: Any, *, adapter: str = "default", hint: str = "") -> nn.Module:
+    """`peft.get_peft_model`, with peft's own reasons, and a hint, in an error of ours.
+
+    Raises:
+        ModelError: peft refuses the model or the configuration.
+    """
+    peft = require_peft()
+    try:
+        adapted: nn.Module = peft.get_peft_model(model, config, adapter_name=adapter)
+    except (ValueError, TypeError, NotImplementedError, RuntimeError, KeyError, ImportError, AttributeError) as error:
+        told = str(error).strip().split("\n")[0]
+        raise ModelError(f"peft cannot adapt {type(model).__name__}: {told}.{hint}") from error
+    return adapted
+
+
+class _StandIn(nn.Parameter):
+    def __deepcopy__(self, memo: Any) -> nn.Parameter:
+        return stand_in(self)
+
+
+def stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """Not a number everywhere, without memory, on the CPU: what is made of it shows that it was."""
+    value = torch.full((1,) * max(1, parameter.dim()), float("nan"), dtype=parameter.dtype)
+    return _StandIn(value.expand(parameter.shape), requires_grad=False)
