@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from .._compat.peft import adapted_on_meta, file_tensors
+from .._compat.peft import adapted_on_meta, file_names
 from ..base.errors import CheckpointError
 from ..model.adapted import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_FILE, adapter_folder
 from ..model.adapter_options import read_adapter_config
@@ -64,8 +64,8 @@ class AdapterFiles:
         """For each tensor in an adapter's file, the name under which the checkpoint has it."""
         state = self._model.state_dict(keep_vars=True)
         first = {id(value): name for name, value in reversed(state.items())}
-        names = {name: first[id(value)] for name, value in state.items() if first[id(value)] in self._stored.kinds}
-        return file_tensors(self._model, names, adapter)
+        named = {key: first[id(state[name])] for key, name in file_names(self._model, adapter).items()}
+        return {key: name for key, name in named.items() if name in self._stored.kinds}
 
     def _dtype_of(self, name: str) -> torch.dtype:
         own = self._stored.kinds[name][1]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat.peft import wrapped_attributes
+from .._compat.peft import base_name
 from ..base.errors import ModelError
 from ..files.parsing import read_json_object
 from .pretrained.files import Source, open_directory
@@ -66,9 +66,15 @@ class FromBase:
     names: Mapping[str, str]
 
 
-def remember_base(model: nn.Module, base: Base) -> None:
-    """Let an adapted model know its base."""
-    model.meshwright_base = FromBase(base, dict(names_in_base(model)))  # type: ignore[assignment]
+def remember_base(model: nn.Module, base: Base, names: Iterable[str]) -> None:
+    """Let an adapted model know its base, and which of its parameters come from there.
+
+    Args:
+        names: of the base's own parameters, in the base.
+    """
+    known = set(names)
+    named = ((name, base_name(name)) for name, _ in model.named_parameters(remove_duplicate=False))
+    model.meshwright_base = FromBase(base, {name: below for name, below in named if below in known})  # type: ignore[assignment]
 
 
 def base_of(parts: Sequence[nn.Module]) -> FromBase | None:
@@ -95,28 +101,6 @@ def adapter_configs(model: nn.Module) -> dict[str, Any]:
 def adapter_folder(name: str) -> str:
     """Where the files of an adapter lie below those of all: peft has the one called "default" beside them."""
     return "." if name == "default" else name
-
-
-def names_in_base(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """For each parameter of the base in a model of peft: its name in the adapted model, and in the base."""
-    inner = wrapped_attributes()
-
-    def visit(module: nn.Module, name: str, below: str) -> Iterator[tuple[str, str]]:
-        for kind, child in inner.items():
-            if isinstance(module, kind):
-                yield from visit(getattr(module, child), _joined(name, child), below)
-                return
-        for leaf, _ in module.named_parameters(recurse=False):
-            yield _joined(name, leaf), _joined(below, leaf)
-        for leaf, child_module in module.named_children():
-            yield from visit(child_module, _joined(name, leaf), _joined(below, leaf))
-
-    base: Any = model
-    yield from visit(base.base_model.model, "base_model.model", "")
-
-
-def _joined(*names: str) -> str:
-    return ".".join(name for name in names if name)
 
 
 # -- which base it is
@@ -167,15 +151,3 @@ def read_base(directory: Path) -> Base | None:
         return Base(**read_json_object(path))
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"{path} names no base ({error}). Write the adapter again, or remove the file.") from None
-
-
-def adapters_in(names: Iterable[str], folder: str) -> dict[str, str]:
-    """Which of the files in a checkpoint are configurations of adapters: the file by the adapter's name."""
-    found = {}
-    for name in names:
-        place, _, file = name.rpartition("/")
-        if file == ADAPTER_CONFIG and place == folder:
-            found["default"] = name
-        elif file == ADAPTER_CONFIG and place.rpartition("/")[0] == folder:
-            found[place.rpartition("/")[2]] = name
-    return found
