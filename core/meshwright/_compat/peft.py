@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ..base.errors import ModelError
 
 PREFIX = "base_model.model."
-_ORIGINALS = ("base_layer", "original_module")
 _FILE = "adapter_model.safetensors"
 
 
@@ -46,23 +45,33 @@ def is_adapted(model: nn.Module) -> bool:
 def base_name(name: str) -> str:
     """The name in the base model of a parameter or module of an adapted one; of a wrapper, that of what it wraps.
 
-    For what is not the base's (the matrices of an adapter) this is no name of the base model.
+    A trained copy of a whole module (`modules_to_save`) has the name of its original. For what only the adapter has,
+    its matrices, this is no name of the base model.
     """
     parts = name.removeprefix(PREFIX).split(".")
-    return ".".join(part for part in parts if part not in _ORIGINALS)
+    copied = {at + each for at, part in enumerate(parts) if part == "modules_to_save" for each in (0, 1)}
+    return ".".join(
+        part for at, part in enumerate(parts) if at not in copied and part not in ("base_layer", "original_module")
+    )
 
 
-def saved_copies(model: nn.Module) -> dict[str, str]:
-    """Parameters and buffers of trained copies of whole modules (`modules_to_save`): the base's name of each."""
+def wrapped(module: nn.Module) -> nn.Module:
+    """What a tuner's wrapper is around, innermost; any other module itself."""
+    while isinstance(getattr(module, "base_layer", None), nn.Module):
+        module = module.base_layer
+    return module
+
+
+def saved_copies(model: nn.Module, name: str) -> list[str]:
+    """Where a module is wrapped for a trained copy of it: the names of the original and its copies; else its own."""
+    module = model.get_submodule(name)
+    if "peft" not in sys.modules:
+        return [name]
     from peft.utils.other import ModulesToSaveWrapper
 
-    found = {}
-    for path, module in model.named_modules():
-        if isinstance(module, ModulesToSaveWrapper):
-            for adapter, copy in module.modules_to_save.items():
-                for name in (*dict(copy.named_parameters()), *dict(copy.named_buffers())):
-                    found[f"{path}.modules_to_save.{adapter}.{name}"] = f"{base_name(path)}.{name}"
-    return found
+    if not isinstance(module, ModulesToSaveWrapper):
+        return [name]
+    return [f"{name}.original_module", *(f"{name}.modules_to_save.{each}" for each in module.modules_to_save)]
 
 
 def tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:

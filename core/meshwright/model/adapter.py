@@ -26,7 +26,6 @@ from .._compat.peft import (
     inject,
     magnitudes,
     require_peft,
-    saved_copies,
     stand_in,
 )
 from ..base.errors import ModelError, nearest
@@ -56,15 +55,14 @@ class AdapterWeights:
         base: Weights,
         own: Mapping[str, Tensor],
         files: Mapping[str, Source],
-        copies: Mapping[str, str],
         magnitudes: Mapping[str, Callable[[int, int], Tensor]],
     ) -> None:
         self.base, self.own = base, own
-        self._files, self._copies, self._magnitudes = files, copies, magnitudes
+        self._files, self._magnitudes = files, magnitudes
 
     def __contains__(self, name: object) -> bool:
         own = (self._files, self._magnitudes, self.own)
-        return any(name in each for each in own) or self._of_base(str(name)) in self.base
+        return any(name in each for each in own) or base_name(str(name)) in self.base
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """See `meshwright.model.weights.Weights`."""
@@ -74,10 +72,7 @@ class AdapterWeights:
             return self._magnitudes[name](offsets[0], sizes[0])
         if name in self.own:
             return self.own[name][rectangle(offsets, sizes)]
-        return self.base.read(self._of_base(name), offsets, sizes)
-
-    def _of_base(self, name: str) -> str:
-        return self._copies.get(name) or base_name(name)
+        return self.base.read(base_name(name), offsets, sizes)
 
 
 def with_adapter(
@@ -126,11 +121,9 @@ def with_adapter(
     files = {} if directory is None else _files_of(directory, adapted)
     if not is_deferred or weights is None:
         if files:
-            fill(adapted, AdapterWeights(_Nothing(), {}, files, {}, {}))
+            fill(adapted, AdapterWeights(_Nothing(), {}, files, {}))
         return adapted, weights
-    made = AdapterWeights(
-        weights, _drawn(adapted, weights), files, saved_copies(adapted), _magnitudes(adapted, weights)
-    )
+    made = AdapterWeights(weights, _drawn(adapted, weights), files, _magnitudes(adapted, weights))
     wrong = next((name for name, value in made.own.items() if name not in files and bool(value.isnan().any())), None)
     if wrong is not None:
         raise ModelError(f"{wrong} starts from values of the base model. {_DRAWN_ALONE}")
@@ -152,10 +145,10 @@ def _put_stand_ins(model: nn.Module) -> None:
 
 def _drawn(adapted: nn.Module, base: Weights) -> dict[str, Tensor]:
     """What peft has drawn, by name."""
-    elsewhere = {*saved_copies(adapted), *(name for name, *_ in magnitudes(adapted))}
+    computed = {name for name, *_ in magnitudes(adapted)}
     named = adapted.named_parameters(remove_duplicate=False)
     return {
-        name: parameter.detach() for name, parameter in named if name not in elsewhere and base_name(name) not in base
+        name: parameter.detach() for name, parameter in named if name not in computed and base_name(name) not in base
     }
 
 
