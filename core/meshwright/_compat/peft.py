@@ -151,7 +151,9 @@ def adapter_file(directory: Any) -> Any:
     return directory / _FILE
 
 
-def inject(model: nn.Module, config: Any, *, adapter: str = "default", hint: str = "") -> nn.Module:
+def inject(
+    model: nn.Module, config: Any, *, adapter: str = "default", hint: str = "", low_cpu_mem_usage: bool = False
+) -> nn.Module:
     """`peft.get_peft_model`, with peft's own reasons, and a hint, in an error of ours.
 
     Raises:
@@ -159,7 +161,9 @@ def inject(model: nn.Module, config: Any, *, adapter: str = "default", hint: str
     """
     peft = require_peft()
     try:
-        adapted: nn.Module = peft.get_peft_model(model, config, adapter_name=adapter)
+        adapted: nn.Module = peft.get_peft_model(
+            model, config, adapter_name=adapter, low_cpu_mem_usage=low_cpu_mem_usage
+        )
     except (ValueError, TypeError, NotImplementedError, RuntimeError, KeyError, ImportError, AttributeError) as error:
         told = str(error).strip().split("\n")[0]
         raise ModelError(f"peft cannot adapt {type(model).__name__}: {told}.{hint}") from error
@@ -188,7 +192,7 @@ def adapted_on_meta(base: nn.Module, configs: Mapping[str, Any]) -> nn.Module:
         warnings.simplefilter("ignore")
         for name, config in configs.items():
             if model is None:
-                model = require_peft().get_peft_model(base, config, adapter_name=name, low_cpu_mem_usage=True)
+                model = inject(base, config, adapter=name, low_cpu_mem_usage=True)
             else:
                 model.add_adapter(name, config, low_cpu_mem_usage=True)
     adapted: nn.Module = model

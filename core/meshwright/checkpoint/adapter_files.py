@@ -77,10 +77,11 @@ class AdapterFiles:
         parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         lost = sorted((self._stored.kinds.keys() & parameters) - written)
         if lost:
+            some = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
             raise CheckpointError(
-                f"the checkpoint {self._stored.checkpoint} holds what was trained beside its adapters, and an adapter's "
-                f"directory has no place for: {', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}. Train it by "
-                f"peft's modules_to_save; or write the merged model: meshwright export --merge."
+                f"the checkpoint {self._stored.checkpoint} holds what was trained beside its adapters, and the "
+                f"directory of an adapter has no place for: {some}. Train it by peft's modules_to_save; or write the "
+                f"merged model: meshwright export --merge."
             )
 
 

@@ -134,10 +134,11 @@ def _check_base(directory: Path, manifest: Manifest, known: FromBase | None) -> 
     if saved is None or (known is not None and known.base.fingerprint == saved.get("fingerprint")):
         return
     own = "the model has none that is known" if known is None else f"the model's is {known.base}"
+    path = saved.get("path")
     raise CheckpointError(
-        f"the checkpoint {directory} holds adapters alone. Their base is {saved.get('path')} (fingerprint "
-        f"{str(saved.get('fingerprint'))[:12]}), and {own}. Load it into that base with the same adapters, for instance "
-        f"by from_pretrained({saved.get('path')!r}, peft=...); or merge it: meshwright export --merge {directory} OUT."
+        f"the checkpoint {directory} holds adapters alone. Their base is {path} (fingerprint "
+        f"{str(saved.get('fingerprint'))[:12]}), and {own}. Load it into that base with the same adapters, for "
+        f"instance by from_pretrained({path!r}, peft=...); or merge it: meshwright export --merge {directory} OUT."
     )
 
 

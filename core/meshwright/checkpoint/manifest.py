@@ -111,8 +111,8 @@ def _manifest(directory: Path) -> Manifest:
         version = content.pop("format")
         if version not in range(1, OF_ADAPTERS + 1):
             raise CheckpointError(
-                f"{directory} has format {version!r}, but this meshwright reads those up to {OF_ADAPTERS}. Load it with the "
-                f"version that has written it: {content.get('versions')}."
+                f"{directory} has format {version!r}, but this meshwright reads those up to {OF_ADAPTERS}. Load it "
+                f"with the version that has written it: {content.get('versions')}."
             )
         checksum = content.pop("sha256")
         if not is_whole or checksum != digest(content):

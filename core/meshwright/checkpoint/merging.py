@@ -117,7 +117,7 @@ class Merged:
     def _merged(self, path: str) -> dict[str, Tensor]:
         """The tensors of one layer of the base, with what the adapter makes of them."""
         layer = copy.deepcopy(self._adapted.get_submodule(path))
-        for name, tensor in list(_tensors(layer)):
+        for name in [name for name, _ in _tensors(layer)]:
             module, _, leaf = name.rpartition(".")
             owner = layer.get_submodule(module)
             value = self._of_base(f"{path}.{name}")

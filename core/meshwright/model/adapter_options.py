@@ -1,12 +1,13 @@
 """Read what a run file says of adapters: `model.peft`, and a directory that holds one to go on from.
 
-[Note: what is left to peft] Options are those of peft's own configuration, and peft checks their values. Refused is what
-would make another base: initialisations that change its weights (PiSSA, OLoRA, ...), so that an adapter would be of no
-use with the base that everybody has.
+[Note: what is left to peft] Options are those of peft's own configuration, and peft checks their values. Refused is
+what would make another base: initialisations that change its weights (PiSSA, OLoRA, ...), so that an adapter would be
+of no use with the base that everybody has; and names that peft passes over where nothing bears them.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from .._compat.peft import require_peft
 from ..base.errors import ConfigError, ModelError, nearest
 from ..files.parsing import read_json_object, reason
-from .adapted import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Base, read_base
+from .adapted import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Base, read_base, remember_base
+from .adapter import with_adapter
+from .weights import Weights
 
-INSTALL = "pip install -e '.[peft]'"
 TYPES = ("lora",)
 BASE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 QUANTIZED = ("nf4", "fp4", "int4", "4bit", "int8", "8bit")
@@ -52,10 +56,10 @@ def adapter_options(section: Any, *, where: str = "model.peft") -> AdapterOption
         where: how to name it in errors.
 
     Raises:
-        ConfigError: peft is not installed, or an option is unknown, not valid, or in conflict with the saved adapter.
-        ModelError: the saved adapter cannot be read.
+        ModelError: peft is not installed, or the saved adapter cannot be read.
+        ConfigError: an option is unknown, not valid, or in conflict with the saved adapter.
     """
-    _require_peft(where)
+    require_peft()
     if not isinstance(section, Mapping):
         return AdapterOptions(_checked(_own_config(section, where), where))
     given = {str(key): value for key, value in section.items()}
@@ -92,6 +96,49 @@ def read_adapter_config(directory: Path) -> Any:
         raise ModelError(f"{path} is no configuration of an adapter: {reason(error)}. Write it again.") from None
     config.inference_mode = False
     return config
+
+
+def adapt(
+    model: nn.Module, weights: Weights | None, options: AdapterOptions, base: Base | None, *, seed: int, where: str
+) -> tuple[nn.Module, Weights | None]:
+    """Put the adapter of a run into a model; see `with_adapter`. Without a known base the model is saved whole.
+
+    Raises:
+        ModelError: peft refuses, nothing in the model bears a name that is given, or the saved adapter is of another
+            base.
+    """
+    check_names(options.config, model, where=where)
+    if base is not None:
+        check_base(options, base, where=where)
+    own = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    config = copy.deepcopy(options.config)
+    if base is not None:
+        config.base_model_name_or_path, config.revision = base.path, base.revision
+    adapted, values = with_adapter(model, weights, config, seed=seed, adapter_dir=options.directory)
+    if base is not None:
+        remember_base(adapted, base, own)
+    return adapted, values
+
+
+def check_names(config: Any, model: nn.Module, *, where: str) -> None:
+    """Refuse names that nothing in the base bears: peft passes over them where another of a list is found.
+
+    Raises:
+        ModelError: names them.
+    """
+    modules = [name for name, _ in model.named_modules()]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for key, known in (("target_modules", modules), ("modules_to_save", modules), ("target_parameters", parameters)):
+        wanted = getattr(config, key, None)
+        if not isinstance(wanted, (list, tuple, set)):
+            continue
+        for each in sorted(map(str, wanted)):
+            if not any(name == each or name.endswith(f".{each}") for name in known):
+                leaves = {name.rpartition(".")[2] for name in known} - {""}
+                raise ModelError(
+                    f"{where}.{key}: nothing in {type(model).__name__} is called {each!r}.{nearest(each, leaves)} "
+                    f"There are: {', '.join(sorted(each for each in leaves if not each.isdecimal()))}."
+                )
 
 
 def check_base(options: AdapterOptions, base: Base, *, where: str = "model.peft") -> None:
@@ -142,16 +189,7 @@ def _same_place(named: str, path: str) -> bool:
     return one.exists() and other.exists() and one.resolve() == other.resolve()
 
 
-def _require_peft(where: str) -> None:
-    try:
-        import peft  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"{where} needs peft, which cannot be imported ({error}). Install it: {INSTALL}") from None
-
-
 def _own_config(config: Any, where: str) -> Any:
-    import copy
-
     from peft import PeftConfig
 
     if not isinstance(config, PeftConfig):
@@ -191,8 +229,6 @@ def _check_known(config_cls: type, given: Mapping[str, Any], where: str) -> None
 
 
 def _made(config_cls: type, given: Mapping[str, Any], where: str) -> Any:
-    import copy
-
     _check_known(config_cls, given, where)
     try:
         return config_cls(**copy.deepcopy(dict(given)))
