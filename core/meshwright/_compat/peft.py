@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +112,77 @@ class Factors:
         delta = self.left[first : first + count].to(self.dtype) @ self.right.to(self.dtype)
         norms: Tensor = self.module.get_weight_norm(part, delta, self.scaling)
         return norms
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A wrapper of LoRA around a linear layer, an embedding or a parameter, as peft computes it.
+
+    Attributes:
+        parameter: name of what a wrapper of a parameter is around; None: the weight of a layer.
+        outer: names, within the wrapper, of what has the weight's output along its first dim, B and DoRA's magnitudes.
+        inner: of what has its input along the last dim, A.
+        in_features: of the whole input.
+        is_transposed: the weight has its input along the last dim but one.
+        biases: the modules of B that add one.
+        dropouts: modules before A.
+        magnitudes: modules of DoRA.
+    """
+
+    parameter: str | None
+    outer: tuple[str, ...]
+    inner: tuple[str, ...]
+    in_features: int
+    is_transposed: bool
+    biases: tuple[nn.Module, ...]
+    dropouts: tuple[nn.Module, ...]
+    magnitudes: tuple[Any, ...]
+
+
+def low_rank(module: nn.Module) -> LowRank | None:
+    """What a wrapper is, if it is one of plain LoRA or DoRA that computes as peft's own layers do; None: something
+    else."""
+    if "peft" not in sys.modules:
+        return None
+    from peft.tuners.lora import layer as layers
+    from peft.tuners.lora import variants
+
+    plain = (variants.DoraLinearVariant, variants.DoraEmbeddingVariant)
+    if type(module) not in (layers.Linear, layers.Embedding, layers.ParamWrapper):
+        return None
+    if any(type(each) not in plain for each in module.lora_variant.values()):
+        return None
+    outer = [f"lora_B.{each}.{name}" for each, b in module.lora_B.items() for name, _ in b.named_parameters()]
+    outer += [f"lora_embedding_B.{each}" for each in module.lora_embedding_B]
+    outer += [f"lora_magnitude_vector.{each}.weight" for each in module.lora_magnitude_vector]
+    inner = [f"lora_A.{each}.weight" for each in module.lora_A]
+    inner += [f"lora_embedding_A.{each}" for each in module.lora_embedding_A]
+    return LowRank(
+        parameter=getattr(module, "parameter_name", None),
+        outer=tuple(outer),
+        inner=tuple(inner),
+        in_features=module.in_features,
+        is_transposed=getattr(module, "num_experts", 1) > 1 and not module._did_swap_in_out_features,
+        biases=tuple(each for each in module.lora_B.values() if each.bias is not None),
+        dropouts=tuple(each for each in module.lora_dropout.values() if isinstance(each, nn.Dropout)),
+        magnitudes=tuple(module.lora_magnitude_vector.values()),
+    )
+
+
+def sum_norms(magnitude: Any, summed: Callable[[Tensor], Tensor], is_active: Callable[[], bool]) -> None:
+    """Let DoRA take the norms of a weight whose rows are divided; in place.
+
+    Args:
+        summed: the sum over the ranks.
+        is_active: whether they are divided at the moment.
+    """
+    of_part = magnitude.get_weight_norm
+
+    def norms(*args: Any, **kwargs: Any) -> Tensor:
+        found: Tensor = of_part(*args, **kwargs)
+        return summed(found.detach().square()).sqrt() if is_active() else found
+
+    magnitude.get_weight_norm = norms
 
 
 def magnitudes(model: nn.Module) -> Iterator[tuple[str, str, Factors]]:

@@ -210,7 +210,7 @@ def _files_of(directory: Path, adapted: nn.Module) -> dict[str, Source]:
             f"{nearest(lost[0], stored)} Give the configuration that it was saved with, and the same base model."
         )
     # Whole embeddings may be saved beside the adapter, which are the base's.
-    foreign = sorted(key for key in stored.keys() - names.keys() if key not in {each for each in shapes})
+    foreign = sorted(key for key in stored.keys() - names.keys() if key not in shapes)
     if foreign:
         raise ModelError(
             f"{path} holds {len(foreign)} tensors that this adapter has no place for, such as {foreign[0]}."

@@ -112,10 +112,11 @@ def adapt(
         check_base(options, base, where=where)
     own = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     config = copy.deepcopy(options.config)
-    if base is not None:
-        config.base_model_name_or_path, config.revision = base.path, base.revision
+    config.base_model_name_or_path = None
     adapted, values = with_adapter(model, weights, config, seed=seed, adapter_dir=options.directory)
     if base is not None:
+        # peft gives it the name that the model bears.
+        config.base_model_name_or_path, config.revision = base.path, base.revision
         remember_base(adapted, base, own)
     return adapted, values
 
