@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import functools
-from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import meshwright as mw
-from meshwright.base.errors import CheckpointError, MeshwrightError, StrategyError
-from meshwright.checkpoint import load_checkpoint, read_manifest, save_checkpoint
-from meshwright.checkpoint.read_index import read_index
-from meshwright.mesh.world import open_world
 from meshwright.step.agreement import count_tokens
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..base.errors import CheckpointError, TornCheckpointError
 from ..mesh.world import World
+from ..model.adapted import FromBase, base_of, left_out
 from ..strategy.contract import StrategyManager
 from ..tensors.pieces import Sharded
 from ..tensors.state import TensorKind
@@ -54,7 +55,8 @@ def load_checkpoint(
     index = world.together(lambda: read_index(directory, manifest))
     stored = index.kinds
     mine = manager.sharded_state()
-    _check_model(directory, mine.model, stored, world)
+    _check_base(directory, manifest, base_of(manager.model_parts))
+    _check_model(directory, mine.model, stored, left_out(manager.model_parts), world)
     _check_averages(directory, mine.averages, stored, world)
     has_optimizer = mine.optimizer is not None
     saved = world.together(lambda: read_optimizer(directory, manifest, stored) if has_optimizer else None)
@@ -65,7 +67,8 @@ def load_checkpoint(
     with manager.loading(saved) as target:
         same_mesh = manifest.mesh == asdict(manager.mesh.degrees)
         random = random_to_load(stored, dist.get_rank()) if same_mesh else {}
-        world.together(lambda: read_tensors(directory, index, {**flat(target), **random}))
+        wanted = {name: each for name, each in flat(target).items() if name in stored}
+        world.together(lambda: read_tensors(directory, index, {**wanted, **random}))
     for sharded in random.values():
         set_random_state(sharded.pieces[0].tensor)
     if scheduler is not None and manifest.scheduler is not None:
@@ -127,12 +130,38 @@ def checked(directory: Path, world: World) -> Manifest:
     return manifest
 
 
-def _check_model(directory: Path, model: Mapping[str, Sharded], stored: Mapping[str, TensorKind], world: World) -> None:
-    """Raise on all ranks where the checkpoint is not of this model."""
+def _check_base(directory: Path, manifest: Manifest, known: FromBase | None) -> None:
+    """Raise on all ranks where the checkpoint is of adapters on another base than this model's."""
+    saved = manifest.base
+    if saved is None or (known is not None and known.base.fingerprint == saved.get("fingerprint")):
+        return
+    own = "the model has none that is known" if known is None else f"the model's is {known.base}"
+    path = saved.get("path")
+    raise CheckpointError(
+        f"the checkpoint {directory} holds adapters alone. Their base is {path} (fingerprint "
+        f"{str(saved.get('fingerprint'))[:12]}), and {own}. Load it into that base with the same adapters, for "
+        f"instance by from_pretrained({path!r}, peft=...); or merge it: meshwright export --merge {directory} OUT."
+    )
+
+
+def _check_model(
+    directory: Path,
+    model: Mapping[str, Sharded],
+    stored: Mapping[str, TensorKind],
+    may_lack: Collection[str],
+    world: World,
+) -> None:
+    """Raise on all ranks where the checkpoint is not of this model.
+
+    Args:
+        may_lack: names of what comes from the model's base.
+    """
     error: str | None = None
     shapes = {name.removeprefix(MODEL): shape for name, (shape, _) in stored.items() if name.startswith(MODEL)}
     for name, sharded in model.items():
         if name not in shapes:
+            if name in may_lack:
+                continue
             error = f"it lacks {name}"
             break
         if shapes[name] != sharded.shape:

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._compat.peft import adapted_on_meta, inject
 from ..base.errors import ModelError
 from ..mesh.sizes import Degrees
+from ..model.adapter_options import AdapterOptions, check_names
 from ..model.build import new_model
 from ..step.forward_options import forward_options
 from ..strategy.ask import model_layout, model_size
@@ -31,7 +33,15 @@ _PARAMETERS, _WORK = 1e7, 1e9
 """Parameters, and parameters times tokens, up to which a model is trained: below a second, and 100 MB."""
 
 
-def try_model(config: Any, dtype: torch.dtype, *, seq_len: int, device: torch.device, degrees: Degrees) -> ModelSize:
+def try_model(
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    seq_len: int,
+    device: torch.device,
+    degrees: Degrees,
+    adapters: AdapterOptions | None = None,
+) -> ModelSize:
     """Make the model of a Hugging Face configuration and let it compute; the random state stays as it was.
 
     Args:
@@ -39,6 +49,7 @@ def try_model(config: Any, dtype: torch.dtype, *, seq_len: int, device: torch.de
         seq_len: tokens of the sequence to be tried.
         device: that ranks will use; nothing is put there.
         degrees: of the run.
+        adapters: to be trained instead of the model.
 
     Returns:
         What the model holds.
@@ -51,10 +62,14 @@ def try_model(config: Any, dtype: torch.dtype, *, seq_len: int, device: torch.de
         with torch.device("meta"):
             model = new_model(config, dtype, 0)
         _try_saving(model)
+        if adapters is not None:
+            check_names(adapters.config, model, where="model.peft")
+            model = adapted_on_meta(model, {"default": copy.deepcopy(adapters.config)})
         size = model_size(model, model_layout(model))
         is_small = size.parameters <= _PARAMETERS and size.parameters * seq_len <= _WORK
         if device.type == "cpu" and is_small and degrees.ep == 1:
-            _train(new_model(config, dtype, 0), seq_len)
+            small = new_model(config, dtype, 0)
+            _train(small if adapters is None else inject(small, copy.deepcopy(adapters.config)), seq_len)
     return size
 
 

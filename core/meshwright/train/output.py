@@ -26,7 +26,7 @@ from ..strategy.contract import StepResult, StrategyManager
 from .files import CHECKPOINTS, CURVE, HOLDER, LOCK, METRICS, MODEL, RUN, SUMMARY
 from .report import draw_loss_curve
 from .run_file import RunConfig, as_plain
-from .sample import generate_sample
+from .sample import generate_sample, load_trained
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -150,10 +150,8 @@ def finish(config: RunConfig, plan: Plan, results: list[StepResult], console: Co
     )
     if config.sample.prompt is not None:
         transformers.utils.logging.disable_progress_bar()
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory / MODEL, local_files_only=True, trust_remote_code=False
-        )
-        text = generate_sample(model.eval(), tokenizer, config.sample, seed=config.seed)
+        model = load_trained(directory / MODEL, plan.model.directory)
+        text = generate_sample(model, tokenizer, config.sample, seed=config.seed)
         console.print("\n[bold]sample[/bold]")
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..base.errors import ConfigError
-from ..checkpoint import read_manifest
-from ..checkpoint.directory import HUGGING_FACE
 from ..data import PreparedData, check_batch_size, holds_tokenizer, load_tokenizer, prepare
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import Degrees
@@ -33,6 +30,7 @@ from .model_trial import check_memory, memory_of_node, try_model
 from .optim import try_optimization
 from .resume import check_source
 from .run_file import RunConfig
+from .run_model import RunModel, find_model
 
 
 @dataclass(frozen=True)
@@ -43,14 +41,19 @@ class Plan:
     degrees: Degrees
     micro_batch_size: int
     data: PreparedData
+    model: RunModel
     model_config: Any
     objective: Objective | None
     identity: dict[str, Any]
     """What must be the same for a run to go on as if it had not been interrupted; values of JSON."""
 
 
-def plan_run(config: RunConfig, world_size: int) -> Plan:
+def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -> Plan:
     """Check a run and prepare its data; issues no collective.
+
+    Args:
+        config, world_size: of the run.
+        commit: of the model on the hub, if ranks have agreed on one.
 
     Raises:
         MeshwrightError: whatever is wrong with it; see `meshwright.base.errors`.
@@ -67,9 +70,11 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
     check_restarts(config)
     check_output(config)
     try_optimization(config.optimizer, config.schedule, config.steps, device=find_device(config.device))
-    data, hf_config = data_and_model_config(config)
-    seq_len, dtype = config.data.seq_len, dtype_of(config.model)
-    size = try_model(hf_config, dtype, seq_len=seq_len, device=find_device(config.device), degrees=degrees)
+    model = find_model(config.model, commit=commit)
+    data, hf_config = data_and_model_config(config, model)
+    adapters, seq_len, device = model.adapters, config.data.seq_len, find_device(config.device)
+    dtype = (adapters and adapters.base_dtype) or dtype_of(config.model)
+    size = try_model(hf_config, dtype, seq_len=seq_len, device=device, degrees=degrees, adapters=adapters)
     check_memory(stack, degrees, size, memory_of_node())
     if config.eval.sequences is not None and config.eval.sequences > len(data.held_out):
         raise ConfigError(
@@ -77,19 +82,19 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
             f"Lower it, leave it out, or raise data.eval_fraction."
         )
     objective = _objective(config)
-    identity = _identity(config, data, hf_config)
+    identity = _identity(config, data, model, hf_config)
     check_source(config, identity)
-    return Plan(stack, degrees, micro_batch_size, data, hf_config, objective, identity)
+    return Plan(stack, degrees, micro_batch_size, data, model, hf_config, objective, identity)
 
 
-def data_and_model_config(config: RunConfig) -> tuple[PreparedData, Any]:
+def data_and_model_config(config: RunConfig, model: RunModel | None = None) -> tuple[PreparedData, Any]:
     """Prepare the data, or find them in the cache, and make the Hugging Face configuration that goes with them.
 
     Raises:
         DataError: the corpus or the tokenizer cannot be used.
         ModelError: the model's section is not valid.
     """
-    directory = _model_directory(config)
+    directory = (model or find_model(config.model)).directory
     own_tokenizer = directory if directory is not None and holds_tokenizer(directory) else None
     data = prepare(config.data, tokenizer_dir=own_tokenizer)
     tokenizer = load_tokenizer(data.tokenizer_dir)
@@ -133,25 +138,12 @@ def processes(config: RunConfig) -> int:
     return config.processes(get_registry().get(config.strategy).axes, accelerators)
 
 
-def _model_directory(config: RunConfig) -> Path | None:
-    """The Hugging Face directory that the model begins with, with its configuration and perhaps a tokenizer.
-
-    Raises:
-        CheckpointError: the model's checkpoint is none.
-    """
-    if "checkpoint" in config.model:
-        checkpoint = Path(config.model["checkpoint"]).expanduser()
-        read_manifest(checkpoint)
-        return checkpoint / HUGGING_FACE
-    return Path(config.model["path"]).expanduser() if "path" in config.model else None
-
-
-def _identity(config: RunConfig, data: PreparedData, hf_config: Any) -> dict[str, Any]:
+def _identity(config: RunConfig, data: PreparedData, run_model: RunModel, hf_config: Any) -> dict[str, Any]:
     model = hf_config.to_dict()
     for key in ("transformers_version", "architectures", "_name_or_path"):
         model.pop(key, None)
     identity = {
-        "model": {**model, "dtype": config.model.get("dtype", "float32")},
+        "model": {**model, "dtype": config.model.get("dtype", "float32"), **run_model.identity(config.model)},
         "data": {"fingerprint": data.fingerprint, "seq_len": config.data.seq_len},
         "seed": config.seed,
         "batch_size": config.batch_size,
@@ -170,7 +162,8 @@ def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str
     size = model_size(model, layout)
     lines = [
         f"{plan.stack} on {plan.degrees} ({mesh.device.type}): {plan.model_config.model_type} with "
-        f"{size.parameters:,} parameters in {len(layout.blocks)} blocks",
+        f"{size.parameters:,} parameters in {len(layout.blocks)} blocks"
+        + (f"; {size.trainable:,} of them train, over {plan.model.base}" if plan.model.base is not None else ""),
         f"{plan.data.documents:,} documents: {len(plan.data.train):,} sequences of {config.data.seq_len} tokens to "
         f"train on, {len(plan.data.held_out):,} held out; {config.batch_size} a step",
     ]

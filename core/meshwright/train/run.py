@@ -18,7 +18,6 @@ from ..data import ORDER_VERSION, DataOrder, eval_microbatches, load_tokenizer, 
 from ..launch.rank import guarded, signs_of_life, started_by_launcher
 from ..mesh.mesh import Mesh
 from ..mesh.world import World, open_world
-from ..model.build import build_model
 from ..model.pretrained import PretrainedWeights
 from ..strategy.contract import StepResult, StrategyManager
 from ..strategy.registry import get_registry
@@ -32,6 +31,7 @@ from .plan import Plan, headline, plan_run, processes
 from .report import Reporter, read_metrics
 from .resume import Source, find_source
 from .run_file import RunConfig, as_plain
+from .run_model import fetch_model, make_model
 from .schedules import build_scheduler, set_schedule
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ def run_rank(store: Store | None, config: RunConfig) -> None:
                 if world.rank == 0:
                     _say_finished(config)
                 return
-            plan = world.together(lambda: plan_run(config, world.size))
+            commit = fetch_model(config.model, world)
+            plan = world.together(lambda: plan_run(config, world.size, commit=commit))
             if world.rank == 0:
                 lock = locked(Path(config.output_dir), patience_s=min(LINGERING_S, timeout_s / 2))
             world.from_first(lambda: held.enter_context(lock))
@@ -106,17 +107,17 @@ def _train(config: RunConfig, plan: Plan, fate: Fate, world: World) -> list[Step
     source = find_source(config, fate, plan.identity, world)
     mesh = Mesh(plan.degrees, world)
     manager = plan.stack.build(mesh)
-    model, weights = world.together(lambda: build_model(config.model, plan.model_config, seed=config.seed))
+    model, weights = world.together(lambda: make_model(config.model, plan.model, plan.model_config, seed=config.seed))
     earlier: list[StepResult] = []
     world.from_first(lambda: earlier.extend(_prepare(config, fate, source, console)))
     if world.rank == 0:
         console.print(headline(config, plan, model, mesh), highlight=False, soft_wrap=True)
-    if isinstance(weights, PretrainedWeights):
-        check_same_weights(weights, world)
-        tell(weights, world, stacklevel=2)
+    if isinstance(opened := getattr(weights, "base", weights), PretrainedWeights):
+        check_same_weights(opened, world)
+        tell(opened, world, stacklevel=2)
     manager.parallelize(model, weights)
     # What a rank needs of them, the manager has; they keep files open, and values that were read last.
-    del model, weights
+    del model, weights, opened
     if source is None and "checkpoint" in config.model:
         load_checkpoint(manager, Path(config.model["checkpoint"]).expanduser())
     results = _fit(manager, config, plan, source, earlier, console)

@@ -12,10 +12,11 @@ from ..base.errors import ConfigError
 from ..base.validation import FrozenModel, validated
 from ..data.config import DataConfig
 from ..files.parsing import parse_yaml, read_text
-from ..files.paths import PathText, check_path
+from ..files.paths import PathText
 from ..mesh.sizes import MeshSizes, Size
 from ..objectives.registry import check_objective, list_objectives
 from ..strategy.registry import Registry, get_registry
+from .model_section import check_model_section
 from .optimizer_config import EMAConfig as EMAConfig
 from .optimizer_config import FinitePositive
 from .optimizer_config import OptimizerConfig as OptimizerConfig
@@ -117,9 +118,11 @@ class RunConfig(MeshSizes):
     )
 
     model: dict[str, Any] = Field(
-        description="A configuration (model_type and its fields), or `path`, a local directory, or `checkpoint`, "
-        "whose weights alone are taken, with fields to change; dtype is the dtype of the parameters; allow_pickle: "
-        "true reads .bin files where there are no safetensors."
+        description="A configuration (model_type and its fields), or `path`, a local directory or a hub id with a "
+        "revision, or `checkpoint`, whose weights alone are taken, with fields to change; dtype is the dtype of the "
+        "parameters; allow_pickle: true reads .bin files where there are no safetensors; trust_remote_code: the commit "
+        "whose code is run; peft: adapters to train instead of the model, {type: lora, r: 16, target_modules: "
+        "all-linear, ...}, see docs/adapters.md."
     )
     data: DataConfig = DataConfig()
 
@@ -152,21 +155,8 @@ class RunConfig(MeshSizes):
 
     @field_validator("model")
     @classmethod
-    def _model_has_a_source(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if sum(key in value for key in ("path", "model_type", "checkpoint")) != 1:
-            raise ValueError(
-                "give either model_type, to train from new weights, or path, a local model directory, or checkpoint, "
-                "to begin with the weights of one"
-            )
-        for key in ("path", "model_type", "checkpoint", "dtype"):
-            if not isinstance(value.get(key, ""), str):
-                raise ValueError(f"{key} must be a string, not {value[key]!r}")
-        for key in ("path", "checkpoint"):
-            if key in value:
-                check_path(value[key])
-        if not isinstance(value.get("allow_pickle", False), bool):
-            raise ValueError(f"allow_pickle must be true or false, not {value['allow_pickle']!r}")
-        return value
+    def _model_is_well_formed(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return check_model_section(value)
 
     @field_validator("objective")
     @classmethod
