@@ -34,14 +34,16 @@ from meshwright.data import (
     EOS,
     DataConfig,
     DataOrder,
-    PackedSequences,
+    Documents,
+    Feed,
+    Place,
+    StreamRows,
     check_batch_size,
     eval_microbatches,
     find_corpus,
     holds_tokenizer,
     load_tokenizer,
     prepare,
-    step_microbatches,
     train_tokenizer,
 )
 from meshwright.data.cache import cache_root
@@ -387,17 +389,21 @@ def test_split_stays_what_it_was_in_earlier_releases() -> None:
     assert np.flatnonzero(mask).tolist() == [6, 8, 11]
 
 
-# --- packing
+# --- a stream
+
+
+def in_rows(tokens: np.ndarray, seq_len: int) -> StreamRows:
+    return StreamRows(Documents(tokens, np.array([len(tokens)])), seq_len)
 
 
 @EXAMPLES
 @given(tokens=st.lists(st.integers(0, 60_000), max_size=60), seq_len=st.integers(1, 9), data=st.data())
 def test_sequences_are_the_stream_cut_without_its_tail(tokens: list[int], seq_len: int, data: st.DataObject) -> None:
-    sequences = PackedSequences(np.array(tokens, np.uint16), seq_len)
+    sequences = in_rows(np.array(tokens, np.uint16), seq_len)
     assert len(sequences) == len(tokens) // seq_len
     if len(sequences):
         chosen = data.draw(st.lists(st.integers(0, len(sequences) - 1), max_size=5))
-        taken = sequences.take(chosen)
+        taken = sequences.take(chosen)["input_ids"]
         assert taken.dtype == torch.int64
         assert taken.shape == (len(chosen), seq_len)
         assert taken.tolist() == [tokens[index * seq_len : (index + 1) * seq_len] for index in chosen]
@@ -405,17 +411,17 @@ def test_sequences_are_the_stream_cut_without_its_tail(tokens: list[int], seq_le
 
 @pytest.mark.parametrize("index", [-1, 3])
 def test_sequence_out_of_range_is_an_index_error(index: int) -> None:
-    with pytest.raises(IndexError, match=f"sequence {index} does not exist; there are 3"):
-        PackedSequences(np.arange(6), 2).take([0, index])
+    with pytest.raises(IndexError, match=f"row {index} does not exist; there are 3"):
+        in_rows(np.arange(6), 2).take([0, index])
 
 
 def test_packing_refuses_what_is_no_token_stream() -> None:
     with pytest.raises(ValueError, match="one row of integers"):
-        PackedSequences(np.zeros((2, 2), np.int64), 2)
+        in_rows(np.zeros((2, 2), np.int64), 2)
     with pytest.raises(ValueError, match="one row of integers"):
-        PackedSequences(np.zeros(4), 2)
+        in_rows(np.zeros(4), 2)
     with pytest.raises(ValueError, match="seq_len must be at least 1"):
-        PackedSequences(np.arange(4), 0)
+        in_rows(np.arange(4), 0)
 
 
 # --- prepare
@@ -431,7 +437,7 @@ def test_prepared_splits_hold_the_documents_of_the_corpus(tmp_path: Path, corpus
     assert data.documents == 12
     assert data.vocab_size == len(tokenizer) == 300
     for split, sequences in (("train", data.train), ("held_out", data.held_out)):
-        whole = sequences.take(range(len(sequences))).flatten().tolist()
+        whole = sequences.take(range(len(sequences)))["input_ids"].flatten().tolist()
         assert whole == streams[split].tolist()[: len(whole)]
         assert len(streams[split]) - len(whole) < 2
 
@@ -551,11 +557,11 @@ def test_second_call_finds_the_entry_and_other_lengths_share_it(
     assert len(builds) == 1
     assert first.directory == again.directory == longer.directory
     assert first.fingerprint == again.fingerprint == longer.fingerprint
-    assert longer.train.take([0])[0].tolist() == first.train.take([0, 1]).flatten().tolist()
+    assert longer.train.take([0])["input_ids"][0].tolist() == first.train.take([0, 1])["input_ids"].flatten().tolist()
 
 
 def test_entry_is_memory_mapped(tmp_path: Path, corpus: Path) -> None:
-    sequences = prepare(config_for(tmp_path)).train._sequences
+    sequences = prepare(config_for(tmp_path)).train.documents.tokens
     while isinstance(sequences.base, np.ndarray):
         sequences = sequences.base
     assert isinstance(sequences, np.memmap)
@@ -702,12 +708,12 @@ def test_split_shorter_than_a_sequence_gives_counts_and_remedy(tmp_path: Path, s
 )
 def test_damaged_entry_is_rebuilt(tmp_path: Path, corpus: Path, builds: list[Path], damage: object) -> None:
     first = prepare(config_for(tmp_path))
-    want = first.train.take([0, 1])
+    want = first.train.take([0, 1])["input_ids"]
     damage(first.directory)  # type: ignore[operator]
     again = prepare(config_for(tmp_path))
     assert len(builds) == 2
     assert again.fingerprint == first.fingerprint
-    assert torch.equal(again.train.take([0, 1]), want)
+    assert torch.equal(again.train.take([0, 1])["input_ids"], want)
     AutoTokenizer.from_pretrained(again.tokenizer_dir)
 
 
@@ -972,9 +978,9 @@ def test_negative_step_is_refused() -> None:
 # --- microbatches
 
 
-def numbered(count: int, seq_len: int = 3) -> PackedSequences:
+def numbered(count: int, seq_len: int = 3) -> StreamRows:
     """Sequences that show their index: sequence i holds seq_len x i onwards."""
-    return PackedSequences(np.arange(count * seq_len, dtype=np.uint32), seq_len)
+    return in_rows(np.arange(count * seq_len, dtype=np.uint32), seq_len)
 
 
 sizes = st.tuples(st.integers(1, 4), st.integers(1, 4))
@@ -989,8 +995,8 @@ def test_ranks_share_the_same_global_batch_at_any_size(
     sequences = numbered(count)
     order = DataOrder(count, data_size * micro_batch_size * multiple, seed=7)
     shares = [
-        step_microbatches(
-            sequences, order, step, data_rank=rank, data_size=data_size, micro_batch_size=micro_batch_size
+        Feed([sequences], Place(rank, data_size, micro_batch_size), batch_size=order.batch_size, seed=7).microbatches(
+            step
         )
         for rank in range(data_size)
     ]
@@ -1000,7 +1006,7 @@ def test_ranks_share_the_same_global_batch_at_any_size(
         assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
         assert torch.equal(batch["input_ids"], batch["labels"])
     together = torch.cat([batch["input_ids"] for share in shares for batch in share])
-    assert torch.equal(together, sequences.take(order.indices(step)))
+    assert torch.equal(together, sequences.take(order.indices(step))["input_ids"])
 
 
 @pytest.mark.parametrize(
@@ -1013,15 +1019,10 @@ def test_batch_that_does_not_divide_is_refused_with_the_allowed_sizes(batch_size
         check_batch_size(batch_size, data_size=2, micro_batch_size=4)
 
 
-def test_step_with_a_batch_that_does_not_divide_is_refused_on_every_rank() -> None:
+def test_a_batch_that_does_not_divide_is_refused_on_every_rank() -> None:
     for rank in range(2):
         with pytest.raises(ConfigError, match="batch_size=6"):
-            step_microbatches(numbered(9), DataOrder(9, 6, 0), 0, data_rank=rank, data_size=2, micro_batch_size=2)
-
-
-def test_order_of_another_number_of_sequences_is_refused() -> None:
-    with pytest.raises(ValueError, match="order is of 8 sequences, but there are 9"):
-        step_microbatches(numbered(9), DataOrder(8, 2, 0), 0, data_rank=0, data_size=1, micro_batch_size=1)
+            Feed([numbered(9)], Place(rank, 2, 2), batch_size=6, seed=0)
 
 
 @EXAMPLES
@@ -1033,10 +1034,7 @@ def test_evaluation_covers_each_sequence_once_and_pads_with_masked_ones(
     count = data.draw(st.none() | st.integers(1, available))
     sequences = numbered(available)
     shares = [
-        eval_microbatches(
-            sequences, count=count, data_rank=rank, data_size=data_size, micro_batch_size=micro_batch_size
-        )
-        for rank in range(data_size)
+        eval_microbatches(sequences, Place(rank, data_size, micro_batch_size), count=count) for rank in range(data_size)
     ]
     expected = available if count is None else count
     assert len({len(share) for share in shares}) == 1
@@ -1047,7 +1045,7 @@ def test_evaluation_covers_each_sequence_once_and_pads_with_masked_ones(
     labels = torch.cat([batch["labels"] for batch in batches])
     chosen = [index * available // expected for index in range(expected)]
     assert len(set(chosen)) == expected
-    assert torch.equal(labels[:expected], sequences.take(chosen))
+    assert torch.equal(labels[:expected], sequences.take(chosen)["labels"])
     assert torch.equal(input_ids[:expected], labels[:expected])
     assert (labels[expected:] == -100).all()
     assert (input_ids[expected:] >= 0).all()
@@ -1056,7 +1054,7 @@ def test_evaluation_covers_each_sequence_once_and_pads_with_masked_ones(
 
 def test_evaluation_of_more_sequences_than_there_are_is_refused() -> None:
     with pytest.raises(ConfigError, match="5 sequences are to be evaluated, but the split holds 4"):
-        eval_microbatches(numbered(4), count=5, data_rank=0, data_size=1, micro_batch_size=1)
+        eval_microbatches(numbered(4), Place(0, 1, 1), count=5)
 
 
 @pytest.mark.parametrize(
@@ -1071,6 +1069,11 @@ def test_evaluation_of_more_sequences_than_there_are_is_refused() -> None:
     ],
 )
 def test_evaluation_refuses_arguments_out_of_range(changes: dict[str, object], message: str) -> None:
-    arguments = {"sequences": numbered(4), "count": 2, "data_rank": 0, "data_size": 2, "micro_batch_size": 1}
+    place: dict[str, Any] = {"data_rank": 0, "data_size": 2, "micro_batch_size": 1}
+    given = {"sequences": numbered(4), "count": 2} | {name: changes[name] for name in changes if name not in place}
     with pytest.raises(ValueError, match=message):
-        eval_microbatches(**{**arguments, **changes})  # type: ignore[arg-type]
+        eval_microbatches(
+            given["sequences"],
+            Place(**place | {name: changes[name] for name in changes if name in place}),
+            count=given["count"],
+        )

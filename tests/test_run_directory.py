@@ -354,7 +354,7 @@ def _handwritten(
         order = DataOrder(len(data.train), 1, now.get("seed", config.seed))
         rows = [int(order.indices(position + each)[0]) for each in range(now.get("batch_size", 4))]
         position += len(rows)
-        ids = data.train.take(torch.tensor(rows).numpy())
+        ids = data.train.take(torch.tensor(rows).numpy())["input_ids"]
         logits = model(input_ids=ids).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from .train.ema import EMA as EMA
     from .train.from_pretrained import from_config as from_config
     from .train.from_pretrained import from_pretrained as from_pretrained
+    from .train.loop import Callback as Callback
     from .train.loop import Loop as Loop
     from .train.loop import fit as fit
     from .train.optim import optimizer_factory as optimizer_factory
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from .train.optimizers import Optimizers as Optimizers
     from .train.run_file import RunConfig as RunConfig
     from .train.run_file import load_run as load_run
+    from .train.watch import EarlyStopping as EarlyStopping
 
 _MODULE_OF = {
     "BatchError": "base.errors",
@@ -119,6 +121,8 @@ _MODULE_OF = {
     "EMA": "train.ema",
     "from_config": "train.from_pretrained",
     "from_pretrained": "train.from_pretrained",
+    "Callback": "train.loop",
+    "EarlyStopping": "train.watch",
     "Loop": "train.loop",
     "StepResult": "strategy.contract",
     "fit": "train.loop",

@@ -1124,25 +1124,25 @@ _bug(
 )
 _bug(
     "one_batch_for_all",
-    "meshwright.data.order",
-    "share = order.indices(step).reshape(data_size, -1)[data_rank]",
-    "share = order.indices(step).reshape(data_size, -1)[0]",
+    "meshwright.data.feed",
+    "shares = np.arange(len(units)).reshape(place.data_size, -1)[place.data_rank]",
+    "shares = np.arange(len(units)).reshape(place.data_size, -1)[0]",
     f"{_DATA}::test_ranks_share_the_same_global_batch_at_any_size",
     kind="all ranks train on the same batch",
 )
 _bug(
     "evaluated_twice",
-    "meshwright.data.order",
-    "masked=rows >= count)",
-    "masked=rows < 0)",
+    "meshwright.data.feed",
+    "masked=numbers >= count)",
+    "masked=numbers < 0)",
     f"{_DATA}::test_evaluation_covers_each_sequence_once_and_pads_with_masked_ones",
     kind="sequences that fill up an evaluation count",
 )
 _bug(
     "packing_drops_the_last",
-    "meshwright.data.packing",
-    "count = len(tokens) // seq_len",
-    "count = max(0, len(tokens) - 1) // seq_len",
+    "meshwright.data.rows",
+    "self._count = len(tokens) // seq_len",
+    "self._count = max(0, len(tokens) - 1) // seq_len",
     f"{_DATA}::test_sequences_are_the_stream_cut_without_its_tail",
     kind="packing drops the last sequence",
 )

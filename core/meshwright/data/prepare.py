@@ -24,7 +24,8 @@ from ..base.errors import ConfigError, DataError
 from .cache import cache_root, cached_entry
 from .config import DEFAULT_VOCAB_SIZE, DataConfig
 from .corpus import Corpus, find_corpus
-from .packing import PackedSequences
+from .documents import Documents
+from .rows import StreamRows
 from .split import SPLITS, Split, is_nearer, place_of, split_of, training_documents
 from .tokenfile import TokenFile
 from .tokenizer import encode, load_tokenizer, token_dtype, train_tokenizer, vocab_size_of
@@ -48,8 +49,8 @@ class PreparedData:
         fingerprint: of the tokens and their split, whatever the cache and `seq_len`; hexadecimal.
     """
 
-    train: PackedSequences
-    held_out: PackedSequences
+    train: StreamRows
+    held_out: StreamRows
     tokenizer_dir: Path
     vocab_size: int
     directory: Path
@@ -95,14 +96,18 @@ def prepare(config: DataConfig, *, tokenizer_dir: str | Path | None = None) -> P
     for split in SPLITS:
         _check_length(split, entry, config)
     return PreparedData(
-        train=PackedSequences(entry.tokens["train"], config.seq_len),
-        held_out=PackedSequences(entry.tokens["held_out"], config.seq_len),
+        train=_stream(entry.tokens["train"], config.seq_len),
+        held_out=_stream(entry.tokens["held_out"], config.seq_len),
         tokenizer_dir=source or directory / "tokenizer",
         vocab_size=entry.meta.vocab_size,
         directory=directory,
         documents=sum(entry.meta.documents.values()),
         fingerprint=entry.meta.fingerprint,
     )
+
+
+def _stream(tokens: np.ndarray, seq_len: int) -> StreamRows:
+    return StreamRows(Documents(tokens, np.array([len(tokens)])), seq_len)
 
 
 def _tokenizer_source(config: DataConfig, fallback: str | Path | None) -> Path | None:

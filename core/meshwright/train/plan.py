@@ -7,14 +7,27 @@ files are cached.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..base.errors import ConfigError
-from ..data import PreparedData, check_batch_size, holds_tokenizer, load_tokenizer, prepare
+from ..data import (
+    PreparedData,
+    Rows,
+    RunRows,
+    check_batch_size,
+    check_groups,
+    holds_tokenizer,
+    lay_out,
+    load_tokenizer,
+    prepare,
+)
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import Degrees
 from ..mesh.world import find_device
@@ -29,8 +42,9 @@ from .fate import check_output, check_restarts
 from .model_trial import check_memory, memory_of_node, try_model
 from .optim import try_optimization
 from .resume import check_source
-from .run_file import RunConfig
+from .run_file import RunConfig, ScheduleConfig
 from .run_model import RunModel, find_model
+from .run_sections import HELD_OUT
 
 
 @dataclass(frozen=True)
@@ -42,8 +56,12 @@ class Plan:
     micro_batch_size: int
     data: PreparedData
     model: RunModel
+    rows: RunRows
     model_config: Any
     objective: Objective | None
+    steps: int
+    schedule: ScheduleConfig
+    """With its warm-up in steps."""
     identity: dict[str, Any]
     """What must be the same for a run to go on as if it had not been interrupted; values of JSON."""
 
@@ -68,23 +86,53 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
     micro_batch_size = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
     check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=micro_batch_size)
     check_restarts(config)
-    check_output(config)
-    try_optimization(config.optimizer, config.schedule, config.steps, device=find_device(config.device))
+    check_output(config, config.steps)
+    device = find_device(config.device)
+    if config.steps is not None:
+        try_optimization(config.optimizer, config.schedule.over(config.steps), config.steps, device=device)
     model = find_model(config.model, commit=commit)
     data, hf_config = data_and_model_config(config, model)
-    adapters, seq_len, device = model.adapters, config.data.seq_len, find_device(config.device)
+    rows = lay_out(data, config.data)
+    check_groups(rows.training[0].group, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
+    steps = config.steps or steps_of(config, sum(map(len, rows.training)))
+    schedule = config.schedule.over(steps)
+    if config.steps is None:
+        check_output(config, steps)
+        try_optimization(config.optimizer, schedule, steps, device=device)
+    adapters, seq_len = model.adapters, config.data.seq_len
     dtype = (adapters and adapters.base_dtype) or dtype_of(config.model)
     size = try_model(hf_config, dtype, seq_len=seq_len, device=device, degrees=degrees, adapters=adapters)
     check_memory(stack, degrees, size, memory_of_node())
-    if config.eval.sequences is not None and config.eval.sequences > len(data.held_out):
+    largest = max(map(len, rows.held_out.values()), default=0)
+    if config.eval.sequences is not None and config.eval.sequences > largest:
         raise ConfigError(
-            f"eval.sequences={config.eval.sequences}, but the held-out split has {len(data.held_out)}. "
+            f"eval.sequences={config.eval.sequences}, but the held-out split has {largest}. "
             f"Lower it, leave it out, or raise data.eval_fraction."
         )
     objective = _objective(config)
-    identity = _identity(config, data, model, hf_config)
-    check_source(config, identity)
-    return Plan(stack, degrees, micro_batch_size, data, model, hf_config, objective, identity)
+    identity = _identity(config, schedule, data, model, hf_config)
+    check_source(config, identity, steps)
+    return Plan(stack, degrees, micro_batch_size, data, model, rows, hf_config, objective, steps, schedule, identity)
+
+
+def steps_of(config: RunConfig, rows: int | None) -> int:
+    """Optimizer steps of a run that is told in epochs.
+
+    Args:
+        rows: of an epoch; None: unknown.
+
+    Raises:
+        ConfigError: it is unknown, or the schedule's warm-up is longer.
+    """
+    if rows is None:
+        raise ConfigError(f"epochs={config.epochs}, but how many rows the data have is not known. Set steps.")
+    steps = max(1, math.ceil(Fraction(str(config.epochs)) * rows / config.batch_size))
+    if config.schedule.warmup_steps > steps:
+        raise ConfigError(
+            f"schedule.warmup_steps={config.schedule.warmup_steps} is more than the {steps} steps of "
+            f"epochs={config.epochs}. Lower it, or set schedule.warmup_ratio."
+        )
+    return steps
 
 
 def data_and_model_config(config: RunConfig, model: RunModel | None = None) -> tuple[PreparedData, Any]:
@@ -138,7 +186,9 @@ def processes(config: RunConfig) -> int:
     return config.processes(get_registry().get(config.strategy).axes, accelerators)
 
 
-def _identity(config: RunConfig, data: PreparedData, run_model: RunModel, hf_config: Any) -> dict[str, Any]:
+def _identity(
+    config: RunConfig, schedule: ScheduleConfig, data: PreparedData, run_model: RunModel, hf_config: Any
+) -> dict[str, Any]:
     model = hf_config.to_dict()
     for key in ("transformers_version", "architectures", "_name_or_path"):
         model.pop(key, None)
@@ -148,7 +198,7 @@ def _identity(config: RunConfig, data: PreparedData, run_model: RunModel, hf_con
         "seed": config.seed,
         "batch_size": config.batch_size,
         "optimizer": config.optimizer.model_dump(),
-        "schedule": config.schedule.model_dump(),
+        "schedule": schedule.model_dump(exclude={"warmup_ratio"}),
         "max_grad_norm": config.max_grad_norm,
         "grad_norm_type": config.grad_norm_type,
         "objective": config.objective,
@@ -164,8 +214,8 @@ def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str
         f"{plan.stack} on {plan.degrees} ({mesh.device.type}): {plan.model_config.model_type} with "
         f"{size.parameters:,} parameters in {len(layout.blocks)} blocks"
         + (f"; {size.trainable:,} of them train, over {plan.model.base}" if plan.model.base is not None else ""),
-        f"{plan.data.documents:,} documents: {len(plan.data.train):,} sequences of {config.data.seq_len} tokens to "
-        f"train on, {len(plan.data.held_out):,} held out; {config.batch_size} a step",
+        f"{plan.data.documents:,} documents: {sum(map(len, plan.rows.training)):,} sequences of {config.data.seq_len} "
+        f"tokens to train on, {_listed(plan.rows.held_out)}; {config.batch_size} a step, {plan.steps} steps",
     ]
     estimate = plan.stack.estimate(plan.degrees, size)
     if estimate is not None:
@@ -175,6 +225,11 @@ def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str
             f"and activations (estimate)"
         )
     return "\n".join(lines)
+
+
+def _listed(held_out: Mapping[str, Rows]) -> str:
+    others = "".join(f", {len(rows):,} of {name}" for name, rows in held_out.items() if name != HELD_OUT)
+    return f"{len(held_out.get(HELD_OUT, ())):,} held out{others}"
 
 
 def _megabytes(count: int) -> str:
