@@ -6,9 +6,9 @@ microbatches. A pass ends on all ranks after the same step; where it does not, a
 pass `set_epoch` is called, of the iterable, its `sampler`, `batch_sampler` or `dataset`, as far as they have it.
 
 [Note: going on in a pass] Where the iterable has `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader
-has, its state goes into checkpoints, that of each data rank. Any other is gone through again from the beginning of the
-pass, or of all passes where it has no length, without training on what was done before. An order that is drawn from
-torch's generator when a pass begins comes again if the loop has a seed.
+has, its state goes into checkpoints, that of each data rank. Any other is gone through again, without training on what
+was done before: from the beginning of the pass, or from that of the first where it has no length, or a generator of its
+own. An order that is drawn from torch's generator when a pass begins comes again if the loop has a seed.
 """
 
 from __future__ import annotations
@@ -117,12 +117,16 @@ class Passes:
         raise PassEnds("a pass over the batches has ended.")
 
     def _begun(self) -> Iterator[Batch]:
-        parts = [getattr(self._source, name, None) for name in ("sampler", "batch_sampler", "dataset")]
-        nested = getattr(parts[1], "sampler", None)
-        for each in {id(part): part for part in (self._source, *parts, nested)}.values():
+        for each in self._parts():
             if callable(set_epoch := getattr(each, "set_epoch", None)):
                 set_epoch(self._number)
         return iter(self._source)
+
+    def _parts(self) -> list[Any]:
+        """The iterable, and what a DataLoader takes its order from."""
+        parts = [getattr(self._source, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+        found = (self._source, *parts, getattr(parts[1], "sampler", None))
+        return list({id(part): part for part in found if part is not None}.values())
 
     def _place(self, step: int) -> None:
         """Go to where the first step begins."""
@@ -130,9 +134,9 @@ class Passes:
             self._number, self._given = int(self._state["pass"]), int(self._state["given"])
             self._source.load_state_dict(self._state["source"])  # type: ignore[attr-defined]
             return
-        each = steps_in_a_pass(self._source, self._accumulate)
-        done = step // each * each if each else 0
-        self._number = step // each if each else 0
+        each, done = steps_in_a_pass(self._source, self._accumulate), 0
+        if each and all(getattr(part, "generator", None) is None for part in self._parts()):
+            self._number, done = step // each, step // each * each
         while done < step:
             if self._iterator is None:
                 self._reseed(done)
