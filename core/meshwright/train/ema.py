@@ -38,12 +38,13 @@ class EMA:
     Args:
         manager: with its optimizer.
         config: see `EMAConfig`.
+        step: steps that the optimizer has done before.
 
     Raises:
         StrategyError: the manager has no optimizer, keeps an average already, or is of a strategy that cannot.
     """
 
-    def __init__(self, manager: StrategyManager, config: EMAConfig | None = None) -> None:
+    def __init__(self, manager: StrategyManager, config: EMAConfig | None = None, *, step: int = 0) -> None:
         if not isinstance(manager, Averaging):
             raise StrategyError(
                 f"strategy {manager.strategy!r} keeps no averages of weights: {type(manager).__name__} has not "
@@ -53,6 +54,8 @@ class EMA:
         self._manager = manager
         optimizer = manager.optimizer
         self._averages = tuple(manager.keep_averages())
+        for each in self._averages:
+            each.counts[0] = step
         optimizer.register_step_post_hook(self._after_step)
 
     def decay_of(self, update: int) -> float:

@@ -24,6 +24,8 @@ def _may_be_imported(name: str) -> str:
 
 
 OptimizerName = Annotated[str, AfterValidator(_may_be_imported)]
+AVERAGED = "_ema"
+"""What the name of a set ends with on which averaged weights are evaluated."""
 _OF_THE_REST = "null: as at the top level."
 
 
@@ -86,5 +88,5 @@ class EMAConfig(FrozenModel):
     warmup: bool = Field(
         False, description="The decay of update n is at most (1 + n) / (10 + n), so that the first weights are left."
     )
-    evaluate: bool = Field(True, description="Evaluate the averaged weights, too, wherever the weights are.")
+    evaluate: bool = Field(True, description="Evaluate the averaged weights, too, on each set: as NAME_ema.")
     export: bool = Field(True, description="Write the averaged model beside the model, in output_dir/model-ema.")

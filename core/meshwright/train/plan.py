@@ -197,7 +197,9 @@ def _identity(
         "data": {"fingerprint": data.fingerprint, "seq_len": config.data.seq_len},
         "seed": config.seed,
         "batch_size": config.batch_size,
-        "optimizer": config.optimizer.model_dump(),
+        # What older checkpoints have not saved differs from nothing.
+        "optimizer": config.optimizer.model_dump(exclude=None if config.optimizer.groups else {"groups"}),
+        "ema": None if config.ema is None else config.ema.model_dump(exclude={"evaluate", "export"}),
         "schedule": schedule.model_dump(exclude={"warmup_ratio"}),
         "max_grad_norm": config.max_grad_norm,
         "grad_norm_type": config.grad_norm_type,

@@ -18,8 +18,8 @@ from ..mesh.sizes import MeshSizes, Size
 from ..objectives.registry import check_objective, list_objectives
 from ..strategy.registry import Registry, get_registry
 from .model_section import check_model_section
+from .optimizer_config import AVERAGED, FinitePositive
 from .optimizer_config import EMAConfig as EMAConfig
-from .optimizer_config import FinitePositive
 from .optimizer_config import OptimizerConfig as OptimizerConfig
 from .optimizer_config import OptimizerGroup as OptimizerGroup
 from .run_sections import HELD_OUT, CheckpointConfig, EvalConfig, SampleConfig
@@ -175,6 +175,8 @@ class RunConfig(MeshSizes):
     @model_validator(mode="after")
     def _check_sets(self) -> RunConfig:
         known = [*([HELD_OUT] if self.data.eval_fraction else []), *self.data.eval_sets]
+        if self.ema is not None and self.ema.evaluate:
+            known += [f"{name}{AVERAGED}" for name in known]
         stopping, best = self.eval.early_stopping, self.checkpoint.keep_best
         for key, wanted in (("eval.early_stopping.set", stopping), ("checkpoint.keep_best.set", best)):
             if wanted is not None and wanted.set not in known:
