@@ -170,6 +170,8 @@ class RunConfig(MeshSizes):
             raise ValueError(
                 f"schedule.warmup_steps={self.schedule.warmup_steps} is more than steps={self.steps}; lower it"
             )
+        if self.steps is not None and self.ema is not None and self.ema.start >= self.steps:
+            raise ValueError(f"ema.start={self.ema.start}, so nothing is averaged in steps={self.steps}; lower it")
         return self
 
     @model_validator(mode="after")
