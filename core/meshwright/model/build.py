@@ -19,7 +19,7 @@ from .pretrained import open_pretrained
 from .weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-OWN_KEYS = ("path", "model_type", "checkpoint", "dtype", "allow_pickle")
+OWN_KEYS = ("path", "revision", "model_type", "checkpoint", "dtype", "allow_pickle", "trust_remote_code", "peft")
 """Keys of the run file's section that are no fields of the configuration."""
 MAX_LAYERS = 10_000
 
@@ -58,8 +58,22 @@ def model_config(section: Mapping[str, Any], *, tokenizer: Any, seq_len: int, di
     return config
 
 
-def build_model(section: Mapping[str, Any], config: Any, *, seed: int) -> tuple[nn.Module, Weights | None]:
+def build_model(
+    section: Mapping[str, Any],
+    config: Any,
+    *,
+    seed: int,
+    directory: Path | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[nn.Module, Weights | None]:
     """Make the run's model, the same on every rank.
+
+    Args:
+        section: the run file's `model`.
+        config: of Hugging Face.
+        seed: of new weights.
+        directory: where the section's `path` is; None: it is one.
+        dtype: of the parameters; None: the section's.
 
     Returns:
         The model with its parameters on the meta device, and their values: those at the section's `path`, a
@@ -71,9 +85,10 @@ def build_model(section: Mapping[str, Any], config: Any, *, seed: int) -> tuple[
     """
     if "path" not in section:
         return new_model_on_meta(config, dtype_of(section), seed)
-    path = Path(section["path"]).expanduser()
+    path = directory or Path(section["path"]).expanduser()
     allow_pickle = bool(section.get("allow_pickle", False))
-    model, weights = open_pretrained(path, config, dtype=dtype_of(section), allow_pickle=allow_pickle, seed=seed)
+    wanted = dtype or dtype_of(section)
+    model, weights = open_pretrained(path, config, dtype=wanted, allow_pickle=allow_pickle, seed=seed)
     if weights.missing:
         raise ModelError(
             f"model.path={section['path']!r} lacks {len(weights.missing)} weights of the model, which would start at "
