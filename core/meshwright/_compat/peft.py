@@ -157,10 +157,12 @@ def low_rank(module: nn.Module) -> LowRank | None:
     outer += [f"lora_magnitude_vector.{each}.weight" for each in module.lora_magnitude_vector]
     inner = [f"lora_A.{each}.weight" for each in module.lora_A]
     inner += [f"lora_embedding_A.{each}" for each in module.lora_embedding_A]
+    # In a stage of a pipeline, parts of a wrapper may be on another stage.
+    here = dict(module.named_parameters(remove_duplicate=False))
     return LowRank(
         parameter=getattr(module, "parameter_name", None),
-        outer=tuple(outer),
-        inner=tuple(inner),
+        outer=tuple(each for each in outer if each in here),
+        inner=tuple(each for each in inner if each in here),
         in_features=module.in_features,
         is_transposed=getattr(module, "num_experts", 1) > 1 and not module._did_swap_in_out_features,
         biases=tuple(each for each in module.lora_B.values() if each.bias is not None),

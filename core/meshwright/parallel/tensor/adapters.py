@@ -110,13 +110,15 @@ def divided_along_input(model: nn.Module, divisions: Mapping[str, Division]) -> 
             yield adapter
 
 
-def wrappers_of(model: nn.Module, modules: set[nn.Module]) -> set[nn.Module]:
-    """Modules, or the outermost wrapper of each, whose parameters may be read without calling what has them."""
+def readers_of(model: nn.Module, modules: set[nn.Module]) -> set[nn.Module]:
+    """Modules, and in place of those that are not called, of which a wrapper reads the parameters, the wrapper."""
     found = set(modules)
-    for _, layer in reversed(list(tuner_layers(model))):
-        within = set(layer.modules())
-        if found & within:
-            found = (found - within) | {layer}
+    for _, layer in tuner_layers(model):
+        adapter = low_rank(layer)
+        if adapter is not None:
+            read = {layer.get_submodule(each.rpartition(".")[0]) for each in (*adapter.outer, *adapter.inner)}
+            read = {each for each in read if adapter.parameter is not None or isinstance(each, nn.ParameterDict)}
+            found = (found - read) | {layer} if found & read else found
     return found
 
 

@@ -29,7 +29,7 @@ from ...strategy.ask import model_layout
 from ...strategy.hooks import StyleName
 from ...tensors.norms import each_norm
 from ...tensors.state import DTENSORS, Parts
-from .adapters import divide_input, divided_along_input, of_parameters, wrappers_of
+from .adapters import divide_input, divided_along_input, of_parameters, readers_of
 from .collectives import Copies
 from .division import Division
 from .heads import check_heads
@@ -138,7 +138,7 @@ class TensorParallel(Axis):
         if self._plain:
             # Where a module is gathered just before it runs, its parameters must be found in it until then.
             gathered = {module for each in own for module in each.modules()}
-            own |= wrappers_of(self._model, self._local.cut_modules) - gathered
+            own |= readers_of(self._model, self._local.cut_modules) - gathered
         # What is in a module before the module.
         for module in reversed(list(self._model.modules())):
             if module in blocks:
