@@ -146,7 +146,7 @@ def with_code(tiny: Path, tmp_path: Path) -> Path:
         "    def forward(self, *args, **kwargs):\n        out = super().forward(*args, **kwargs)\n"
         "        out.logits = 2 * out.logits\n        return out\n"
     )
-    config = yaml.safe_load((directory / "config.json").read_text())
+    config = json.loads((directory / "config.json").read_text())
     named = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     config |= {"model_type": "own_llama", "architectures": ["OwnForCausalLM"], "auto_map": named}
     (directory / "config.json").write_text(json.dumps(config))
