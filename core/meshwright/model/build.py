@@ -209,6 +209,11 @@ def config_from_directory(
 
     if not path.is_dir():
         raise ModelError(f"{where}.path={str(path)!r} is not a directory. Give a local Hugging Face model directory.")
+    if (path / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{str(path)!r} holds an adapter, not a whole model. Give its base as {where}.path and go on from it "
+            f"({where}.peft.adapter={path}); or merge it: meshwright export --merge {path} OUT."
+        )
     if not (path / "config.json").is_file():
         raise ModelError(f"{str(path)!r} holds no config.json, so it is no Hugging Face model directory.")
     if with_weights and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
