@@ -23,11 +23,14 @@ from ..base.validation import validated
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import MeshSizes
 from ..mesh.world import World, open_world
+from ..model.adapter_options import adapt, adapter_options
 from ..model.build import as_dtype, config_from_directory, config_from_mapping, new_model_on_meta
-from ..model.pretrained import PretrainedWeights, find_directory, open_pretrained
+from ..model.pretrained import PretrainedWeights, commit_of, find_on_all, open_pretrained
+from ..model.remote_code import is_commit, trust_code
 from ..model.weights import Weights
 from ..strategy.contract import StrategyManager
 from ..strategy.stack import Stack, resolve
+from .run_model import base_at
 
 
 class Sizes(TypedDict, total=False):
@@ -54,6 +57,8 @@ def from_pretrained(
     seed: int = 0,
     revision: str | None = None,
     allow_pickle: bool = False,
+    trust_remote_code: str | None = None,
+    peft: Any = None,
     **sizes: Unpack[Sizes],
 ) -> StrategyManager:
     """Load a Hugging Face model under a strategy, each rank reading from the files what it holds.
@@ -70,6 +75,11 @@ def from_pretrained(
         seed: of weights that the directory lacks.
         revision: branch, tag or commit on the hub.
         allow_pickle: read `.bin` files where there are no safetensors.
+        trust_remote_code: the commit on the hub whose code is run, or of a directory the digest of its code; None runs
+            none.
+        peft: adapters to train instead of the model: a configuration of peft, or a mapping as a run file has it, such
+            as `{"type": "lora", "r": 16, "target_modules": "all-linear"}`; see docs/adapters.md. Checkpoints hold the
+            adapters alone.
         sizes: `dp_size=..., dp_replicate_size=..., tp_size=..., pp_size=..., cp_size=..., ep_size=...`.
 
     Returns:
@@ -84,19 +94,31 @@ def from_pretrained(
     """
 
     def load() -> tuple[nn.Module, PretrainedWeights]:
-        wanted = as_dtype(dtype)
-        directory = find_directory(path, revision=revision, allow_pickle=allow_pickle)
+        wanted = as_dtype(dtype) if adapters is None or adapters.base_dtype is None else adapters.base_dtype
         loaded = hf_config
         if loaded is None or isinstance(loaded, Mapping):
             loaded = config_from_directory(directory, loaded or {}, where="hf_config")
         return open_pretrained(directory, loaded, dtype=wanted, allow_pickle=allow_pickle, seed=seed)
 
+    def put() -> tuple[nn.Module, Weights | None]:
+        if adapters is None:
+            return model, weights
+        base = base_at(path, directory, allow_pickle=allow_pickle)
+        return adapt(model, weights, adapters, base, seed=seed, where="peft")
+
     stack, mesh = _placed(strategy, sizes, config, wrapper_config, world, device)
     manager = stack.build(mesh)
+    adapters = mesh.world.together(lambda: adapter_options(peft, where="peft") if peft is not None else None)
+    at = revision or (trust_remote_code if is_commit(trust_remote_code) else None)
+    code = trust_remote_code is not None
+    directory = find_on_all(path, mesh.world, revision=at, allow_pickle=allow_pickle, code=code)
+    if trust_remote_code is not None:
+        given, commit = trust_remote_code, commit_of(path, directory)
+        mesh.world.together(lambda: trust_code(directory, given, commit=commit, where="trust_remote_code"))
     model, weights = mesh.world.together(load)
     check_same_weights(weights, mesh.world)
     tell(weights, mesh.world, stacklevel=3)
-    manager.parallelize(model, weights)
+    manager.parallelize(*mesh.world.together(put))
     return manager
 
 
@@ -110,6 +132,7 @@ def from_config(
     device: str | torch.device | None = None,
     world: World | None = None,
     seed: int = 0,
+    peft: Any = None,
     **sizes: Unpack[Sizes],
 ) -> StrategyManager:
     """Make a Hugging Face model with new weights under a strategy: those that transformers draws after
@@ -119,6 +142,7 @@ def from_config(
 
     Args:
         hf_config: a Hugging Face configuration, or a mapping of its fields with `model_type` among them.
+        peft: as there; but the base is known to nobody, so that checkpoints hold the whole model.
 
     Raises:
         MeshwrightError: as `from_pretrained`.
@@ -127,10 +151,14 @@ def from_config(
     def build() -> tuple[nn.Module, Weights | None]:
         given = config_from_mapping(hf_config, where="hf_config") if isinstance(hf_config, Mapping) else hf_config
         wanted = as_dtype(dtype) or getattr(given, "dtype", None) or torch.float32
-        return new_model_on_meta(given, wanted, seed)
+        if adapters is not None and adapters.base_dtype is not None:
+            wanted = adapters.base_dtype
+        model, weights = new_model_on_meta(given, wanted, seed)
+        return (model, weights) if adapters is None else adapt(model, weights, adapters, None, seed=seed, where="peft")
 
     stack, mesh = _placed(strategy, sizes, config, wrapper_config, world, device)
     manager = stack.build(mesh)
+    adapters = mesh.world.together(lambda: adapter_options(peft, where="peft") if peft is not None else None)
     model, weights = mesh.world.together(build)
     manager.parallelize(model, weights)
     return manager

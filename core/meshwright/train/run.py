@@ -18,22 +18,25 @@ from ..data.progress import CONSOLE
 from ..launch.rank import guarded, signs_of_life, started_by_launcher
 from ..mesh.mesh import Mesh
 from ..mesh.world import World, open_world
-from ..model.build import build_model, dtype_of
+from ..model.build import dtype_of
 from ..model.pretrained import PretrainedWeights
 from ..strategy.contract import Batch, StepResult, StrategyManager
 from ..strategy.registry import get_registry
 from .apart import check_kept_apart
+from .ema import EMA
 from .fate import Fate, check_output, is_finished
 from .files import CHECKPOINTS, METRICS, SUMMARY
 from .from_pretrained import check_same_weights, tell
 from .loop import Loop, fit
-from .optim import build_scheduler, optimizer_factory, set_schedule
+from .optim import optimizer_factory
 from .output import export, finish, locked, prepare_output
 from .plan import Plan, headline, masks_padding, plan_run, processes
 from .report import Reporter, read_metrics
 from .resume import Source, early_stopping, find_source
 from .run_file import RunConfig, as_plain
+from .run_model import fetch_model, make_model
 from .run_sections import KeepBestConfig
+from .schedules import build_scheduler, set_schedule
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -78,7 +81,8 @@ def run_rank(store: Store | None, config: RunConfig) -> None:
                 if world.rank == 0:
                     _say_finished(config)
                 return
-            plan = world.together(lambda: plan_run(config, world.size))
+            commit = fetch_model(config.model, world)
+            plan = world.together(lambda: plan_run(config, world.size, commit=commit))
             if world.rank == 0:
                 lock = locked(Path(config.output_dir), patience_s=min(LINGERING_S, timeout_s / 2))
             world.from_first(lambda: held.enter_context(lock))
@@ -107,17 +111,17 @@ def _train(config: RunConfig, plan: Plan, fate: Fate, world: World) -> list[Step
     source = find_source(config, fate, plan.identity, world, steps=plan.steps)
     mesh = Mesh(plan.degrees, world)
     manager = plan.stack.build(mesh)
-    model, weights = world.together(lambda: build_model(config.model, plan.model_config, seed=config.seed))
+    model, weights = world.together(lambda: make_model(config.model, plan.model, plan.model_config, seed=config.seed))
     earlier: list[StepResult] = []
     world.from_first(lambda: earlier.extend(_prepare(config, plan, fate, source, console)))
     if world.rank == 0:
         console.print(headline(config, plan, model, mesh), highlight=False, soft_wrap=True)
-    if isinstance(weights, PretrainedWeights):
-        check_same_weights(weights, world)
-        tell(weights, world, stacklevel=2)
+    if isinstance(opened := getattr(weights, "base", weights), PretrainedWeights):
+        check_same_weights(opened, world)
+        tell(opened, world, stacklevel=2)
     manager.parallelize(model, weights)
     # What a rank needs of them, the manager has; they keep files open, and values that were read last.
-    del model, weights
+    del model, weights, opened
     if source is None and "checkpoint" in config.model:
         load_checkpoint(manager, Path(config.model["checkpoint"]).expanduser())
     results = _fit(manager, config, plan, source, earlier, console)
@@ -158,10 +162,13 @@ def _fit(
     optimizer = manager.build_optimizer(optimizer_factory(config.optimizer))
     scheduler = build_scheduler(plan.schedule, optimizer, plan.steps)
     origin, version = (0, 0), ORDER_VERSION
+    # Before what it is to load, and after what it is to begin with.
+    ema = None if source is not None and not source.has_average else _average(config, manager)
     if source is not None:
         # Settings and rates are those of the run file, which are the saved ones but for what was allowed to change.
         load_checkpoint(manager, source.directory, keep_settings=True)
         set_schedule(scheduler, source.step)
+        ema = ema or _average(config, manager, step=source.step)
         origin, version = (source.step, source.position()), source.order
         if mesh.rank == 0:
             changed = f", with other {', '.join(source.changed)}" if source.changed else ""
@@ -180,6 +187,7 @@ def _fit(
         max_grad_norm=config.max_grad_norm,
         grad_norm_type=config.grad_norm_type,
         held_out=_sets(plan, place, config.eval.sequences),
+        ema=ema,
         eval_every=config.eval.every,
         early_stopping=early_stopping(config),
         extra=lambda step: {**extra, "position": feed.position(step), "streams": feed.state(step)},
@@ -195,6 +203,10 @@ def _fit(
         reporter = Reporter(metrics, log_every=config.log_every, console=console, earlier=earlier)
         with reporter, get_registry().observing(reporter):
             return earlier + fit(manager, loop)
+
+
+def _average(config: RunConfig, manager: StrategyManager, *, step: int = 0) -> EMA | None:
+    return EMA(manager, config.ema, step=step) if config.ema is not None else None
 
 
 def _place(mesh: Mesh, micro_batch_size: int) -> Place:
