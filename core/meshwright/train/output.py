@@ -138,7 +138,7 @@ def finish(config: RunConfig, plan: Plan, results: list[StepResult], console: Co
         "held_out": {
             "tokens": str(plan.data.directory / "held_out.npy"),
             "seq_len": config.data.seq_len,
-            "sequences": config.eval.sequences or len(plan.rows.held_out["held_out"]),
+            "sequences": config.eval.sequences or len(plan.rows.evaluated),
         },
     }
     _write(directory / SUMMARY, json.dumps(summary, indent=2) + "\n")
