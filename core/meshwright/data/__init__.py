@@ -11,6 +11,7 @@ from .prepare import HELD_OUT, PreparedData, PreparedSource, prepare
 from .records import Record, read_records
 from .rows import JoinedRows, PackedRows, PaddedRows, Rows, StreamRows, make_rows
 from .run_rows import RunRows, lay_out
+from .stream import Stream
 from .tokenizer import EOS, holds_tokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Rows",
     "RunRows",
     "SourceConfig",
+    "Stream",
     "StreamRows",
     "check_batch_size",
     "check_groups",

@@ -107,7 +107,12 @@ def _build(directory: Path, source: FoundSource, how: Tokenizing, tokenizer_dir:
     # An unusable tokenizer is found before the source is read.
     tokenizer = load_tokenizer(tokenizer_dir)
     group = 2 if source.config.format == "preference" else 1
-    counts = _write_sides(directory, source, how, tokenizer)
+    try:
+        counts = _write_sides(directory, source, how, tokenizer)
+    except DataError:
+        # What seems broken may be what is still written.
+        source.check_unchanged()
+        raise
     source.check_unchanged()
     columns = tuple(source.config.columns)
     meta = _Meta(

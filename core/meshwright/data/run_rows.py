@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..base.errors import DataError
 from .cache import cache_root
-from .config import DataConfig
+from .config import DataConfig, SourceConfig
 from .documents import Documents
 from .prepare import HELD_OUT, PreparedData
+from .records import Record
 from .rows import JoinedRows, Rows, make_rows
+from .stream import Stream
+from .tokenizer import load_tokenizer, no_tokenizer_threads
+from .tokenizing import PieceEncoder, tokenizing
 
 
 @dataclass(frozen=True)
@@ -23,7 +29,7 @@ class RunRows:
         held_out: by name of the set.
     """
 
-    training: tuple[Rows, ...]
+    training: tuple[Rows | Stream, ...]
     weights: tuple[float, ...] | None
     held_out: Mapping[str, Rows]
 
@@ -61,8 +67,34 @@ def lay_out(data: PreparedData, config: DataConfig, *, masks: bool = False) -> R
     weights = tuple(source.config.weight for source in data.sources if source.config.weight is not None)
     return RunRows(
         training=tuple(
-            rows_of(source.train, repr(source.config.place)) for source in data.sources if source.train is not None
+            _stream(data, config, source.config, masks)
+            if source.train is None
+            else rows_of(source.train, repr(source.config.place))
+            for source in data.sources
         ),
         weights=weights or None,
         held_out={name: joined(name, documents) for name, documents in data.held_out.items()},
     )
+
+
+def _stream(data: PreparedData, config: DataConfig, source: SourceConfig, masks: bool) -> Stream:
+    how = tokenizing(source, config, 0.0)
+
+    @functools.cache
+    def encoder() -> PieceEncoder:
+        return PieceEncoder(how, load_tokenizer(data.tokenizer_dir))
+
+    def encode(records: list[Record]) -> Documents | None:
+        with no_tokenizer_threads():
+            documents = encoder()(records).documents.get("train")
+        return None if documents is None else replace(documents, group=data.group)
+
+    def open_loader(records: int) -> Any:
+        from .reader import loader_of
+
+        return loader_of(source, records)
+
+    def make(documents: Documents) -> Rows:
+        return make_rows(documents, config.packing_kind(), config.seq_len, masks=masks)
+
+    return Stream(source.place, open_loader, encode, make, group=data.group)

@@ -25,6 +25,7 @@ from ..data import (
     PreparedData,
     Rows,
     RunRows,
+    Stream,
     check_batch_size,
     check_groups,
     holds_tokenizer,
@@ -103,7 +104,7 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
         try_rows(hf_config, dtype, kind, seq_len=seq_len, masks=masks)
     rows = lay_out(data, config.data, masks=masks)
     check_groups(rows.training[0].group, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
-    steps = config.steps or steps_of(config, rows_in(data, rows))
+    steps = config.steps or steps_of(config, rows_in(rows))
     schedule = config.schedule.over(steps)
     if config.steps is None:
         check_output(config, steps)
@@ -154,9 +155,10 @@ def steps_of(config: RunConfig, rows: int | None) -> int:
     return steps
 
 
-def rows_in(data: PreparedData, rows: RunRows) -> int | None:
+def rows_in(rows: RunRows) -> int | None:
     """Rows of an epoch; None where a source is read while training."""
-    return sum(map(len, rows.training)) if len(rows.training) == len(data.sources) else None
+    counts = [len(each) for each in rows.training if not isinstance(each, Stream)]
+    return sum(counts) if len(counts) == len(rows.training) else None
 
 
 def masks_padding(hf_config: Any) -> bool:
@@ -223,7 +225,12 @@ def _identity(config: RunConfig, schedule: ScheduleConfig, data: PreparedData, h
         model.pop(key, None)
     identity = {
         "model": {**model, "dtype": config.model.get("dtype", "float32")},
-        "data": {"fingerprint": data.fingerprint, "seq_len": config.data.seq_len, **_layout(config.data)},
+        "data": {
+            "fingerprint": data.fingerprint,
+            "seq_len": config.data.seq_len,
+            **_layout(config.data),
+            **_of_each_source(data),
+        },
         "seed": config.seed,
         "batch_size": config.batch_size,
         "optimizer": config.optimizer.model_dump(),
@@ -247,14 +254,21 @@ def _layout(config: DataConfig) -> dict[str, Any]:
     }
 
 
+def _of_each_source(data: PreparedData) -> dict[str, str]:
+    """What tells which of several sources has changed."""
+    if len(data.sources) == 1:
+        return {}
+    return {f"sources.{number}": source.fingerprint for number, source in enumerate(data.sources)}
+
+
 def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str:
     layout = model_layout(model)
     size = model_size(model, layout)
     lines = [
         f"{plan.stack} on {plan.degrees} ({mesh.device.type}): {plan.model_config.model_type} with "
         f"{size.parameters:,} parameters in {len(layout.blocks)} blocks",
-        f"{plan.data.documents:,} documents: {sum(map(len, plan.rows.training)):,} sequences of {config.data.seq_len} "
-        f"tokens to train on, {_listed(plan.rows.held_out)}; {config.batch_size} a step, {plan.steps} steps",
+        f"{plan.data.documents:,} documents: {_told(plan.rows)} sequences of {config.data.seq_len} tokens to train on, "
+        f"{_listed(plan.rows.held_out)}; {config.batch_size} a step, {plan.steps} steps",
     ]
     estimate = plan.stack.estimate(plan.degrees, size)
     if estimate is not None:
@@ -264,6 +278,14 @@ def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str
             f"and activations (estimate)"
         )
     return "\n".join(lines)
+
+
+def _told(rows: RunRows) -> str:
+    """How many rows there are to train on."""
+    counts = [len(each) for each in rows.training if not isinstance(each, Stream)]
+    streams = len(rows.training) - len(counts)
+    found = [f"{sum(counts):,}"] if counts else []
+    return " and ".join(found + ([f"those of {streams} sources, read while training, as"] if streams else []))
 
 
 def _listed(held_out: Mapping[str, Rows]) -> str:

@@ -14,6 +14,7 @@ from rich.console import Console
 from ..checkpoint import Checkpointer, load_checkpoint
 from ..checkpoint.directory import set_aside
 from ..data import ORDER_VERSION, Feed, Place, eval_microbatches, load_tokenizer
+from ..data.progress import CONSOLE
 from ..launch.rank import guarded, signs_of_life, started_by_launcher
 from ..mesh.mesh import Mesh
 from ..mesh.world import World, open_world
@@ -57,7 +58,7 @@ def start(config: RunConfig, *, show_traceback: bool = False) -> int:
         _say_finished(config)
         return 0
     count = processes(config)
-    with Console(stderr=True).status("preparing the run"):
+    with CONSOLE.status("preparing the run"):
         plan_run(config, count)
     if count == 1:
         return guarded(run_rank, (config,), show_traceback=show_traceback)
@@ -195,15 +196,7 @@ def _fit(
     place = _place(mesh, plan.micro_batch_size)
     if not plan.rows_tried:
         _try_rows(manager, config, plan, place)
-    feed = Feed(
-        plan.rows.training,
-        place,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        weights=plan.rows.weights,
-        version=version,
-        origin=origin,
-    )
+    feed = _feed(config, plan, place, source, version, origin)
     named = None if source is None else source.named
     extra = {"identity": {**plan.identity, "order": version}, "run": as_plain(config), "named": named}
     loop = Loop(
@@ -215,7 +208,7 @@ def _fit(
         held_out=_sets(plan, place, config.eval.sequences),
         eval_every=config.eval.every,
         early_stopping=early_stopping(config),
-        extra=lambda step: {**extra, "position": feed.position(step)},
+        extra=lambda step: {**extra, "position": feed.position(step), "streams": feed.state(step)},
         seed=config.seed,
         objective=plan.objective,
     )
@@ -235,6 +228,24 @@ def _place(mesh: Mesh, micro_batch_size: int) -> Place:
     degrees = mesh.degrees
     multiple = (2 * degrees.cp if degrees.cp > 1 else 1) * degrees.tp
     return Place(mesh.data_rank, mesh.data_size, micro_batch_size, multiple=multiple, one_shape=degrees.pp > 1)
+
+
+def _feed(
+    config: RunConfig, plan: Plan, place: Place, source: Source | None, version: int, origin: tuple[int, int]
+) -> Feed:
+    """The rows to train on, from where the run goes on."""
+    feed = Feed(
+        plan.rows.training,
+        place,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        weights=plan.rows.weights,
+        version=version,
+        origin=origin,
+    )
+    if source is not None and origin[1]:
+        feed.load_state(source.manifest.extra.get("streams"))
+    return feed
 
 
 def _sets(plan: Plan, place: Place, count: int | None) -> dict[str, Sequence[Batch]]:
