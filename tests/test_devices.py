@@ -90,11 +90,12 @@ def _walk(manager: StrategyManager, devices: TwoDevices) -> list[tuple[str, str]
             steps=2 * number + 2,
             start=2 * number,
             batches=lambda step: share(CASE, step, mesh.data_rank, mesh.data_size),
-            held_out=share(CASE, 7, mesh.data_rank, mesh.data_size),
+            held_out={"held_out": share(CASE, 7, mesh.data_rank, mesh.data_size)},
+            scheduler=scheduler,
             max_grad_norm=0.1 if number % 2 else None,
             grad_norm_type=norm_type,
         )
-        for result in fit(manager, scheduler, loop):
+        for result in fit(manager, loop):
             assert math.isfinite(result.loss + result.grad_norm)
         norm = manager.clip_grad_norm(1.0, norm_type)
         assert (float(norm), devices.of(norm)) == (0.0, ACCELERATOR)

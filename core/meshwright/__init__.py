@@ -59,12 +59,14 @@ if TYPE_CHECKING:
     from .strategy.stack import resolve as resolve
     from .train.from_pretrained import from_config as from_config
     from .train.from_pretrained import from_pretrained as from_pretrained
+    from .train.loop import Callback as Callback
     from .train.loop import Loop as Loop
     from .train.loop import fit as fit
     from .train.optim import optimizer_factory as optimizer_factory
     from .train.run_file import OptimizerConfig as OptimizerConfig
     from .train.run_file import RunConfig as RunConfig
     from .train.run_file import load_run as load_run
+    from .train.watch import EarlyStopping as EarlyStopping
 
 _MODULE_OF = {
     "BatchError": "base.errors",
@@ -114,6 +116,8 @@ _MODULE_OF = {
     "resolve": "strategy.stack",
     "from_config": "train.from_pretrained",
     "from_pretrained": "train.from_pretrained",
+    "Callback": "train.loop",
+    "EarlyStopping": "train.watch",
     "Loop": "train.loop",
     "StepResult": "strategy.contract",
     "fit": "train.loop",

@@ -51,9 +51,9 @@ OWNERS = {
     "meshwright_pipeline.config": ["PipelineConfig"],
     "meshwright.single.config": ["SingleConfig"],
     "meshwright.mesh.sizes": ["MeshSizes"],
-    "meshwright.train.run_file": [
-        *("RunConfig", "OptimizerConfig", "ScheduleConfig", "EvalConfig", "SampleConfig"),
-        *("CheckpointConfig", "ResumeConfig"),
+    "meshwright.train.run_file": ["RunConfig", "OptimizerConfig", "ScheduleConfig", "ResumeConfig"],
+    "meshwright.train.run_sections": [
+        *("EvalConfig", "EarlyStoppingConfig", "SampleConfig", "CheckpointConfig", "KeepBestConfig", "SaveOnConfig"),
     ],
     "meshwright.data.config": ["DataConfig"],
 }

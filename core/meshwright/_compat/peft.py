@@ -171,6 +171,23 @@ def low_rank(module: nn.Module) -> LowRank | None:
     )
 
 
+def wrappers_of_parameters(model: nn.Module, inner: nn.Module) -> list[Any]:
+    """The wrappers of LoRA around parameters of one module, which are nested; the outermost first."""
+    layers = (layer for _, layer in tuner_layers(model))
+    return [each for each in layers if getattr(each, "parameter_name", None) is not None and wrapped(each) is inner]
+
+
+def with_low_rank(layer: Any, weight: Tensor, first: int) -> Tensor:
+    """Stacked weights of some experts, from `first` on, with what a wrapper of the whole parameter adds to them."""
+    adapters = [] if layer.disable_adapters else [each for each in layer.active_adapters if each in layer.lora_A]
+    with torch.autocast(device_type=weight.device.type, enabled=False):
+        for each in adapters:
+            left, right, scaling = layer.get_delta_factors(each)
+            mine = slice(first, first + weight.shape[0])
+            weight = torch.baddbmm(weight, left[mine], right[mine], alpha=scaling)
+    return weight
+
+
 def sum_norms(magnitude: Any, summed: Callable[[Tensor], Tensor], is_active: Callable[[], bool]) -> None:
     """Let DoRA take the norms of a weight whose rows are divided; in place.
 

@@ -27,7 +27,8 @@ def flat(state: ShardedState) -> dict[str, Sharded]:
 
 
 def plain(values: Any) -> Any:
-    """Values as those of JSON: tensors without dims are written out, tuples become lists.
+    """Values as those of JSON: tensors are written out, whole numbers of any dims and others without dims; tuples
+    become lists.
 
     Raises:
         CheckpointError: there is something else among them.
@@ -44,8 +45,8 @@ def plain(values: Any) -> Any:
 
 
 def _encoded(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dim() == 0:
-        return {"$tensor": value.item(), "dtype": dtype_name(value.dtype)}
+    if isinstance(value, Tensor) and (value.dim() == 0 or not value.is_floating_point()):
+        return {"$tensor": value.tolist(), "dtype": dtype_name(value.dtype)}
     if isinstance(value, Mapping):
         return {key: _encoded(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -11,21 +11,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from filelock import FileLock, Timeout
 from rich.console import Console
 
 from ..base.errors import ConfigError
-from ..checkpoint import export_checkpoint, save_checkpoint
-from ..checkpoint.directory import put_in_place
+from ..checkpoint import export_checkpoint, save_checkpoint, steps_in
+from ..checkpoint.directory import best_of, put_in_place
 from ..data import load_tokenizer
 from ..files.parsing import as_yaml
 from ..strategy.contract import StepResult, StrategyManager
 from .files import CHECKPOINTS, CURVE, HOLDER, LOCK, METRICS, MODEL, RUN, SUMMARY
-from .report import draw_loss_curve
+from .report import draw_loss_curve, shown
 from .run_file import RunConfig, as_plain
+from .run_sections import HELD_OUT
 from .sample import generate_sample, load_trained
 
 if TYPE_CHECKING:
@@ -108,12 +109,12 @@ def _write(path: Path, text: str) -> None:
     new.replace(path)
 
 
-def export(manager: StrategyManager, config: RunConfig, plan: Plan) -> None:
-    """Write the model as a Hugging Face directory, every rank a part of it. Collective."""
+def export(manager: StrategyManager, config: RunConfig, plan: Plan, *, step: int) -> None:
+    """Write the model, after so many steps, as a Hugging Face directory, every rank a part of it. Collective."""
     world, directory = manager.mesh.world, Path(config.output_dir)
     checkpoint, model = directory / _CHECKPOINT_OF_MODEL, directory / _NEW_MODEL
     tokenizer = load_tokenizer(plan.data.tokenizer_dir)
-    save_checkpoint(manager, checkpoint, step=config.steps, tokenizer=tokenizer, with_optimizer=False)
+    save_checkpoint(manager, checkpoint, step=step, tokenizer=tokenizer, with_optimizer=False)
     export_checkpoint(checkpoint, model, world=world)
     if world.rank == 0:
         put_in_place(model, directory / MODEL)
@@ -125,42 +126,77 @@ def finish(config: RunConfig, plan: Plan, results: list[StepResult], console: Co
     directory = Path(config.output_dir)
     tokenizer = load_tokenizer(plan.data.tokenizer_dir)
     draw_loss_curve(results, directory / CURVE)
-    last = [result.loss for result in results[-AVERAGED_STEPS:]]
-    train_loss, ln_vocab = sum(last) / len(last), math.log(len(tokenizer))
-    summary = {
-        "strategy": str(plan.stack),
-        "mesh": str(plan.degrees),
-        "steps": results[-1].step,
-        "train_loss": train_loss,
-        "train_loss_steps": len(last),
-        "held_out_loss": results[-1].held_out_loss,
-        "ln_vocab": ln_vocab,
-        "held_out": {
-            "tokens": str(plan.data.directory / "held_out.npy"),
-            "seq_len": config.data.seq_len,
-            "sequences": config.eval.sequences or len(plan.data.held_out),
-        },
-    }
+    summary = summarized(config, plan, results, vocab_size=len(tokenizer))
     _write(directory / SUMMARY, json.dumps(summary, indent=2) + "\n")
-    console.print(
-        f"\ntraining loss {train_loss:.4f} (mean of the last {len(last)} steps; "
-        f"{train_loss / ln_vocab:.2f} x ln(vocabulary)), held-out loss {results[-1].held_out_loss:.6f}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if config.sample.prompt is not None:
+    _say(console, "\n".join(told(summary, config)))
+    if config.sample is not None:
         transformers.utils.logging.disable_progress_bar()
         model = load_trained(directory / MODEL, plan.model.directory)
-        text = generate_sample(model, tokenizer, config.sample, seed=config.seed)
+        text = generate_sample(model, tokenizer, config.sample, plan.rows.evaluated, seed=config.seed)
         console.print("\n[bold]sample[/bold]")
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-    console.print(
+    _say(
+        console,
         f"\n[bold]written[/bold] {directory / MODEL} (a Hugging Face directory), {directory / CURVE}, "
         f"{directory / METRICS}, {directory / SUMMARY}\n"
         f"[bold]next[/bold]\n"
         f"  meshwright strategies\n"
         f'  python -c "from transformers import pipeline; '
-        f"print(pipeline('text-generation', '{directory / MODEL}')('import ')[0]['generated_text'])\"",
-        highlight=False,
-        soft_wrap=True,
+        f"print(pipeline('text-generation', '{directory / MODEL}')('The ')[0]['generated_text'])\"",
     )
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def summarized(config: RunConfig, plan: Plan, results: list[StepResult], *, vocab_size: int) -> dict[str, Any]:
+    """What is to be known of a run that has ended; values of JSON."""
+    last = [result.loss for result in results[-AVERAGED_STEPS:]]
+    return {
+        "strategy": str(plan.stack),
+        "mesh": str(plan.degrees),
+        "steps": results[-1].step,
+        "of_steps": plan.steps,
+        "train_loss": sum(last) / len(last),
+        "train_loss_steps": len(last),
+        "held_out_loss": results[-1].held_out_loss,
+        "evaluations": dict(results[-1].evaluations),
+        "best_checkpoints": _best_checkpoints(config),
+        "ln_vocab": math.log(vocab_size),
+        "held_out": {
+            "tokens": str(plan.data.directory / "held_out.npy"),
+            "seq_len": config.data.seq_len,
+            "sequences": config.eval.sequences or len(plan.rows.held_out.get(HELD_OUT, ())),
+        },
+    }
+
+
+def _best_checkpoints(config: RunConfig) -> list[dict[str, Any]]:
+    """The checkpoints that `keep_best` has kept, the best first."""
+    best = config.checkpoint.keep_best
+    if best is None:
+        return []
+    paths = [path for _, path in steps_in(Path(config.output_dir) / CHECKPOINTS)]
+    return [
+        {"step": step, "set": best.set, "loss": loss, "checkpoint": str(path)}
+        for loss, step, path in best_of(paths, best.set, best.n)
+    ]
+
+
+def told(summary: dict[str, Any], config: RunConfig) -> Iterator[str]:
+    """A summary in a few lines."""
+    loss, ln_vocab = summary["train_loss"], summary["ln_vocab"]
+    losses = "".join(f", {shown(name)} loss {value:.6f}" for name, value in summary["evaluations"].items())
+    yield (
+        f"\ntraining loss {loss:.4f} (mean of the last {summary['train_loss_steps']} steps; {loss / ln_vocab:.2f} x "
+        f"ln(vocabulary)){losses}"
+    )
+    stopping = config.eval.early_stopping
+    if stopping is not None and summary["steps"] < summary["of_steps"]:
+        yield (
+            f"stopped early, after {summary['steps']} of {summary['of_steps']} steps: the {shown(stopping.set)} loss "
+            f"has not fallen in {stopping.patience} evaluations"
+        )
+    for each in summary["best_checkpoints"]:
+        yield f"lowest {shown(each['set'])} loss {each['loss']:.6f}: {each['checkpoint']}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +18,7 @@ from ..mesh.sizes import MeshSizes, Size
 from ..objectives.registry import check_objective, list_objectives
 from ..strategy.registry import Registry, get_registry
 from .model_section import check_model_section
+from .run_sections import HELD_OUT, CheckpointConfig, EvalConfig, SampleConfig
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -42,36 +44,25 @@ class ScheduleConfig(FrozenModel):
 
     name: str = Field("cosine", description="Schedule name, such as cosine, linear or constant_with_warmup.")
     warmup_steps: int = Field(0, ge=0, lt=2**31, description="Steps of linear warm-up.")
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Warm-up as a share of all steps, rounded up; in the place of warmup_steps."
+    )
     options: dict[str, Any] = Field({}, description="Further arguments of the schedule, such as num_cycles.")
 
+    @model_validator(mode="after")
+    def _warms_up_one_way(self) -> ScheduleConfig:
+        if self.warmup_steps and self.warmup_ratio is not None:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio} say different things; leave "
+                f"one of the two out"
+            )
+        return self
 
-class EvalConfig(FrozenModel):
-    """Held-out loss."""
-
-    every: Size | None = Field(None, description="Steps between evaluations; null: only at the end.")
-    sequences: Size | None = Field(
-        None, description="Sequences to evaluate on, spread over the held-out split; null: all of it."
-    )
-
-
-class SampleConfig(FrozenModel):
-    """The text generated at the end."""
-
-    prompt: str | None = Field("def ", description="Text to continue; null: no sample.")
-    max_new_tokens: Size = Field(80)
-    temperature: float = Field(0.7, ge=0, allow_inf_nan=False, description="0: the likeliest token each time.")
-
-
-class CheckpointConfig(FrozenModel):
-    """Checkpoints, in output_dir/checkpoints."""
-
-    every: Size | None = Field(None, description="Steps between checkpoints, also after the last; null: none.")
-    keep_last: Size | None = Field(2, description="How many of the newest are kept; null: all.")
-    keep_every: Size | None = Field(None, description="Those of steps that are multiples of it are kept, too.")
-    asynchronous: bool = Field(True, description="Go on training while one is written.")
-    on_error: Literal["stop", "continue"] = Field(
-        "stop", description="What to do when one cannot be written; those that were there are kept either way."
-    )
+    def over(self, steps: int) -> ScheduleConfig:
+        """The same with its warm-up in steps, of a run that has so many."""
+        if self.warmup_ratio is None:
+            return self
+        return self.model_copy(update={"warmup_steps": math.ceil(self.warmup_ratio * steps), "warmup_ratio": None})
 
 
 Allowed = Literal[
@@ -137,7 +128,10 @@ class RunConfig(MeshSizes):
     )
     data: DataConfig = DataConfig()
 
-    steps: Size = Field(description="Optimizer steps.")
+    steps: Size | None = Field(None, description="Optimizer steps; either this or epochs.")
+    epochs: FinitePositive | None = Field(
+        None, description="How often each row is trained on: as many steps as that takes, rounded up."
+    )
     batch_size: Size = Field(description="Sequences per optimizer step, over all ranks.")
     micro_batch_size: Size | None = Field(
         None, description="Sequences per forward pass on each rank; null: batch_size / dp_size, no accumulation."
@@ -152,7 +146,7 @@ class RunConfig(MeshSizes):
     max_grad_norm: PositiveFloat | None = Field(1.0, description="Clip the total gradient norm; null: only measure it.")
     grad_norm_type: PositiveFloat = Field(2.0, description="p of the gradient norm; .inf: the largest absolute value.")
     eval: EvalConfig = EvalConfig()
-    sample: SampleConfig = SampleConfig()
+    sample: SampleConfig | None = Field(SampleConfig(), description="null: no sample.")
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: PathText | ResumeConfig = Field(
         "auto",
@@ -179,11 +173,24 @@ class RunConfig(MeshSizes):
         return value
 
     @model_validator(mode="after")
-    def _check_warmup(self) -> RunConfig:
-        if self.schedule.warmup_steps > self.steps:
+    def _check_length(self) -> RunConfig:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give either steps or epochs")
+        if self.steps is not None and self.schedule.warmup_steps > self.steps:
             raise ValueError(
                 f"schedule.warmup_steps={self.schedule.warmup_steps} is more than steps={self.steps}; lower it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sets(self) -> RunConfig:
+        known = [*([HELD_OUT] if self.data.eval_fraction else []), *self.data.eval_sets]
+        stopping, best = self.eval.early_stopping, self.checkpoint.keep_best
+        for key, wanted in (("eval.early_stopping.set", stopping), ("checkpoint.keep_best.set", best)):
+            if wanted is not None and wanted.set not in known:
+                raise ValueError(f"{key}={wanted.set!r} is no set of this run. Known: {', '.join(known) or 'none'}")
+        if stopping is not None and self.eval.every is None:
+            raise ValueError("eval.early_stopping needs evaluations before the end; set eval.every")
         return self
 
     @property
