@@ -21,6 +21,7 @@ from ..base.errors import ConfigError
 from ..checkpoint import export_checkpoint, save_checkpoint, steps_in
 from ..checkpoint.directory import best_of, put_in_place
 from ..data import load_tokenizer
+from ..data.chat_template import read_chat_template
 from ..files.parsing import as_yaml
 from ..strategy.contract import StepResult, StrategyManager
 from .files import CHECKPOINTS, CURVE, HOLDER, LOCK, METRICS, MODEL, RUN, SUMMARY
@@ -109,11 +110,19 @@ def _write(path: Path, text: str) -> None:
     new.replace(path)
 
 
+def run_tokenizer(config: RunConfig, plan: Plan) -> Any:
+    """The tokenizer that is written with the model, with the chat template that it was trained with."""
+    tokenizer = load_tokenizer(plan.data.tokenizer_dir)
+    if config.data.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(config.data.chat_template)
+    return tokenizer
+
+
 def export(manager: StrategyManager, config: RunConfig, plan: Plan, *, step: int) -> None:
     """Write the model, after so many steps, as a Hugging Face directory, every rank a part of it. Collective."""
     world, directory = manager.mesh.world, Path(config.output_dir)
     checkpoint, model = directory / _CHECKPOINT_OF_MODEL, directory / _NEW_MODEL
-    tokenizer = load_tokenizer(plan.data.tokenizer_dir)
+    tokenizer = run_tokenizer(config, plan)
     save_checkpoint(manager, checkpoint, step=step, tokenizer=tokenizer, with_optimizer=False)
     export_checkpoint(checkpoint, model, world=world)
     if world.rank == 0:
@@ -135,12 +144,14 @@ def finish(config: RunConfig, plan: Plan, results: list[StepResult], console: Co
         text = generate_sample(model, tokenizer, config.sample, plan.rows.evaluated, seed=config.seed)
         console.print("\n[bold]sample[/bold]")
         console.print(text, markup=False, highlight=False, soft_wrap=True)
+    adapted = plan.model.base is not None
+    what = "an adapter of peft" if adapted else "a Hugging Face directory"
     _say(
         console,
-        f"\n[bold]written[/bold] {directory / MODEL} (a Hugging Face directory), {directory / CURVE}, "
-        f"{directory / METRICS}, {directory / SUMMARY}\n"
+        f"\n[bold]written[/bold] {directory / MODEL} ({what}), "
+        f"{directory / CURVE}, {directory / METRICS}, {directory / SUMMARY}\n"
         f"[bold]next[/bold]\n"
-        f"  meshwright strategies\n"
+        f"  {f'meshwright export --merge {directory / MODEL} OUT' if adapted else 'meshwright strategies'}\n"
         f'  python -c "from transformers import pipeline; '
         f"print(pipeline('text-generation', '{directory / MODEL}')('The ')[0]['generated_text'])\"",
     )

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ..checkpoint import Checkpointer, load_checkpoint
 from ..checkpoint.directory import set_aside
-from ..data import ORDER_VERSION, Feed, Place, eval_microbatches, load_tokenizer
+from ..data import ORDER_VERSION, Feed, Place, eval_microbatches
 from ..data.progress import CONSOLE
 from ..launch.rank import guarded, signs_of_life, started_by_launcher
 from ..mesh.mesh import Mesh
@@ -27,7 +27,7 @@ from .files import CHECKPOINTS, METRICS, SUMMARY
 from .from_pretrained import check_same_weights, tell
 from .loop import Loop, fit
 from .optim import build_scheduler, optimizer_factory, set_schedule
-from .output import export, finish, locked, prepare_output
+from .output import export, finish, locked, prepare_output, run_tokenizer
 from .plan import Plan, headline, masks_padding, plan_run, processes
 from .report import Reporter, read_metrics
 from .resume import Source, early_stopping, find_source
@@ -268,6 +268,6 @@ def _saving(manager: StrategyManager, config: RunConfig, plan: Plan, loop: Loop)
         best_of=best.set,
         asynchronous=settings.asynchronous,
         on_error=settings.on_error,
-        tokenizer=load_tokenizer(plan.data.tokenizer_dir),
+        tokenizer=run_tokenizer(config, plan),
     ) as checkpointer:
         yield replace(loop, checkpointer=checkpointer, save_every=settings.every, save_after_s=settings.after_s)
