@@ -74,8 +74,7 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
     """Check a run and prepare its data; issues no collective.
 
     Args:
-        config, world_size: of the run.
-        commit: of the model on the hub, if ranks have agreed on one.
+        commit: of the model on the hub, where ranks have agreed on one.
 
     Raises:
         MeshwrightError: whatever is wrong with it; see `meshwright.base.errors`.
@@ -121,18 +120,7 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
     identity = _identity(config, schedule, data, model, hf_config)
     check_source(config, identity, steps)
     return Plan(
-        stack,
-        degrees,
-        micro_batch_size,
-        data,
-        rows,
-        model,
-        hf_config,
-        objective,
-        steps,
-        schedule,
-        tried,
-        identity,
+        stack, degrees, micro_batch_size, data, rows, model, hf_config, objective, steps, schedule, tried, identity
     )
 
 

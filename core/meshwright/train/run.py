@@ -114,7 +114,7 @@ def _train(config: RunConfig, plan: Plan, fate: Fate, world: World) -> list[Step
     if world.rank == 0:
         console.print(headline(config, plan, model, mesh), highlight=False, soft_wrap=True)
     if isinstance(opened := getattr(weights, "base", weights), PretrainedWeights):
-        check_same_weights(opened, world)
+        check_same_weights(opened, world, plan.model.base)
         tell(opened, world, stacklevel=2)
     manager.parallelize(model, weights)
     # What a rank needs of them, the manager has; they keep files open, and values that were read last.
