@@ -35,8 +35,8 @@ from meshwright.checkpoint.values import flat
 from meshwright.cli import main as cli
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import pool
-from meshwright.train.optim import build_scheduler
 from meshwright.train.run_file import OptimizerConfig, ScheduleConfig
+from meshwright.train.schedules import build_scheduler
 
 FORMAT_1 = Path(__file__).parent / "data" / "checkpoint-format-1.tar.gz"
 """Saved under fsdp2 on two ranks, after two steps of five, by a version that wrote format 1; see `_formula`."""

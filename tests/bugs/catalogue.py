@@ -1247,7 +1247,7 @@ _bug(
 )
 _bug(
     "schedule_a_step_behind",
-    "meshwright.train.optim",
+    "meshwright.train.schedules",
     '"last_epoch": step, "_step_count": step + 1,',
     '"last_epoch": step - 1, "_step_count": step,',
     f"{_RUN}::test_every_schedule_is_put_where_its_steps_lead",

@@ -58,6 +58,7 @@ def export_checkpoint(
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: str | int = "5GB",
+    average: bool = False,
     world: World | None = None,
 ) -> None:
     """Write the model of a checkpoint, its configuration and its tokenizer as a Hugging Face directory.
@@ -69,10 +70,12 @@ def export_checkpoint(
         output: a directory that is missing or empty.
         dtype: of the weights; None: as they were saved.
         max_shard_size: of a file, in bytes or as "5GB"; memory is bounded by it.
+        average: of the weights in their place, rounded to their dtype; see `meshwright.train.ema`.
         world: ranks that share the work, and a file system; None: this process alone.
 
     Raises:
-        CheckpointError: the checkpoint is not whole, has no configuration, or is not of the model that it names.
+        CheckpointError: the checkpoint is not whole, has no configuration or no average, or is not of the model that
+            it names.
         ConfigError: the output is in the way, or a size is none.
     """
     checkpoint, output = Path(checkpoint), Path(output)
@@ -86,7 +89,7 @@ def export_checkpoint(
             manifest = checked(checkpoint, world)
         if rank == 0:
             check_empty(output)
-        stored = StoredModel(checkpoint, manifest)
+        stored = StoredModel(checkpoint, manifest, average=average)
         if manifest.base is not None:
             return AdapterFiles(stored, dtype, model_on_meta(stored, adapted=True))
         return Export(

@@ -21,7 +21,7 @@ from .optimizer import read_optimizer
 from .payload import read_tensors
 from .read_index import read_index
 from .schedule import load_schedule
-from .values import MODEL, decoded, flat, random_to_load, set_random_state
+from .values import AVERAGES, MODEL, decoded, flat, random_to_load, set_random_state
 
 
 def load_checkpoint(
@@ -46,7 +46,8 @@ def load_checkpoint(
         What the checkpoint tells about itself.
 
     Raises:
-        CheckpointError: it is not whole, or not of this model; on all ranks, before anything is changed.
+        CheckpointError: it is not whole, or not of this model, or lacks the averages that the manager keeps; on all
+            ranks, before anything is changed.
         StrategyError: the optimizer is another; the same.
     """
     directory, world = Path(directory), manager.mesh.world
@@ -56,6 +57,7 @@ def load_checkpoint(
     mine = manager.sharded_state()
     _check_base(directory, manifest, base_of(manager.model_parts))
     _check_model(directory, mine.model, stored, left_out(manager.model_parts), world)
+    _check_averages(directory, mine.averages, stored, world)
     has_optimizer = mine.optimizer is not None
     saved = world.together(lambda: read_optimizer(directory, manifest, stored) if has_optimizer else None)
     if saved is not None and keep_settings:
@@ -171,3 +173,17 @@ def _check_model(
         error = f"it holds {', '.join(unknown[:3])}{' and more' if unknown[3:] else ''}, which the model has not"
     message = f"the checkpoint {directory} is not of this model: {error}. Build the model that it was saved from."
     world.raise_together(None if error is None else CheckpointError(message))
+
+
+def _check_averages(
+    directory: Path, averages: Mapping[str, Sharded], stored: Mapping[str, TensorKind], world: World
+) -> None:
+    """Raise on all ranks where the checkpoint has not the averages of what is trained."""
+    names = [name for name in averages if f"{AVERAGES}{name}" not in stored]
+    has_any = any(name.startswith(AVERAGES) for name in stored)
+    lacks = f"lacks the average of {names[0]}" if names and has_any else "has no average of the weights"
+    message = (
+        f"the checkpoint {directory} {lacks}. Load it before the average is begun (mw.EMA), which then begins with its "
+        f"weights; in a run file: resume: {{from: ..., allow: [ema]}}."
+    )
+    world.raise_together(CheckpointError(message) if names else None)

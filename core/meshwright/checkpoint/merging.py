@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.peft import adapted_on_meta, base_name, merge_layer, wrappers
-from ..base.errors import CheckpointError, ModelError
+from ..base.errors import CheckpointError, ConfigError, ModelError
 from ..model.adapted import ADAPTER_CONFIG, Base, fingerprint_of, read_base
 from ..model.adapter import files_of
 from ..model.adapter_options import read_adapter_config
@@ -42,6 +42,7 @@ def merge_adapter(
     base: str | Path | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: str | int = "5GB",
+    average: bool = False,
 ) -> None:
     """Write the model that an adapter and its base make, as a Hugging Face directory, with one process.
 
@@ -52,7 +53,7 @@ def merge_adapter(
         output: a directory that is missing or empty.
         base: where the base is, if not where it was in training.
         dtype: of the base before it is merged, and so of the model; None: as the base was trained on.
-        max_shard_size: as of `export_checkpoint`.
+        max_shard_size, average: as of `export_checkpoint`; an adapter's directory has no average.
 
     Raises:
         CheckpointError: the source is not whole, or has no adapter.
@@ -62,7 +63,7 @@ def merge_adapter(
     source, output = Path(source), Path(output)
     check_empty(output)
     limit = as_bytes(max_shard_size)
-    merged, described = _opened(source, base, dtype)
+    merged, described = _opened(source, base, dtype, average=average)
     where = f"the base of {source}"
     export = Export(merged.whole, merged, described, None, limit, ranks=1, where=where)
     with written_whole(output) as writing:
@@ -182,15 +183,19 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 # -- where an adapter comes from
 
 
-def _opened(source: Path, base: str | Path | None, dtype: torch.dtype | None) -> tuple[Merged, list[tuple[Path, str]]]:
+def _opened(
+    source: Path, base: str | Path | None, dtype: torch.dtype | None, *, average: bool
+) -> tuple[Merged, list[tuple[Path, str]]]:
     """The merged model of a source, and what describes it beside the base's configuration."""
     if (source / ADAPTER_CONFIG).is_file():
+        if average:
+            raise ConfigError(f"{source} is the directory of an adapter, which has no average. Give a checkpoint.")
         return _of_directory(source, base, dtype)
     manifest = read_manifest(source)
     verify(source, manifest, list(manifest.files))
     if manifest.base is None:
         raise CheckpointError(f"the checkpoint {source} holds a whole model: export it without --merge.")
-    stored = StoredModel(source, manifest)
+    stored = StoredModel(source, manifest, average=average)
     configs = adapter_configs_of(stored)
     if list(configs) != ["default"]:
         raise CheckpointError(

@@ -23,7 +23,6 @@ from ..model.adapted import adapter_configs, adapter_folder, base_of, left_out
 from ..strategy.contract import StrategyManager
 from ..tensors.ownership import Rectangle
 from ..tensors.pieces import Sharded
-from ..tensors.state import ShardedState
 from .agreement import Agreement
 from .directory import HUGGING_FACE, begin, commit, discard
 from .index import INDEX, payload_name
@@ -64,7 +63,7 @@ class Saving:
             note_rates(scheduler)
         state = manager.sharded_state()
         if not with_optimizer:
-            state = ShardedState(state.model)
+            state = replace(state, optimizer=None)
         parts = manager.model_parts
         known, skipped = base_of(parts), left_out(parts)
         state.model = {name: each for name, each in state.model.items() if name not in skipped}

@@ -19,11 +19,17 @@ from .directory import HUGGING_FACE
 from .manifest import Manifest
 from .payload import read_tensors
 from .read_index import read_index
-from .values import MODEL
+from .values import AVERAGES, MODEL
 
 
 class StoredModel:
     """What a checkpoint has of the model.
+
+    Args:
+        average: read the averages of weights in their place, where there are any: of what was trained.
+
+    Raises:
+        CheckpointError: there are none.
 
     Attributes:
         checkpoint, manifest: its directory, and what it tells.
@@ -31,11 +37,17 @@ class StoredModel:
         kinds: shape and dtype of each tensor.
     """
 
-    def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
+    def __init__(self, checkpoint: Path, manifest: Manifest, *, average: bool = False) -> None:
         self.checkpoint, self.manifest = checkpoint, manifest
         names = [PurePath(name) for name in manifest.files if PurePath(name).parts[0] == HUGGING_FACE]
         self.described = [(checkpoint / name, name.relative_to(HUGGING_FACE).as_posix()) for name in names]
         self._index = read_index(checkpoint, manifest)
+        self._average = average
+        if average and not any(name.startswith(AVERAGES) for name in self._index.kinds):
+            raise CheckpointError(
+                f"the checkpoint {checkpoint} has no average of the weights: the run has kept none (ema). Export its "
+                f"weights."
+            )
         self.kinds = {
             name.removeprefix(MODEL): kind for name, kind in self._index.kinds.items() if name.startswith(MODEL)
         }
@@ -44,10 +56,12 @@ class StoredModel:
         """All of a tensor, on the CPU; in its own dtype unless another is given."""
         shape, own = self.kinds[name]
         tensor = torch.empty(shape, dtype=dtype or own)
+        averaged = f"{AVERAGES}{name}"
+        stored = averaged if self._average and averaged in self._index.kinds else f"{MODEL}{name}"
         read_tensors(
             self.checkpoint,
             self._index,
-            {f"{MODEL}{name}": Sharded(tensor.shape, tensor.dtype, tuple(tensor_pieces(tensor)))},
+            {stored: Sharded(tensor.shape, tensor.dtype, tuple(tensor_pieces(tensor)))},
         )
         return tensor
 

@@ -18,6 +18,9 @@ def export(
         str | None, typer.Option(help="float32, bfloat16 ... for the weights; as they were saved otherwise.")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Of a file, such as 5GB; memory is bounded by it.")] = "5GB",
+    ema: Annotated[
+        bool, typer.Option("--ema", help="The average of the weights in their place, which the run has kept (ema).")
+    ] = False,
     merge: Annotated[
         bool, typer.Option("--merge", help="Of adapters, or of an adapter's directory: the whole model that they make.")
     ] = False,
@@ -47,9 +50,9 @@ def export(
         if merge:
             from ..checkpoint.merging import merge_adapter
 
-            merge_adapter(checkpoint, output, base=base, dtype=chosen, max_shard_size=max_shard_size)
+            merge_adapter(checkpoint, output, base=base, dtype=chosen, max_shard_size=max_shard_size, average=ema)
         else:
             from ..checkpoint.export import export_checkpoint
 
-            export_checkpoint(checkpoint, output, dtype=chosen, max_shard_size=max_shard_size)
+            export_checkpoint(checkpoint, output, dtype=chosen, max_shard_size=max_shard_size, average=ema)
     sys.stdout.write(f"written {output}\n")

@@ -57,8 +57,8 @@ class Plan:
     degrees: Degrees
     micro_batch_size: int
     data: PreparedData
-    rows: RunRows
     model: RunModel
+    rows: RunRows
     model_config: Any
     objective: Objective | None
     steps: int
@@ -120,7 +120,7 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
     identity = _identity(config, schedule, data, model, hf_config)
     check_source(config, identity, steps)
     return Plan(
-        stack, degrees, micro_batch_size, data, rows, model, hf_config, objective, steps, schedule, tried, identity
+        stack, degrees, micro_batch_size, data, model, rows, hf_config, objective, steps, schedule, tried, identity
     )
 
 
@@ -222,7 +222,9 @@ def _identity(
         },
         "seed": config.seed,
         "batch_size": config.batch_size,
-        "optimizer": config.optimizer.model_dump(),
+        # What older checkpoints have not saved differs from nothing.
+        "optimizer": config.optimizer.model_dump(exclude=None if config.optimizer.groups else {"groups"}),
+        "ema": None if config.ema is None else config.ema.model_dump(exclude={"evaluate", "export"}),
         "schedule": schedule.model_dump(exclude={"warmup_ratio"}),
         "max_grad_norm": config.max_grad_norm,
         "grad_norm_type": config.grad_norm_type,

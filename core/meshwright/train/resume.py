@@ -54,6 +54,11 @@ class Source:
         return self.manifest.step
 
     @property
+    def has_average(self) -> bool:
+        """Whether it has an average of the weights."""
+        return self.manifest.extra["identity"].get("ema") is not None
+
+    @property
     def order(self) -> int:
         """Which order of the data the run is in; see [Note: versions of the order] in `data.order`."""
         return int(self.manifest.extra["identity"].get("order", _FIRST_ORDER))

@@ -22,11 +22,12 @@ from ..model.pretrained import PretrainedWeights
 from ..strategy.contract import Batch, StepResult, StrategyManager
 from ..strategy.registry import get_registry
 from .apart import check_kept_apart
+from .ema import EMA
 from .fate import Fate, check_output, is_finished
 from .files import CHECKPOINTS, METRICS, SUMMARY
 from .from_pretrained import check_same_weights, tell
 from .loop import Loop, fit
-from .optim import build_scheduler, optimizer_factory, set_schedule
+from .optim import optimizer_factory
 from .output import export, finish, locked, prepare_output, run_tokenizer
 from .plan import Plan, headline, masks_padding, plan_run, processes
 from .report import Reporter, read_metrics
@@ -34,6 +35,7 @@ from .resume import Source, early_stopping, find_source
 from .run_file import RunConfig, as_plain
 from .run_model import fetch_model, make_model
 from .run_sections import KeepBestConfig
+from .schedules import build_scheduler, set_schedule
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -159,10 +161,13 @@ def _fit(
     optimizer = manager.build_optimizer(optimizer_factory(config.optimizer))
     scheduler = build_scheduler(plan.schedule, optimizer, plan.steps)
     origin, version = (0, 0), ORDER_VERSION
+    # Before what it is to load, and after what it is to begin with.
+    ema = None if source is not None and not source.has_average else _average(config, manager)
     if source is not None:
         # Settings and rates are those of the run file, which are the saved ones but for what was allowed to change.
         load_checkpoint(manager, source.directory, keep_settings=True)
         set_schedule(scheduler, source.step)
+        ema = ema or _average(config, manager, step=source.step)
         origin, version = (source.step, source.position()), source.order
         if mesh.rank == 0:
             changed = f", with other {', '.join(source.changed)}" if source.changed else ""
@@ -181,6 +186,7 @@ def _fit(
         max_grad_norm=config.max_grad_norm,
         grad_norm_type=config.grad_norm_type,
         held_out=_sets(plan, place, config.eval.sequences),
+        ema=ema,
         eval_every=config.eval.every,
         early_stopping=early_stopping(config),
         extra=lambda step: {**extra, "position": feed.position(step), "streams": feed.state(step)},
@@ -196,6 +202,10 @@ def _fit(
         reporter = Reporter(metrics, log_every=config.log_every, console=console, earlier=earlier)
         with reporter, get_registry().observing(reporter):
             return earlier + fit(manager, loop)
+
+
+def _average(config: RunConfig, manager: StrategyManager, *, step: int = 0) -> EMA | None:
+    return EMA(manager, config.ema, step=step) if config.ema is not None else None
 
 
 def _place(mesh: Mesh, micro_batch_size: int) -> Place:

@@ -18,25 +18,13 @@ from ..mesh.sizes import MeshSizes, Size
 from ..objectives.registry import check_objective, list_objectives
 from ..strategy.registry import Registry, get_registry
 from .model_section import check_model_section
+from .optimizer_config import AVERAGED, FinitePositive
+from .optimizer_config import EMAConfig as EMAConfig
+from .optimizer_config import OptimizerConfig as OptimizerConfig
+from .optimizer_config import OptimizerGroup as OptimizerGroup
 from .run_sections import HELD_OUT, CheckpointConfig, EvalConfig, SampleConfig
 
 PositiveFloat = Annotated[float, Field(gt=0)]
-FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class OptimizerConfig(FrozenModel):
-    """Any optimizer of torch.optim."""
-
-    name: str = Field("AdamW", description="Class name in torch.optim.")
-    lr: FinitePositive = Field(1e-3, description="Peak learning rate.")
-    weight_decay: float = Field(
-        0.0, ge=0, allow_inf_nan=False, description="Decay of the parameters that no_decay does not match."
-    )
-    no_decay: list[str] = Field(
-        ["*bias", "*norm*", "*ln_*"],
-        description="Shell patterns of parameter names that are not decayed.",
-    )
-    options: dict[str, Any] = Field({}, description="Further arguments of the optimizer, such as betas or momentum.")
 
 
 class ScheduleConfig(FrozenModel):
@@ -70,6 +58,7 @@ Allowed = Literal[
     "optimizer.weight_decay",
     "optimizer.no_decay",
     "schedule",
+    "ema",
     "max_grad_norm",
     "grad_norm_type",
     "objective",
@@ -138,6 +127,7 @@ class RunConfig(MeshSizes):
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    ema: EMAConfig | None = Field(None, description="Average the weights; null: no average.")
     objective: str | dict[str, Any] | None = Field(
         None,
         description="What is minimized, on the held-out split too: the name of an objective, or of one of your own its "
@@ -180,11 +170,15 @@ class RunConfig(MeshSizes):
             raise ValueError(
                 f"schedule.warmup_steps={self.schedule.warmup_steps} is more than steps={self.steps}; lower it"
             )
+        if self.steps is not None and self.ema is not None and self.ema.start >= self.steps:
+            raise ValueError(f"ema.start={self.ema.start}, so nothing is averaged in steps={self.steps}; lower it")
         return self
 
     @model_validator(mode="after")
     def _check_sets(self) -> RunConfig:
         known = [*([HELD_OUT] if self.data.eval_fraction else []), *self.data.eval_sets]
+        if self.ema is not None and self.ema.evaluate:
+            known += [f"{name}{AVERAGED}" for name in known]
         stopping, best = self.eval.early_stopping, self.checkpoint.keep_best
         for key, wanted in (("eval.early_stopping.set", stopping), ("checkpoint.keep_best.set", best)):
             if wanted is not None and wanted.set not in known:
