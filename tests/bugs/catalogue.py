@@ -26,6 +26,7 @@ _ROUTERS = "tests/test_router_loss.py"
 _FAULTS = "tests/test_checkpoint_faults.py"
 _LAYOUTS = "tests/test_checkpoint.py::test_any_layout_goes_on_from_what_any_other_has_saved"
 _DATA = "tests/test_data.py"
+_SOURCES = "tests/test_sources.py"
 _TRAIN = "tests/test_train.py"
 _OPTIM = "tests/test_optim.py"
 _RUN = "tests/test_run_directory.py"
@@ -1076,35 +1077,141 @@ _bug(
 
 _bug(
     "cache_without_the_tokenizer",
-    "meshwright.data.prepare",
-    '        parts["tokenizer"] = {\n',
-    '        parts["transformers of"] = {} and {\n',
+    "meshwright.data.entry",
+    '        "tokenizer": tokenizer_key(tokenizer_dir),\n',
+    "",
     f"{_DATA}::test_given_tokenizer_is_used_and_its_change_makes_a_new_entry",
     kind="the key of the cache does not know the tokenizer",
 )
 _bug(
     "cache_without_the_fraction",
-    "meshwright.data.prepare",
-    '        "eval_fraction": config.eval_fraction,\n',
+    "meshwright.data.entry",
+    '        "fraction": how.fraction,\n',
     "",
-    "tests/test_data.py::test_what_changes_the_tokens_makes_a_new_entry[<lambda>1]",
+    f"{_SOURCES}::test_what_is_held_out_of_a_source_is_part_of_its_entry",
     kind="the key of the cache does not know what is held out",
 )
 _bug(
-    "a_corpus_that_changes",
-    "meshwright.data.prepare",
-    "    corpus.check_unchanged()\n",
+    "cache_without_the_options",
+    "meshwright.data.entry",
+    '        "options": how.options,\n',
     "",
-    f"{_DATA}::test_corpus_that_changes_while_it_is_read_leaves_no_entry",
+    f"{_SOURCES}::test_what_is_made_of_records_is_part_of_the_entry[changes1]",
+    kind="the key of the cache does not know what becomes of long documents",
+)
+_bug(
+    "a_corpus_that_changes",
+    "meshwright.data.entry",
+    "        raise\n    source.check_unchanged()\n",
+    "        raise\n",
+    f"{_SOURCES}::test_a_file_that_changes_while_it_is_tokenized_leaves_nothing_in_the_cache[9]",
     kind="a file that is still written is kept as the corpus",
 )
 _bug(
+    "an_unfinished_file_is_called_broken",
+    "meshwright.data.entry",
+    "        source.check_unchanged()\n        raise\n",
+    "        raise\n",
+    f"{_SOURCES}::test_a_file_that_changes_while_it_is_tokenized_leaves_nothing_in_the_cache[1]",
+    kind="an error names what follows from another one",
+)
+_bug(
     "damaged_entries_are_used",
-    "meshwright.data.prepare",
+    "meshwright.data.entry",
     "        if not _sizes(directory).items() >= meta.sizes.items():",
     "        if False:",
-    "tests/test_data.py::test_damaged_entry_is_rebuilt[no tokenizer]",
+    f"{_SOURCES}::test_an_entry_that_has_lost_what_says_which_tokens_are_learnt_is_made_anew",
     kind="a cache entry that lacks something is used",
+)
+_bug(
+    "a_cut_file_is_taken_for_whole",
+    "meshwright.data.opening",
+    """                if self._frame is not None:
+                    raise EOFError("a frame of Zstandard has no end")
+""",
+    "",
+    f"{_SOURCES}::test_a_cut_file_is_not_taken_for_whole[.zst]",
+    kind="the end of a file that was cut off passes for its end",
+)
+_bug(
+    "elements_end_with_what_was_read",
+    "meshwright.data.json_array",
+    "_NEAR_THE_END = 16",
+    "_NEAR_THE_END = 0",
+    f"{_SOURCES}::test_an_array_is_read_in_pieces_of_any_size",
+    kind="what lies across the edge of two reads is taken for broken",
+)
+_bug(
+    "lines_are_not_counted",
+    "meshwright.data.json_array",
+    "        self.line += ",
+    "        self.line += 0 * ",
+    f"{_SOURCES}::test_places_are_the_lines_where_records_begin",
+    kind="an error names the wrong line",
+)
+_bug(
+    "ends_stay_where_they_were",
+    "meshwright.data.documents",
+    "            self._ends.put(place, piece - (end - begin))\n",
+    "            self._ends.put(place, piece)\n",
+    f"{_SOURCES}::test_documents_that_are_taken_out_again_take_along_what_belongs_to_them",
+    kind="bounds are not moved with what they bound",
+)
+_bug(
+    "half_of_a_column_is_whole_numbers",
+    "meshwright.data.documents",
+    'if values.dtype.kind == "f" and self.file.dtype.kind != "f":',
+    "if False:",
+    f"{_SOURCES}::test_columns_go_with_their_documents_and_have_one_type_in_all_sources",
+    kind="numbers lose what is behind the point",
+)
+_bug(
+    "a_pair_is_parted",
+    "meshwright.data.tokenizing",
+    "nearest[side] = (place, len(kept), len(kept) + len(made))",
+    "nearest[side] = (place, len(kept), len(kept) + 1)",
+    f"{_SOURCES}::test_the_two_of_a_pair_stay_together[1e-09]",
+    kind="of what belongs together a part is moved",
+)
+_bug(
+    "a_side_by_what_else_is_said",
+    "meshwright.data.tokenizing",
+    "for name in sorted(names & value.keys())",
+    "for name in sorted(value.keys())",
+    f"{_SOURCES}::test_the_two_of_a_pair_stay_together[0.5]",
+    kind="copies of an example are on both sides",
+)
+_bug(
+    "tasks_are_taken_as_they_end",
+    "meshwright.data.tokenizing",
+    "            while pending:\n                yield pending.popleft().result()\n",
+    "            while pending:\n                yield pending.pop().result()\n",
+    f"{_DATA}::test_documents_keep_their_order_over_many_batches",
+    kind="results of several workers are in another order",
+)
+_bug(
+    "sources_in_any_order",
+    "meshwright.data.prepare",
+    '" ".join(source.fingerprint for source in sources)',
+    '" ".join(sorted(source.fingerprint for source in sources))',
+    f"{_SOURCES}::test_the_order_of_sources_is_in_the_fingerprint_and_one_source_has_its_own",
+    kind="a fingerprint does not know the order",
+)
+_bug(
+    "a_set_without_its_held_out_part",
+    "meshwright.data.prepare",
+    "[entry_of(each, 0.0) for each in sources]",
+    "[entry_of(each, config.eval_fraction) for each in sources]",
+    f"{_SOURCES}::test_evaluation_sets_are_whole_and_may_take_the_place_of_what_is_held_out",
+    kind="a set is evaluated in part",
+)
+_bug(
+    "the_first_split_of_a_dataset",
+    "meshwright.data.hub",
+    "    return found[config.split]\n",
+    "    return next(iter(found.values()))\n",
+    f"{_SOURCES}::test_a_saved_dataset_has_the_tokens_of_the_same_rows_in_a_file",
+    kind="an option is read and not used",
 )
 _bug(
     "order_off_by_one",
@@ -1148,9 +1255,9 @@ _bug(
 )
 _bug(
     "documents_run_together",
-    "meshwright.data.tokenizer",
-    "np.array([*document, eos], dtype)",
-    "np.array([*document], dtype)",
+    "meshwright.data.drafts",
+    "        after = self.after if draft.closed and ids[-1:] != self.after[-1:] else []",
+    "        after: list[int] = []",
     f"{_DATA}::test_stream_holds_each_document_and_an_eos",
     kind="no eos token stands between documents",
 )
@@ -1172,7 +1279,7 @@ _bug(
 )
 _bug(
     "byte_order_marks_are_text",
-    "meshwright.data.corpus",
+    "meshwright.data.readers",
     'return content.decode("utf-8-sig")',
     'return content.decode("utf-8")',
     f"{_DATA}::test_text_files_are_read_exactly_apart_from_a_byte_order_mark",
