@@ -15,7 +15,7 @@ import yaml
 from peft import PeftModel
 from test_cli import write_run
 from test_run_directory import _rank
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from meshwright.base.errors import MeshwrightError
@@ -184,8 +184,37 @@ def test_a_run_begins_with_a_saved_adapter(place: Path, adapter: Path, tmp_path:
     assert "of them train, over" in output
     manifest = read_manifest(tmp_path / "out" / "checkpoints" / "step-00000002")
     assert manifest.base is not None
+    checkpoint = str(tmp_path / "out" / "checkpoints" / "step-00000002")
+    done = CliRunner().invoke(cli.app, ["export", "--merge", checkpoint, str(tmp_path / "as-trained")])
+    assert done.exit_code == 0, done.output
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "as-trained").dtype == torch.bfloat16
     done = CliRunner().invoke(cli.app, ["export", "--merge", str(tmp_path / "out" / "model"), str(tmp_path / "merged")])
     assert done.exit_code == 0, done.output
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.dtype == torch.float32  # of the base's files, as nothing else is said
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
+
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}A: {{ message.content }}"
+    "{{ eos_token }}{% endgeneration %}{% else %}Q: {{ message.content }} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{% endif %}"
+)
+
+
+def test_the_tokenizer_that_is_written_has_the_chat_template_of_the_run(place: Path, tmp_path: Path) -> None:
+    talks = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}] for n in range(40)]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    data = {
+        "sources": [{"files": str(tmp_path / "talks.jsonl"), "format": "messages"}],
+        "chat_template": TEMPLATE,
+        "cache_dir": str(tmp_path / "cache"),
+        "seq_len": 16,
+        "eval_fraction": 0.2,
+    }
+    path = run_file(place, tmp_path, {"peft": PEFT}, data=data, batch_size=1, steps=1, checkpoint={"every": 1})
+    _, error, code = run(path)
+    assert code == 0, error
+    written = tmp_path / "out" / "checkpoints" / "step-00000001" / "huggingface"
+    for directory in (tmp_path / "out" / "model", written):
+        assert AutoTokenizer.from_pretrained(directory).chat_template == TEMPLATE

@@ -2337,3 +2337,154 @@ _bug(
     "tests/test_stdlib_conversations.py::test_the_wording_hangs_on_the_name_alone",
     kind="data that differ where they should not",
 )
+
+# -- adapters in files
+
+_ADAPTERS = "tests/test_adapter_files.py"
+_ADAPTER_RUNS = "tests/test_adapter_runs.py"
+_OTHERS = "tests/test_models_of_others.py"
+
+_bug(
+    "base_in_checkpoints",
+    "meshwright.model.adapted",
+    "return frozenset(found.names.keys() - trained)",
+    "return frozenset()",
+    f"{_ADAPTERS}::test_a_checkpoint_holds_the_adapter_alone_and_any_layout_goes_on_from_it[ddp]",
+    kind="a base is saved again with every checkpoint of its adapter",
+)
+_bug(
+    "trained_base_left_out",
+    "meshwright.model.adapted",
+    "return frozenset(found.names.keys() - trained)",
+    "return frozenset(found.names.keys())",
+    f"{_ADAPTERS}::test_what_is_trained_beside_adapters_is_not_lost",
+    kind="what trains beside an adapter is in no checkpoint",
+)
+_bug(
+    "fingerprint_of_names",
+    "meshwright.model.adapted",
+    "digest.update(value)",
+    'digest.update(b"")',
+    f"{_ADAPTERS}::test_a_base_that_has_moved_is_the_same",
+    kind="another base of the same architecture passes for the same",
+)
+_bug(
+    "any_base_loads",
+    "meshwright.checkpoint.loading",
+    'if saved is None or (known is not None and known.base.fingerprint == saved.get("fingerprint")):',
+    "if saved is None or known is not None:",
+    f"{_ADAPTERS}::test_another_base_is_refused",
+    kind="an adapter goes on over another base",
+)
+_bug(
+    "any_base_merges",
+    "meshwright.checkpoint.merging",
+    "if found != noted.fingerprint:",
+    "if not found:",
+    f"{_ADAPTERS}::test_another_base_is_refused",
+    kind="an adapter is merged into another base",
+)
+_bug(
+    "tied_weights_merged_into_both",
+    "meshwright.checkpoint.merging",
+    "if not torch.equal(self.read(name, value.dtype), self.read(other, value.dtype)):",
+    "if value.dim() == 0:",
+    f"{_ADAPTERS}::test_peft_loads_what_was_trained_and_merged_models_compute_it[dora-tied]",
+    kind="one of two tied weights is adapted, and the merged model has one for both",
+)
+_bug(
+    "merged_in_another_dtype",
+    "meshwright.checkpoint.merging",
+    "model, weights = open_pretrained(directory, config, dtype=dtype)",
+    "model, weights = open_pretrained(directory, config, dtype=dtype or torch.float32)",
+    f"{_ADAPTERS}::test_a_base_in_bfloat16_has_an_adapter_in_float32",
+    kind="a base in bfloat16 is merged as if it had been in float32",
+)
+_bug(
+    "adapter_names_a_scratch_directory",
+    "meshwright.checkpoint.adapter_files",
+    'config.base_model_name_or_path, config.revision = told.get("path"), told.get("revision")',
+    'config.revision = told.get("revision")',
+    f"{_ADAPTER_RUNS}::test_a_run_leaves_an_adapter_that_peft_loads_and_goes_on_on_another_mesh",
+    kind="the written adapter names a base that is not there",
+)
+_bug(
+    "hub_base_by_its_cache",
+    "meshwright.train.run_model",
+    "named = str(path) if commit is not None else str(directory.resolve())",
+    "named = str(directory.resolve())",
+    f"{_OTHERS}::test_a_run_begins_with_a_model_of_the_hub_and_its_adapter_names_it",
+    kind="a path of this machine in what is published",
+)
+_bug(
+    "base_dtype_ignored",
+    "meshwright.train.run_model",
+    "return (self.adapters and self.adapters.base_dtype) or dtype_of(section)",
+    "return dtype_of(section)",
+    f"{_ADAPTER_RUNS}::test_a_run_begins_with_a_saved_adapter",
+    kind="an option that does nothing",
+)
+_bug(
+    "template_stays_behind",
+    "meshwright.train.output",
+    "tokenizer.chat_template = read_chat_template(config.data.chat_template)",
+    "read_chat_template(config.data.chat_template)",
+    f"{_ADAPTER_RUNS}::test_the_tokenizer_that_is_written_has_the_chat_template_of_the_run",
+    kind="a tuned model is asked in another form than it was trained in",
+)
+_bug(
+    "any_code_is_trusted",
+    "meshwright.model.remote_code",
+    "if found != trusted:",
+    "if not found:",
+    f"{_OTHERS}::test_code_of_a_model_runs_only_where_its_version_is_named",
+    kind="code runs that nobody has read",
+)
+_bug(
+    "code_of_another_place",
+    "meshwright.model.remote_code",
+    'if "--" in reference:',
+    'if reference == "--":',
+    f"{_OTHERS}::test_code_from_another_place_is_refused",
+    kind="code runs of which no version is named",
+)
+_bug(
+    "own_path_asked_of_the_hub",
+    "meshwright.model.pretrained.hub",
+    'if above != Path(".") and above.is_dir():',
+    'if above == Path(".") and above.is_file():',
+    f"{_OTHERS}::test_what_is_neither_here_nor_on_the_hub_is_told",
+    kind="somebody else's model takes the place of a directory that is missing",
+)
+_bug(
+    "each_rank_its_own_commit",
+    "meshwright.model.pretrained.hub",
+    "return world.together(lambda: find(commit or revision))",
+    "return world.together(lambda: find(None))",
+    f"{_OTHERS}::test_all_ranks_take_the_commit_that_the_first_one_finds",
+    kind="a revision that is not the one asked for",
+)
+_bug(
+    "misspelt_targets_pass",
+    "meshwright.model.adapter_options",
+    'if not any(name == each or name.endswith(f".{each}") for name in known):',
+    'if not any(name.endswith(f".{other}") for name in known for other in wanted):',
+    f"{_ADAPTER_RUNS}::test_what_cannot_be_is_told_before_anything_starts[a module that is none]",
+    kind="a misspelt module is not adapted, and nobody is told",
+)
+_bug(
+    "changed_bases_pass",
+    "meshwright.model.adapter_options",
+    '_INITIALISATIONS = (True, False, "gaussian", "orthogonal")',
+    '_INITIALISATIONS = (True, False, "gaussian", "orthogonal", "pissa")',
+    f"{_ADAPTER_RUNS}::test_what_cannot_be_is_told_before_anything_starts[a changed base]",
+    kind="an adapter of a base that nobody has",
+)
+_bug(
+    "conflicts_pass",
+    "meshwright.model.adapter_options",
+    "if _plain(before) != _plain(now):",
+    "if type(before) is not type(now):",
+    f"{_ADAPTER_RUNS}::test_a_saved_adapter_is_what_its_own_files_say",
+    kind="a setting of the run file that is silently another",
+)

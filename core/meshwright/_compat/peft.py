@@ -149,7 +149,7 @@ def merge_layer(layer: Any, name: str) -> nn.Module:
             base = layer.get_base_layer()
     except (ValueError, NotImplementedError, RuntimeError, AttributeError, TypeError) as error:
         told = str(error).strip().split("\n")[0]
-        raise ModelError(f"peft cannot merge the adapter of {name}: {told}. Give adapters apart.") from error
+        raise ModelError(f"peft cannot merge the adapter of {name}: {told}.") from error
     merged: nn.Module = base
     return merged
 
@@ -343,13 +343,3 @@ def wrappers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     base: Any = model
     yield from visit(PREFIX.rstrip("."), base.base_model.model)
-
-
-def merge_layer(layer: Any) -> nn.Module:
-    """What `merge_and_unload` puts in the place of one of `wrappers`, which has values; the layer is changed."""
-    if hasattr(layer, "unload_and_optionally_merge_module"):
-        merged: nn.Module = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
-        return merged
-    layer.merge(safe_merge=False, adapter_names=None)
-    original: nn.Module = layer.get_base_layer()
-    return original

@@ -127,13 +127,15 @@ class Merged:
     def _merged(self, path: str) -> dict[str, Tensor]:
         """The tensors of one layer of the base, with what the adapter makes of them."""
         layer = copy.deepcopy(self._adapted.get_submodule(path))
-        for name in [name for name, _ in _tensors(layer)]:
+        for name, tensor in list(_tensors(layer)):
             module, _, leaf = name.rpartition(".")
             owner = layer.get_submodule(module)
             value = self._of_base(f"{path}.{name}")
-            setattr(owner, leaf, nn.Parameter(value, requires_grad=False) if leaf in owner._parameters else value)
+            setattr(
+                owner, leaf, nn.Parameter(value, requires_grad=False) if isinstance(tensor, nn.Parameter) else value
+            )
         below = base_name(path)
-        return {f"{below}.{name}": tensor.detach() for name, tensor in _tensors(merge_layer(layer))}
+        return {f"{below}.{name}": tensor.detach() for name, tensor in _tensors(merge_layer(layer, below))}
 
     def _of_base(self, name: str) -> Tensor:
         """A tensor of the adapted model, before merging."""

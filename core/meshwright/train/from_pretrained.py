@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -23,7 +24,8 @@ from ..base.validation import validated
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import MeshSizes
 from ..mesh.world import World, open_world
-from ..model.adapter_options import adapt, adapter_options
+from ..model.adapted import Base
+from ..model.adapter_options import AdapterOptions, adapt, adapter_options
 from ..model.build import as_dtype, config_from_directory, config_from_mapping, new_model_on_meta
 from ..model.pretrained import PretrainedWeights, commit_of, find_on_all, open_pretrained
 from ..model.remote_code import is_commit, trust_code
@@ -93,33 +95,9 @@ def from_pretrained(
             model.
     """
 
-    def load() -> tuple[nn.Module, PretrainedWeights]:
-        wanted = as_dtype(dtype) if adapters is None or adapters.base_dtype is None else adapters.base_dtype
-        loaded = hf_config
-        if loaded is None or isinstance(loaded, Mapping):
-            loaded = config_from_directory(directory, loaded or {}, where="hf_config")
-        return open_pretrained(directory, loaded, dtype=wanted, allow_pickle=allow_pickle, seed=seed)
-
-    def put() -> tuple[nn.Module, Weights | None]:
-        if adapters is None:
-            return model, weights
-        base = base_at(path, directory, allow_pickle=allow_pickle)
-        return adapt(model, weights, adapters, base, seed=seed, where="peft")
-
     stack, mesh = _placed(strategy, sizes, config, wrapper_config, world, device)
-    manager = stack.build(mesh)
-    adapters = mesh.world.together(lambda: adapter_options(peft, where="peft") if peft is not None else None)
-    at = revision or (trust_remote_code if is_commit(trust_remote_code) else None)
-    code = trust_remote_code is not None
-    directory = find_on_all(path, mesh.world, revision=at, allow_pickle=allow_pickle, code=code)
-    if trust_remote_code is not None:
-        given, commit = trust_remote_code, commit_of(path, directory)
-        mesh.world.together(lambda: trust_code(directory, given, commit=commit, where="trust_remote_code"))
-    model, weights = mesh.world.together(load)
-    check_same_weights(weights, mesh.world)
-    tell(weights, mesh.world, stacklevel=3)
-    manager.parallelize(*mesh.world.together(put))
-    return manager
+    wanted = _Wanted(path, hf_config, dtype, seed, revision, allow_pickle, trust_remote_code, peft)
+    return _loaded(stack.build(mesh), wanted)
 
 
 def from_config(
@@ -158,10 +136,67 @@ def from_config(
 
     stack, mesh = _placed(strategy, sizes, config, wrapper_config, world, device)
     manager = stack.build(mesh)
-    adapters = mesh.world.together(lambda: adapter_options(peft, where="peft") if peft is not None else None)
+    adapters = mesh.world.together(lambda: _adapters(peft))
     model, weights = mesh.world.together(build)
     manager.parallelize(model, weights)
     return manager
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Arguments of `from_pretrained` that say which model it is."""
+
+    path: str | Path
+    hf_config: Any
+    dtype: torch.dtype | str | None
+    seed: int
+    revision: str | None
+    allow_pickle: bool
+    trusted: str | None
+    peft: Any
+
+    @property
+    def files(self) -> dict[str, Any]:
+        """Which of a model's files are to be there."""
+        at = self.trusted if is_commit(self.trusted) else None
+        return {
+            "revision": self.revision or at,
+            "allow_pickle": self.allow_pickle,
+            "code": self.trusted is not None,
+        }
+
+
+def _loaded(manager: StrategyManager, wanted: _Wanted) -> StrategyManager:
+    """Let a manager have its model. Collective."""
+    world = manager.mesh.world
+    adapters = world.together(lambda: _adapters(wanted.peft))
+    directory = find_on_all(wanted.path, world, **wanted.files)
+
+    def load() -> tuple[nn.Module, PretrainedWeights, Base | None]:
+        if wanted.trusted is not None:
+            commit = commit_of(wanted.path, directory)
+            trust_code(directory, wanted.trusted, commit=commit, where="trust_remote_code")
+        hf_config = wanted.hf_config
+        if hf_config is None or isinstance(hf_config, Mapping):
+            hf_config = config_from_directory(directory, hf_config or {}, where="hf_config")
+        dtype = (adapters and adapters.base_dtype) or as_dtype(wanted.dtype)
+        allow_pickle = wanted.allow_pickle
+        model, weights = open_pretrained(directory, hf_config, dtype=dtype, allow_pickle=allow_pickle, seed=wanted.seed)
+        return model, weights, adapters and base_at(wanted.path, directory, allow_pickle=allow_pickle)
+
+    model, weights, base = world.together(load)
+    check_same_weights(weights, world, base)
+    tell(weights, world, stacklevel=4)
+    if adapters is None:
+        manager.parallelize(model, weights)
+        return manager
+    options = adapters
+    manager.parallelize(*world.together(lambda: adapt(model, weights, options, base, seed=wanted.seed, where="peft")))
+    return manager
+
+
+def _adapters(peft: Any) -> AdapterOptions | None:
+    return None if peft is None else adapter_options(peft, where="peft")
 
 
 def _placed(
@@ -182,19 +217,20 @@ def _placed(
     return stack, Mesh(degrees, joined)
 
 
-def check_same_weights(weights: PretrainedWeights, world: World) -> None:
+def check_same_weights(weights: PretrainedWeights, world: World, base: Base | None = None) -> None:
     """Refuse directories that differ between nodes, as far as names, shapes and dtypes tell. Collective.
+
+    Args:
+        base: of adapters, whose fingerprint tells more.
 
     Raises:
         ModelError: on all ranks.
     """
-    mine = weights.fingerprint()
-    least = world.reduce_ints([mine], dist.ReduceOp.MIN)[0]
-    most = world.reduce_ints([mine], dist.ReduceOp.MAX)[0]
-    if least != most:
+    mine = [weights.fingerprint(), 0 if base is None else int(base.fingerprint[:15], 16)]
+    if world.reduce_ints(mine, dist.ReduceOp.MIN) != world.reduce_ints(mine, dist.ReduceOp.MAX):
         raise ModelError(
-            "ranks find different weights under the same path: names, shapes or dtypes differ. Copy the same directory "
-            "to every node, or put it on a file system that they share."
+            "ranks find different weights under the same path: names, shapes, dtypes or values differ. Copy the same "
+            "directory to every node, or put it on a file system that they share."
         )
 
 

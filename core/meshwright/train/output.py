@@ -21,6 +21,7 @@ from ..base.errors import ConfigError
 from ..checkpoint import export_checkpoint, save_checkpoint, steps_in
 from ..checkpoint.directory import best_of, put_in_place
 from ..data import load_tokenizer
+from ..data.chat_template import read_chat_template
 from ..files.parsing import as_yaml
 from ..strategy.contract import StepResult, StrategyManager
 from .files import AVERAGED_MODEL, CHECKPOINTS, CURVE, HOLDER, LOCK, METRICS, MODEL, REFERENCE, RUN, SUMMARY
@@ -109,12 +110,20 @@ def _write(path: Path, text: str) -> None:
     new.replace(path)
 
 
+def run_tokenizer(config: RunConfig, plan: Plan) -> Any:
+    """The tokenizer that is written with the model, with the chat template that it was trained with."""
+    tokenizer = load_tokenizer(plan.data.tokenizer_dir)
+    if config.data.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(config.data.chat_template)
+    return tokenizer
+
+
 def export(manager: StrategyManager, config: RunConfig, plan: Plan, *, step: int) -> None:
     """Write the model, after so many steps, as a Hugging Face directory, every rank a part of it; and another of the
     averaged weights, if the run asks for it. Collective."""
     world, directory = manager.mesh.world, Path(config.output_dir)
     checkpoint, model, averaged = (directory / name for name in (_CHECKPOINT_OF_MODEL, _NEW_MODEL, _NEW_AVERAGED))
-    tokenizer = load_tokenizer(plan.data.tokenizer_dir)
+    tokenizer = run_tokenizer(config, plan)
     save_checkpoint(manager, checkpoint, step=step, tokenizer=tokenizer, with_optimizer=False)
     export_checkpoint(checkpoint, model, world=world)
     if exports_average(config):
@@ -145,12 +154,14 @@ def finish(config: RunConfig, plan: Plan, results: list[StepResult], console: Co
         console.print("\n[bold]sample[/bold]")
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     averaged = f"{directory / AVERAGED_MODEL} (with averaged weights), " if exports_average(config) else ""
+    adapted = plan.model.base is not None
+    what = "an adapter of peft" if adapted else "a Hugging Face directory"
     _say(
         console,
-        f"\n[bold]written[/bold] {directory / MODEL} (a Hugging Face directory), {averaged}{directory / CURVE}, "
+        f"\n[bold]written[/bold] {directory / MODEL} ({what}), {averaged}{directory / CURVE}, "
         f"{directory / METRICS}, {directory / SUMMARY}\n"
         f"[bold]next[/bold]\n"
-        f"  meshwright strategies\n"
+        f"  {f'meshwright export --merge {directory / MODEL} OUT' if adapted else 'meshwright strategies'}\n"
         f'  python -c "from transformers import pipeline; '
         f"print(pipeline('text-generation', '{directory / MODEL}')('The ')[0]['generated_text'])\"",
     )

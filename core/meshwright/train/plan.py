@@ -33,7 +33,7 @@ from ..data import (
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import Degrees
 from ..mesh.world import find_device
-from ..model.build import dtype_of, model_config
+from ..model.build import model_config
 from ..objectives.registry import get_objective
 from ..step.objective import Given
 from ..strategy.ask import model_layout, model_size
@@ -77,8 +77,7 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
     """Check a run and prepare its data; issues no collective.
 
     Args:
-        config, world_size: of the run.
-        commit: of the model on the hub, if ranks have agreed on one.
+        commit: of the model on the hub, where ranks have agreed on one.
 
     Raises:
         MeshwrightError: whatever is wrong with it; see `meshwright.base.errors`.
@@ -100,7 +99,7 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
     model = find_model(config.model, commit=commit)
     data, hf_config = data_and_model_config(config, model)
     adapters, seq_len = model.adapters, config.data.seq_len
-    dtype = (adapters and adapters.base_dtype) or dtype_of(config.model)
+    dtype = model.dtype(config.model)
     size = try_model(hf_config, dtype, seq_len=seq_len, device=device, degrees=degrees, adapters=adapters)
     check_memory(stack, degrees, size, memory_of_node())
     kind, masks = config.data.packing_kind(), masks_padding(hf_config)

@@ -13,12 +13,11 @@ from rich.console import Console
 
 from ..checkpoint import Checkpointer, load_checkpoint
 from ..checkpoint.directory import set_aside
-from ..data import ORDER_VERSION, Feed, Place, eval_microbatches, load_tokenizer
+from ..data import ORDER_VERSION, Feed, Place, eval_microbatches
 from ..data.progress import CONSOLE
 from ..launch.rank import guarded, signs_of_life, started_by_launcher
 from ..mesh.mesh import Mesh
 from ..mesh.world import World, open_world
-from ..model.build import dtype_of
 from ..model.pretrained import PretrainedWeights
 from ..strategy.contract import Batch, StepResult, StrategyManager
 from ..strategy.registry import get_registry
@@ -30,7 +29,7 @@ from .files import CHECKPOINTS, METRICS, SUMMARY
 from .from_pretrained import check_same_weights, tell
 from .loop import Loop, fit
 from .optim import optimizer_factory
-from .output import export, finish, locked, prepare_output
+from .output import export, finish, locked, prepare_output, run_tokenizer
 from .plan import Plan, headline, masks_padding, plan_run, processes
 from .report import Reporter, read_metrics
 from .resume import Source, early_stopping, find_source
@@ -118,7 +117,7 @@ def _train(config: RunConfig, plan: Plan, fate: Fate, world: World) -> list[Step
     if world.rank == 0:
         console.print(headline(config, plan, model, mesh), highlight=False, soft_wrap=True)
     if isinstance(opened := getattr(weights, "base", weights), PretrainedWeights):
-        check_same_weights(opened, world)
+        check_same_weights(opened, world, plan.model.base)
         tell(opened, world, stacklevel=2)
     manager.parallelize(model, weights)
     # What a rank needs of them, the manager has; they keep files open, and values that were read last.
@@ -281,7 +280,7 @@ def _try_rows(manager: StrategyManager, config: RunConfig, plan: Plan, place: Pl
         plan.model_config,
         config.data.packing_kind(),
         statistics,
-        dtype=dtype_of(config.model),
+        dtype=plan.model.dtype(config.model),
         seq_len=config.data.seq_len,
         vocab_size=plan.data.vocab_size,
         multiple=place.multiple,
@@ -308,6 +307,6 @@ def _saving(manager: StrategyManager, config: RunConfig, plan: Plan, loop: Loop)
         best_of=best.set,
         asynchronous=settings.asynchronous,
         on_error=settings.on_error,
-        tokenizer=load_tokenizer(plan.data.tokenizer_dir),
+        tokenizer=run_tokenizer(config, plan),
     ) as checkpointer:
         yield replace(loop, checkpointer=checkpointer, save_every=settings.every, save_after_s=settings.after_s)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..base.errors import ModelError
@@ -36,6 +37,10 @@ class RunModel:
     directory: Path | None = None
     adapters: AdapterOptions | None = None
     base: Base | None = None
+
+    def dtype(self, section: Mapping[str, Any]) -> torch.dtype:
+        """Of the parameters, but for those of adapters."""
+        return (self.adapters and self.adapters.base_dtype) or dtype_of(section)
 
     def identity(self, section: Mapping[str, Any]) -> dict[str, Any]:
         """What must be the same for a run to go on; values of JSON."""
@@ -109,7 +114,7 @@ def make_model(
     """The model of a run, with its adapters if it has any; see `build_model`."""
     if found.adapters is None:
         return build_model(section, config, seed=seed, directory=found.directory)
-    dtype = found.adapters.base_dtype or dtype_of(section)
+    dtype = found.dtype(section)
     model, weights = build_model(section, config, seed=seed, directory=found.directory, dtype=dtype)
     return adapt(model, weights, found.adapters, found.base, seed=seed, where=_WHERE)
 

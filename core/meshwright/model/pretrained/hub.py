@@ -60,7 +60,7 @@ def find_directory(
         reason = str(error).strip().split("\n")[0]
         at = f" at revision {revision!r}" if revision else ""
         raise ModelError(
-            f"{str(path)!r} is no local directory ({directory.absolute()}), and it cannot be had from the Hugging Face "
+            f"{str(path)!r} is no local directory, and it cannot be had from the Hugging Face "
             f"hub{at} ({type(error).__name__}: {reason}). Give a directory that exists, or check the id, the network "
             f"and your access to the model."
         ) from error
