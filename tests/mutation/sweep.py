@@ -52,7 +52,15 @@ OWNERS = {
     "meshwright.single.config": ["SingleConfig"],
     "meshwright.mesh.sizes": ["MeshSizes"],
     "meshwright.train.run_file": [
-        *("RunConfig", "OptimizerConfig", "ScheduleConfig", "EvalConfig", "SampleConfig"),
+        *(
+            "RunConfig",
+            "OptimizerConfig",
+            "OptimizerGroup",
+            "EMAConfig",
+            "ScheduleConfig",
+            "EvalConfig",
+            "SampleConfig",
+        ),
         *("CheckpointConfig", "ResumeConfig"),
     ],
     "meshwright.data.config": ["DataConfig"],
