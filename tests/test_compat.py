@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from meshwright import Mesh, MeshSizes, open_world
+from meshwright._compat.chat_templates import render_marked
 from meshwright._compat.torch import (
     TorchDispatchMode,
     all_gather,
@@ -386,3 +387,9 @@ def test_what_is_put_among_a_modules_own_parameters_is_what_its_forward_sees():
     own_parameters(layer)["weight"] = before
     assert layer.weight is before
     assert dict(layer.named_parameters()) == {"weight": before}
+
+
+def test_a_chat_template_tells_which_characters_it_has_marked():
+    template = "{% for m in messages %}[{% generation %}{{ m.content }}{{ end }}{% endgeneration %}]{% endfor %}"
+    messages = [{"role": "assistant", "content": "one"}, {"role": "assistant", "content": ""}]
+    assert render_marked(template, messages, None, {"end": "."}) == ("[one.][.]", [(1, 5), (7, 8)])

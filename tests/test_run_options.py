@@ -1,6 +1,7 @@
 """Each option that changes a run acts: a run under another value is told from one under the values below.
 
-Options of RunConfig, OptimizerConfig, OptimizerGroup, EMAConfig, ScheduleConfig, EvalConfig, SampleConfig, CheckpointConfig and DataConfig.
+Options of RunConfig, OptimizerConfig, OptimizerGroup, EMAConfig, ScheduleConfig, EvalConfig, EarlyStoppingConfig,
+SampleConfig, CheckpointConfig, KeepBestConfig, SaveOnConfig and DataConfig.
 """
 
 from __future__ import annotations
@@ -101,6 +102,9 @@ def _inside(key: str, **changes: Any) -> dict[str, Any]:
         (_inside("schedule", name="linear"), ["rates", "losses"]),
         (_inside("schedule", warmup_steps=3), ["rates", "losses"]),
         (_inside("schedule", options={"num_cycles": 2.0}), ["rates", "losses"]),
+        ({"steps": None, "epochs": 0.0625}, ["rates", "losses"]),
+        (_inside("schedule", warmup_steps=0, warmup_ratio=0.75), ["rates", "losses"]),
+        (_inside("eval", early_stopping={"patience": 1, "min_delta": 99.0}, every=1), ["losses", "evaluated"]),
         (_inside("eval", every=None), ["evaluated"]),
         (_inside("eval", sequences=1), ["held out"]),
         (_inside("sample", prompt="3 is "), ["sample"]),
@@ -109,6 +113,9 @@ def _inside(key: str, **changes: Any) -> dict[str, Any]:
         (_inside("checkpoint", every=None), ["checkpoints"]),
         (_inside("checkpoint", keep_last=2), ["checkpoints"]),
         (_inside("checkpoint", keep_every=2), ["checkpoints"]),
+        (_inside("checkpoint", keep_best={"n": 2}), ["checkpoints"]),
+        (_inside("checkpoint", keep_last=4, every=None, save_on=[{"time": "0.001s"}]), ["checkpoints"]),
+        ({"sample": None}, ["sample"]),
     ],
     ids=str,
 )

@@ -2101,3 +2101,132 @@ _bug(
     f"{_OBJECTIVES}::test_what_is_no_objective_is_told[os.system-parts15-get_objective]",
     kind="a file names code to run",
 )
+
+# -- conversations
+
+_CHAT = "tests/test_chat.py"
+_bug(
+    "prompt_of_other_tokens",
+    "meshwright.data.drafts",
+    "return index + len(prefix) if whole.ids[index : index + len(prefix)] == prefix else None",
+    "return index + len(prefix)",
+    f"{_CHAT}::test_an_answer_stands_behind_the_tokens_that_ask_for_it[chatml-chatml]",
+    f"{_CHAT}::test_whatever_is_said_is_learnt_whole_and_alone[qwen]",
+    kind="a token lies across the edge of an answer",
+)
+_bug(
+    "bos_twice",
+    "meshwright.data.drafts",
+    "self.before if draft.opened and ids[: len(self.before)] != self.before else []",
+    "self.before if draft.opened else []",
+    f"{_CHAT}::test_a_text_has_special_tokens_as_its_tokenizer_adds_them_and_never_twice",
+    kind="a token is added that is there",
+)
+_bug(
+    "eos_twice",
+    "meshwright.data.drafts",
+    "if draft.closed and ids[-1:] != self.after[-1:] else []",
+    "if draft.closed else []",
+    f"{_CHAT}::test_a_text_has_special_tokens_as_its_tokenizer_adds_them_and_never_twice",
+    f"{_CHAT}::test_an_eos_token_that_the_tokenizer_adds_is_not_added_twice",
+    kind="a token is added that is there",
+)
+_bug(
+    "end_of_the_text_for_the_turn",
+    "meshwright.data.answers",
+    "ends = [end for end in ends if end <= common] or ends[:1]",
+    "ends = ends[-1:]",
+    f"{_CHAT}::test_answers_and_what_ends_their_turns_are_learnt[phi3-phi3]",
+    kind="what ends a text is taken for what ends a turn",
+)
+_bug(
+    "answers_as_they_were_not_given",
+    "meshwright.data.answers",
+    "if not each.is_open and text.startswith(each.text[: each.span[1]])",
+    "if not each.is_open",
+    f"{_CHAT}::test_answers_and_what_ends_their_turns_are_learnt[qwen-qwen3]",
+    f"{_CHAT}::test_thoughts_that_a_template_forgets_are_learnt_where_it_writes_them",
+    kind="a mask of one text is laid on another",
+)
+_bug(
+    "answers_without_an_end",
+    "meshwright.data.answers",
+    "is_open = bool(said) and",
+    "is_open = bool(said) and False and",
+    f"{_CHAT}::test_answers_and_what_ends_their_turns_are_learnt[base-alpaca]",
+    kind="the model never learns to stop",
+)
+_bug(
+    "all_marks_for_the_last",
+    "meshwright.data.answers",
+    "        if before:\n",
+    "        if before < 0:\n",
+    f"{_CHAT}::test_loss_on_says_which_answers_are_learnt",
+    f"{_CHAT}::test_messages_may_be_prompts_and_completions",
+    kind="more is learnt than was asked for",
+)
+_bug(
+    "system_prompts_lost",
+    "meshwright.data.answers",
+    'if message["role"] != ANSWERS and',
+    'if message["role"] == "user" and',
+    f"{_CHAT}::test_what_a_template_cannot_write_is_told_with_its_place[forgetful--]",
+    f"{_CHAT}::test_what_a_template_does_not_know_of_is_not_lost_in_silence",
+    kind="a part of the input is left out in silence",
+)
+_bug(
+    "templates_read_the_clock",
+    "meshwright.data.chat_template",
+    'if "strftime_now" not in template:',
+    "if True:",
+    f"{_CHAT}::test_a_template_does_not_know_what_day_it_is",
+    kind="data that differ from day to day",
+)
+_bug(
+    "prompts_are_learnt",
+    "meshwright.data.conversations",
+    "first = max(self.given, ",
+    "first = max(0, ",
+    f"{_CHAT}::test_messages_may_be_prompts_and_completions",
+    kind="what is given is learnt",
+)
+_bug(
+    "half_of_a_pair",
+    "meshwright.data.lengths",
+    "if together and len(kept) < len(documents):",
+    "if together and not kept:",
+    f"{_CHAT}::test_a_pair_is_kept_whole_or_not_at_all",
+    kind="what belongs together is parted",
+)
+_bug(
+    "first_token_learnt",
+    "meshwright.data.lengths",
+    "np.count_nonzero(self.labelled[1:])",
+    "np.count_nonzero(self.labelled)",
+    f"{_CHAT}::test_tokens_are_taken_as_they_are",
+    kind="a document in which nothing is learnt is kept",
+)
+_bug(
+    "moved_labels_pass",
+    "meshwright.data.formats",
+    "np.flatnonzero(learnt & (labels != ids))",
+    "np.flatnonzero(learnt & (labels < 0))",
+    f"{_CHAT}::test_what_is_wrong_with_a_record_is_told_with_its_place[labels moved by one]",
+    kind="labels that the loss moves a second time",
+)
+_bug(
+    "text_is_padding",
+    "meshwright.data.summary",
+    "np.flatnonzero((ids != FILL) | (labels != IGNORED_LABEL))",
+    "np.flatnonzero(labels != IGNORED_LABEL)",
+    "tests/test_data_show.py::test_padding_is_no_text",
+    kind="what is not learnt is not shown",
+)
+_bug(
+    "questions_of_the_answer",
+    "meshwright.data.stdlib",
+    "hashlib.blake2b(entry.name.encode(), digest_size=8)",
+    "hashlib.blake2b(entry.text.encode(), digest_size=8)",
+    "tests/test_stdlib_conversations.py::test_the_wording_hangs_on_the_name_alone",
+    kind="data that differ where they should not",
+)

@@ -157,16 +157,35 @@ def low_rank(module: nn.Module) -> LowRank | None:
     outer += [f"lora_magnitude_vector.{each}.weight" for each in module.lora_magnitude_vector]
     inner = [f"lora_A.{each}.weight" for each in module.lora_A]
     inner += [f"lora_embedding_A.{each}" for each in module.lora_embedding_A]
+    # In a stage of a pipeline, parts of a wrapper may be on another stage.
+    here = dict(module.named_parameters(remove_duplicate=False))
     return LowRank(
         parameter=getattr(module, "parameter_name", None),
-        outer=tuple(outer),
-        inner=tuple(inner),
+        outer=tuple(each for each in outer if each in here),
+        inner=tuple(each for each in inner if each in here),
         in_features=module.in_features,
         is_transposed=getattr(module, "num_experts", 1) > 1 and not module._did_swap_in_out_features,
         biases=tuple(each for each in module.lora_B.values() if each.bias is not None),
         dropouts=tuple(each for each in module.lora_dropout.values() if isinstance(each, nn.Dropout)),
         magnitudes=tuple(module.lora_magnitude_vector.values()),
     )
+
+
+def wrappers_of_parameters(model: nn.Module, inner: nn.Module) -> list[Any]:
+    """The wrappers of LoRA around parameters of one module, which are nested; the outermost first."""
+    layers = (layer for _, layer in tuner_layers(model))
+    return [each for each in layers if getattr(each, "parameter_name", None) is not None and wrapped(each) is inner]
+
+
+def with_low_rank(layer: Any, weight: Tensor, first: int) -> Tensor:
+    """Stacked weights of some experts, from `first` on, with what a wrapper of the whole parameter adds to them."""
+    adapters = [] if layer.disable_adapters else [each for each in layer.active_adapters if each in layer.lora_A]
+    with torch.autocast(device_type=weight.device.type, enabled=False):
+        for each in adapters:
+            left, right, scaling = layer.get_delta_factors(each)
+            mine = slice(first, first + weight.shape[0])
+            weight = torch.baddbmm(weight, left[mine], right[mine], alpha=scaling)
+    return weight
 
 
 def sum_norms(magnitude: Any, summed: Callable[[Tensor], Tensor], is_active: Callable[[], bool]) -> None:

@@ -34,9 +34,6 @@ class AdapterFiles:
     def __init__(self, stored: StoredModel, dtype: torch.dtype | None, base: nn.Module) -> None:
         self._stored, self._dtype = stored, dtype
         self.configs = adapter_configs_of(stored)
-        for config in self.configs.values():
-            told = stored.manifest.base or {}
-            config.base_model_name_or_path, config.revision = told.get("path"), told.get("revision")
         self._model = adapted_on_meta(base, self.configs)
         check_tensors_of(self._model, stored)
         self.files = {f"{adapter_folder(name)}/{ADAPTER_WEIGHTS}": name for name in self.configs}
@@ -51,8 +48,11 @@ class AdapterFiles:
 
     def describe(self, output: Path) -> None:
         """Write the configurations, which base they are of, and the tokenizer."""
+        told = self._stored.manifest.base or {}
         for name, config in self.configs.items():
             config.inference_mode = True
+            # peft has given it the name that the model on the meta device bears.
+            config.base_model_name_or_path, config.revision = told.get("path"), told.get("revision")
             config.save_pretrained(output / adapter_folder(name))
         (output / BASE_FILE).write_text(json.dumps(self._stored.manifest.base, indent=2) + "\n")
         for source, name in self._stored.described:

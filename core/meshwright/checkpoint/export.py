@@ -131,13 +131,11 @@ def written_whole(output: Path, world: World | None = None) -> Iterator[Path]:
 
 
 class Tensors(Protocol):
-    """The values of a model's parameters and buffers.
+    """The values of a model's parameters and buffers."""
 
-    Attributes:
-        kinds: shape and dtype of each, by its name in the model.
-    """
-
-    kinds: Mapping[str, TensorKind]
+    @property
+    def kinds(self) -> Mapping[str, TensorKind]:
+        """Shape and dtype of each, by its name in the model."""
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """All of one, on the CPU, in this dtype."""

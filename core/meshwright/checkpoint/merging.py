@@ -12,20 +12,22 @@ both.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._compat.peft import adapted_on_meta, base_name, file_names, merge_layer, wrappers
+from .._compat.peft import adapted_on_meta, base_name, merge_layer, wrappers
 from ..base.errors import CheckpointError, ConfigError, ModelError
 from ..model.adapted import ADAPTER_CONFIG, Base, fingerprint_of, read_base
-from ..model.adapter_options import adapter_weights, read_adapter_config
+from ..model.adapter import files_of
+from ..model.adapter_options import read_adapter_config
 from ..model.build import config_from_directory
 from ..model.pretrained import PretrainedWeights, find_directory, open_pretrained
-from ..model.pretrained.files import open_safetensors
+from ..model.pretrained.files import Source
 from ..tensors.state import TensorKind
 from .adapter_files import adapter_configs_of, check_tensors_of
 from .export import Export, as_bytes, check_empty, written_whole
@@ -70,13 +72,17 @@ def merge_adapter(
         export.describe(writing)
 
 
+Values = Mapping[str, Callable[[], Tensor]]
+"""What an adapter's source has, by the names of the adapted model."""
+
+
 class Merged:
     """The tensors of a base with its adapter; `Tensors` of an export.
 
     Args:
         model, weights: of the base, on the meta device.
         config: of the adapter.
-        value: a tensor of the adapted model, by name, that the adapter's source has; None where it has none.
+        values: reads what the adapter's source has, by the names of the adapted model.
 
     Attributes:
         whole: the model as it is to be written.
@@ -88,11 +94,14 @@ class Merged:
         model: nn.Module,
         weights: PretrainedWeights,
         config: Any,
-        value: Callable[[nn.Module], Callable[[str], Tensor | None]],
+        values: Callable[[nn.Module], Values],
     ) -> None:
         self.whole, self._weights = copy.deepcopy(model), weights
         self._adapted = adapted_on_meta(model, {"default": config})
-        self._value = value(self._adapted)
+        self._values = values(self._adapted)
+        for name, _ in self._adapted.named_parameters():
+            if name not in self._values and base_name(name) not in weights:
+                raise CheckpointError(f"neither the adapter nor its base has {name}. Merge one that is whole.")
         # Of each tensor of the base: the layer that changes it.
         self._layer = {
             name: path
@@ -128,15 +137,12 @@ class Merged:
 
     def _of_base(self, name: str) -> Tensor:
         """A tensor of the adapted model, before merging."""
-        found = self._value(name)
-        if found is None:
-            below = base_name(name)
-            if below not in self._weights:
-                raise CheckpointError(f"neither the adapter nor its base has {name}. Merge a checkpoint that is whole.")
-            shape = self._weights.shape(below)
-            # What is merged is changed in place, and files are mapped.
-            found = self._weights.read(below, [0] * len(shape), list(shape)).clone()
-        return found
+        if name in self._values:
+            return self._values[name]()
+        below = base_name(name)
+        shape = self._weights.shape(below)
+        # What is merged is changed in place, and files are mapped.
+        return self._weights.read(below, [0] * len(shape), list(shape)).clone()
 
     def _untie_what_differs(self) -> None:
         """See [Note: tied weights]."""
@@ -198,12 +204,12 @@ def _opened(
     config = config_from_directory(stored.checkpoint / "huggingface", {}, with_weights=False)
     model, weights = open_pretrained(directory, config, dtype=dtype)
 
-    def values(adapted: nn.Module) -> Callable[[str], Tensor | None]:
+    def values(adapted: nn.Module) -> Values:
         check_tensors_of(adapted, stored)
         state = adapted.state_dict(keep_vars=True)
         first = {id(value): name for name, value in reversed(state.items())}
         own = {name: first[id(value)] for name, value in state.items() if first[id(value)] in stored.kinds}
-        return lambda name: stored.read(own[name]) if name in own else None
+        return {name: partial(stored.read, kept) for name, kept in own.items()}
 
     described = [each for each in stored.described if each[1].rpartition("/")[2] != ADAPTER_CONFIG]
     return Merged(model, weights, configs["default"], values), described
@@ -219,19 +225,16 @@ def _of_directory(source: Path, base: str | Path | None, dtype: torch.dtype | No
             raise ModelError(f"{source} names no base. Give it: --base DIR.")
         directory = find_directory(str(named), revision=config.revision if base is None else None)
     model, weights = open_pretrained(directory, config_from_directory(directory, {}), dtype=dtype)
-    tensors = open_safetensors(adapter_weights(source))
 
-    def values(adapted: nn.Module) -> Callable[[str], Tensor | None]:
-        own = {name: tensors[key] for key, name in file_names(adapted).items() if key in tensors}
-
-        def value(name: str) -> Tensor | None:
-            found = own.get(name)
-            return None if found is None else found.read([0] * len(found.shape), list(found.shape)).clone()
-
-        return value
+    def values(adapted: nn.Module) -> Values:
+        return {name: partial(_whole, each) for name, each in files_of(source, adapted).items()}
 
     described = [(path, path.name) for path in sorted(source.iterdir()) if path.name in _TOKENIZER]
     return Merged(model, weights, config, values), described
+
+
+def _whole(source: Source) -> Tensor:
+    return source.read([0] * len(source.shape), list(source.shape)).clone()
 
 
 _TOKENIZER = {

@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from .._compat.transformers import save_code
 from ..base.errors import CheckpointError, CheckpointWriteError
 from ..base.version import __version__
 from ..mesh.world import new_group
@@ -92,7 +93,7 @@ class Saving:
         )
         self._writing = directory.with_name(f"{directory.name}.writing")
         self._describing = [getattr(parts[0], "config", None), tokenizer]
-        self._adapters = adapter_configs(parts[0])
+        self._model, self._adapters = parts[0], adapter_configs(parts[0])
         self._world.together(lambda: begin(self._final) if self._world.rank == 0 else None)
 
     def detach(self) -> None:
@@ -129,6 +130,7 @@ class Saving:
             (self._writing / name).write_bytes(text)
         names = list(texts)
         if rank == 0:
+            save_code(self._model, self._writing / HUGGING_FACE)
             for each in self._describing:
                 if each is not None:
                     each.save_pretrained(self._writing / HUGGING_FACE)

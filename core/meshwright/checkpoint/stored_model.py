@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..base.errors import CheckpointError
 from ..files.parsing import reason
 from ..model.build import check_brings_no_code
+from ..model.remote_code import check_needs_no_code
 from ..tensors.pieces import Sharded, tensor_pieces
 from .directory import HUGGING_FACE
 from .manifest import Manifest
@@ -83,6 +84,7 @@ def model_on_meta(source: StoredModel, *, adapted: bool = False) -> nn.Module:
             f"the checkpoint {checkpoint} has no configuration of a Hugging Face model, so it cannot be exported."
         )
     check_brings_no_code(directory / "config.json")
+    check_needs_no_code(directory, where="--trust-remote-code")
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         build: Any = functools.partial(AutoModelForCausalLM.from_config, trust_remote_code=False)

@@ -24,6 +24,9 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Of adapters, or of an adapter's directory: the whole model that they make.")
     ] = False,
+    trust_remote_code: Annotated[
+        str | None, typer.Option(help="The digest of the model's own code, which the error without it tells.")
+    ] = None,
     base: Annotated[
         str | None, typer.Option(help="With --merge: where the base is, if it is not where it was in training.")
     ] = None,
@@ -39,6 +42,11 @@ def export(
         chosen = None if dtype is None else dtype_of(dtype)
         if base is not None and not merge:
             raise ConfigError("--base is of --merge: what is written without it holds no base. Leave it out.")
+        if trust_remote_code is not None:
+            from ..checkpoint.directory import HUGGING_FACE
+            from ..model.remote_code import trust_code
+
+            trust_code(checkpoint / HUGGING_FACE, trust_remote_code, commit=None, where="--trust-remote-code")
         if merge:
             from ..checkpoint.merging import merge_adapter
 

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..base.errors import ConfigError
+from ..base.errors import CheckpointError, ConfigError
 from ..strategy.contract import IGNORED_LABEL
 from .mixture import Mixture
 from .order import ORDER_VERSION, DataOrder, check_batch_size
 from .rows import JoinedRows, Rows
 from .shuffle import shuffled
+from .stream import Stream
 
 if TYPE_CHECKING:
     from ..strategy.contract import Batch
@@ -53,15 +54,18 @@ class Place:
 
 
 class Feed:
-    """The rows that a run trains on, step by step; a step depends on no other.
+    """The rows that a run trains on, step by step.
+
+    A step depends on no other, but for sources that are read while training: where there is one, steps come in order,
+    and a run that goes on begins with `load_state`.
 
     Attributes:
-        rows_per_epoch: of all sources together.
+        rows_per_epoch: of all sources together; None where one is read while training.
     """
 
     def __init__(
         self,
-        sources: Sequence[Rows],
+        sources: Sequence[Rows | Stream],
         place: Place,
         *,
         batch_size: int,
@@ -77,26 +81,36 @@ class Feed:
             place: this rank's.
             batch_size: rows of a step, over all ranks.
             seed: at least 0.
-            weights: of each source, for its share of the rows; None: all rows of all sources in one order.
+            weights: of each source, for its share of the rows; None: all rows of all sources in one order, or those of
+                the one source that is read while training.
             version: see [Note: versions of the order] in `order`.
             origin: a step, and the number of rows that come before it; see [Note: the global stream] in `order`.
 
         Raises:
             ConfigError: the batch does not divide; see `check_batch_size` and `check_groups`.
-            DataError: the sources do not go together.
+            DataError: the sources do not go together, or one cannot be opened.
         """
         check_batch_size(batch_size, data_size=place.data_size, micro_batch_size=place.micro_batch_size)
-        self._rows = JoinedRows(sources)
-        self._group = group = self._rows.group
-        check_groups(group, batch_size=batch_size, micro_batch_size=place.micro_batch_size)
+        self._sources, self._group = tuple(sources), sources[0].group
+        check_groups(self._group, batch_size=batch_size, micro_batch_size=place.micro_batch_size)
         self._place, self._seed = place, seed
-        self._units = [len(each) // group for each in sources]
+        self._streams = [each for each in sources if isinstance(each, Stream)]
+        at_hand = [each for each in sources if not isinstance(each, Stream)]
+        self._rows = JoinedRows(at_hand) if at_hand else None
+        self.rows_per_epoch = None if self._streams or self._rows is None else len(self._rows)
+        if weights is None and self._streams:
+            weights = [1.0] * len(sources)
         self._mixture = None if weights is None else Mixture(weights, seed)
         first, rows = origin
         self._order = DataOrder(
-            sum(self._units), batch_size // group, seed, version=version, origin=(first, rows // group)
+            (self.rows_per_epoch or self._group) // self._group,
+            batch_size // self._group,
+            seed,
+            version=version,
+            origin=(first, rows // self._group),
         )
-        self.rows_per_epoch = len(self._rows)
+        for stream in self._streams:
+            stream.begin(seed)
 
     def position(self, step: int) -> int:
         """How many rows come before a step, counted from 0."""
@@ -108,21 +122,68 @@ class Feed:
         Returns:
             Microbatches as `Rows.take` gives them, of B rows.
         """
-        units = self._order.indices(step) if self._mixture is None else self._mixed(self._mixture, step)
-        return _divided(self._rows, units, self._place)
+        if self._mixture is not None:
+            return _divided(*self._mixed(self._mixture, step), self._place)
+        if self._rows is None:
+            raise ValueError("there are no sources")
+        return _divided(self._rows, self._order.indices(step), self._place)
 
-    def _mixed(self, mixture: Mixture, step: int) -> np.ndarray:
-        """The global batch where sources have shares; each is in epochs of its own."""
+    def state(self, step: int) -> list[dict[str, Any]] | None:
+        """What `load_state` needs to go on with a step, of JSON; the step before, or this one, was drawn last.
+
+        None where no source is read while training.
+        """
+        if self._mixture is None or not self._streams:
+            return None
+        before = self._mixture.before(self._order.position(step))
+        return [
+            source.state(count)
+            for source, count in zip(self._sources, before, strict=True)
+            if isinstance(source, Stream)
+        ]
+
+    def load_state(self, state: Sequence[dict[str, Any]] | None) -> None:
+        """Go on where a feed of the same sources was when it told its state.
+
+        Raises:
+            CheckpointError: it is of others.
+        """
+        if len(state or ()) != len(self._streams):
+            raise CheckpointError(
+                f"{len(self._streams)} sources are read while training, but the checkpoint tells of "
+                f"{len(state or ())}. Start anew, with resume=never."
+            )
+        for stream, own in zip(self._streams, state or (), strict=True):
+            stream.begin(self._seed, own)
+
+    def _mixed(self, mixture: Mixture, step: int) -> tuple[Rows, np.ndarray]:
+        """Where sources have shares: rows, and which groups of them a step has; each source is in its own epochs."""
         sources, ranks = mixture.places(self._order.position(step), self._order.position(step + 1))
-        units = np.empty(len(sources), np.int64)
-        for source, size in enumerate(self._units):
-            (mine,) = np.nonzero(sources == source)
-            epochs, offsets = np.divmod(ranks[mine], size)
-            for epoch in np.unique(epochs):
-                now = epochs == epoch
-                found = shuffled(offsets[now], size, seed=self._seed, epoch=int(epoch), of=f"source {source}")
-                units[mine[now]] = found + self._rows.starts[source] // self._group
-        return units
+        tables: list[Rows] = []
+        units, of_table = np.empty(len(sources), np.int64), np.empty(len(sources), np.int64)
+        for number, source in enumerate(self._sources):
+            (mine,) = np.nonzero(sources == number)
+            if not len(mine):
+                continue
+            if isinstance(source, Stream):
+                found = source.take(int(ranks[mine[0]]), int(ranks[mine[-1]]) + 1)
+            else:
+                found = iter([(source, self._in_epochs(number, len(source) // self._group, ranks[mine]))])
+            for table, chosen in found:
+                here, mine = mine[: len(chosen)], mine[len(chosen) :]
+                units[here], of_table[here] = chosen, len(tables)
+                tables.append(table)
+        joined = JoinedRows(tables)
+        return joined, units + joined.starts[of_table] // self._group
+
+    def _in_epochs(self, number: int, size: int, ranks: np.ndarray) -> np.ndarray:
+        """The groups of a source that stand at some ranks of its epochs, one behind the other."""
+        epochs, offsets = np.divmod(ranks, size)
+        found = np.empty_like(offsets)
+        for epoch in np.unique(epochs):
+            now = epochs == epoch
+            found[now] = shuffled(offsets[now], size, seed=self._seed, epoch=int(epoch), of=f"source {number}")
+        return found
 
 
 def check_groups(group: int, *, batch_size: int, micro_batch_size: int) -> None:

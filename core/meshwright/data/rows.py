@@ -16,22 +16,21 @@ Shapes: T tokens in D documents, B rows of length S.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..base.errors import ConfigError, DataError
 from ..strategy.contract import IGNORED_LABEL
 from .best_fit import Packing, best_fit, cached_best_fit
+from .config import Packing as Kind
 from .documents import Documents
 from .layout import Layout, bounds, ranges
 
 if TYPE_CHECKING:
     from ..strategy.contract import Batch
-
-Kind = Literal["documents", "stream", "none"]
 
 
 class Rows(ABC):
@@ -139,11 +138,6 @@ class PackedRows(Rows):
         Raises:
             DataError: a document is longer than `seq_len`.
         """
-        if documents.group != 1:
-            raise ConfigError(
-                "packing: documents would put the two answers of a preference into one row, or into rows that do not "
-                "follow each other. Set data.packing=none, or leave it out."
-            )
         self.seq_len = seq_len
         self.columns = _columns(documents, in_rows=False)
         self._documents = documents
@@ -260,20 +254,37 @@ class JoinedRows(Rows):
 
 
 def make_rows(
-    documents: Documents, kind: Kind, seq_len: int, *, cache: Path | None = None, masks: bool = False
+    documents: Documents,
+    kind: Kind,
+    seq_len: int,
+    *,
+    cache: Path | None = None,
+    masks: bool = False,
+    dtypes: Mapping[str, np.dtype] | None = None,
 ) -> Rows:
     """Rows of a kind; see `DataConfig.packing`.
+
+    Args:
+        cache: see `PackedRows`.
+        masks: see `PaddedRows`.
+        dtypes: of columns, where other documents have more to say of them.
 
     Raises:
         ConfigError, DataError: the documents cannot be laid out so.
     """
+    if kind != "none" and documents.group != 1:
+        raise ConfigError(
+            f"packing={kind} would part the answers of a preference. Set data.packing=none, or leave it out."
+        )
+    rows: Rows
     if kind == "documents":
-        return PackedRows(documents, seq_len, cache=cache)
-    if kind == "none":
-        return PaddedRows(documents, seq_len, masks=masks)
-    if documents.group != 1:
-        raise ConfigError("packing: stream cuts preferences anywhere. Set data.packing=none, or leave it out.")
-    return StreamRows(documents, seq_len)
+        rows = PackedRows(documents, seq_len, cache=cache)
+    elif kind == "none":
+        rows = PaddedRows(documents, seq_len, masks=masks)
+    else:
+        rows = StreamRows(documents, seq_len)
+    rows.columns |= {name: (dtype, rows.columns[name][1]) for name, dtype in (dtypes or {}).items()}
+    return rows
 
 
 def _columns(documents: Documents, *, in_rows: bool) -> dict[str, tuple[np.dtype, bool]]:

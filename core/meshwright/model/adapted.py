@@ -74,7 +74,7 @@ def remember_base(model: nn.Module, base: Base, names: Iterable[str]) -> None:
     """
     known = set(names)
     named = ((name, base_name(name)) for name, _ in model.named_parameters(remove_duplicate=False))
-    model.meshwright_base = FromBase(base, {name: below for name, below in named if below in known})  # type: ignore[assignment]
+    model.meshwright_base = FromBase(base, {name: below for name, below in named if below in known})
 
 
 def base_of(parts: Sequence[nn.Module]) -> FromBase | None:

@@ -20,7 +20,7 @@ from torch import nn
 from .._compat.peft import require_peft
 from ..base.errors import ConfigError, ModelError, nearest
 from ..files.parsing import read_json_object, reason
-from .adapted import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Base, read_base, remember_base
+from .adapted import ADAPTER_CONFIG, Base, read_base, remember_base
 from .adapter import with_adapter
 from .weights import Weights
 
@@ -168,19 +168,6 @@ def check_base(options: AdapterOptions, base: Base, *, where: str = "model.peft"
             f"{base.path!r}. Set model.path to that base; or, if it is a copy of it, say so: "
             f"{where}.base_model_name_or_path={named}."
         )
-
-
-def adapter_weights(directory: Path) -> Path:
-    """The file of a saved adapter's tensors.
-
-    Raises:
-        ModelError: it is missing; a pickle in its place is not opened.
-    """
-    path = directory / ADAPTER_WEIGHTS
-    if not path.is_file():
-        pickled = " (a pickle, adapter_model.bin, is not opened)" if (directory / "adapter_model.bin").is_file() else ""
-        raise ModelError(f"{str(directory)!r} holds no {ADAPTER_WEIGHTS}{pickled}. Save the adapter as safetensors.")
-    return path
 
 
 def _same_place(named: str, path: str) -> bool:

@@ -16,6 +16,7 @@ from ..base.errors import ModelError, nearest
 from ..files.parsing import read_json_object, reason
 from .drawn_weights import DeferredModel
 from .pretrained import open_pretrained
+from .remote_code import check_needs_no_code
 from .weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -208,6 +209,11 @@ def config_from_directory(
 
     if not path.is_dir():
         raise ModelError(f"{where}.path={str(path)!r} is not a directory. Give a local Hugging Face model directory.")
+    if (path / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{str(path)!r} holds an adapter, not a whole model. Give its base as {where}.path and go on from it "
+            f"({where}.peft.adapter={path}); or merge it: meshwright export --merge {path} OUT."
+        )
     if not (path / "config.json").is_file():
         raise ModelError(f"{str(path)!r} holds no config.json, so it is no Hugging Face model directory.")
     if with_weights and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
@@ -219,9 +225,10 @@ def config_from_directory(
         wrong = f"{path / 'config.json'} is no model configuration: {error}"
         raise ModelError(f"{wrong}. Write or copy it again.") from None
     check_brings_no_code(path / "config.json", set_anew=fields)
+    check_needs_no_code(path)
 
     def load(**changes: Any) -> Any:
-        # Code that comes with a model is never run: transformers would ask on the terminal.
+        # See [Note: trust]; transformers would ask on the terminal.
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **changes)
 
     config = _made(load, {})
@@ -259,10 +266,16 @@ def check_brings_no_code(path: Path, *, set_anew: Iterable[str] = ()) -> None:
 
 
 def _check_causal_lm(config_cls: type, model_type: str) -> None:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     if config_cls not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"the model type {model_type!r} has no causal language model in transformers.")
+        hint = ""
+        if config_cls in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            hint = (
+                " It is multimodal, and its text part alone is no model there (that of others, such as gemma3 and "
+                "llama4, is): load it with AutoModelForImageTextToText, and save its text model as one of its own type."
+            )
+        raise ModelError(f"the model type {model_type!r} has no causal language model in transformers.{hint}")
 
 
 def _check_fields(config: Any, fields: Mapping[str, Any], where: str = "model") -> None:

@@ -104,17 +104,20 @@ class Passes:
         if self._iterator is None:
             self._iterator = self._begun()
         found = list(islice(self._iterator, self._accumulate))
-        if found:
+        if len(found) == self._accumulate:
             self._given += len(found)
             return found
-        if not self._given:
+        if not found and not self._given:
             again = f" when they are gone through again (pass {self._number + 1})" if self._number else ""
             raise BatchError(
                 f"the batches give nothing{again}. Give an iterable that gives some each time, or less steps."
             )
         self._iterator, self._given = None, 0
         self._number += 1
-        raise PassEnds("a pass over the batches has ended.")
+        if not found:
+            raise PassEnds("a pass over the batches has ended.")
+        # All ranks have as few of this step, or it is refused.
+        return found
 
     def _begun(self) -> Iterator[Batch]:
         for each in self._parts():

@@ -25,7 +25,8 @@ from ..mesh.sizes import MeshSizes
 from ..mesh.world import World, open_world
 from ..model.adapter_options import adapt, adapter_options
 from ..model.build import as_dtype, config_from_directory, config_from_mapping, new_model_on_meta
-from ..model.pretrained import PretrainedWeights, find_on_all, open_pretrained
+from ..model.pretrained import PretrainedWeights, commit_of, find_on_all, open_pretrained
+from ..model.remote_code import is_commit, trust_code
 from ..model.weights import Weights
 from ..strategy.contract import StrategyManager
 from ..strategy.stack import Stack, resolve
@@ -56,6 +57,7 @@ def from_pretrained(
     seed: int = 0,
     revision: str | None = None,
     allow_pickle: bool = False,
+    trust_remote_code: str | None = None,
     peft: Any = None,
     **sizes: Unpack[Sizes],
 ) -> StrategyManager:
@@ -73,6 +75,8 @@ def from_pretrained(
         seed: of weights that the directory lacks.
         revision: branch, tag or commit on the hub.
         allow_pickle: read `.bin` files where there are no safetensors.
+        trust_remote_code: the commit on the hub whose code is run, or of a directory the digest of its code; None runs
+            none.
         peft: adapters to train instead of the model: a configuration of peft, or a mapping as a run file has it, such
             as `{"type": "lora", "r": 16, "target_modules": "all-linear"}`; see docs/adapters.md. Checkpoints hold the
             adapters alone.
@@ -105,7 +109,12 @@ def from_pretrained(
     stack, mesh = _placed(strategy, sizes, config, wrapper_config, world, device)
     manager = stack.build(mesh)
     adapters = mesh.world.together(lambda: adapter_options(peft, where="peft") if peft is not None else None)
-    directory = find_on_all(path, mesh.world, revision=revision, allow_pickle=allow_pickle)
+    at = revision or (trust_remote_code if is_commit(trust_remote_code) else None)
+    code = trust_remote_code is not None
+    directory = find_on_all(path, mesh.world, revision=at, allow_pickle=allow_pickle, code=code)
+    if trust_remote_code is not None:
+        given, commit = trust_remote_code, commit_of(path, directory)
+        mesh.world.together(lambda: trust_code(directory, given, commit=commit, where="trust_remote_code"))
     model, weights = mesh.world.together(load)
     check_same_weights(weights, mesh.world)
     tell(weights, mesh.world, stacklevel=3)

@@ -141,8 +141,7 @@ def finish(config: RunConfig, plan: Plan, results: list[StepResult], console: Co
     if config.sample is not None:
         transformers.utils.logging.disable_progress_bar()
         model = load_trained(directory / MODEL, plan.model.directory)
-        rows = plan.rows.held_out.get(HELD_OUT) or next(iter(plan.rows.held_out.values()))
-        text = generate_sample(model, tokenizer, config.sample, rows, seed=config.seed)
+        text = generate_sample(model, tokenizer, config.sample, plan.rows.evaluated, seed=config.seed)
         console.print("\n[bold]sample[/bold]")
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     averaged = f"{directory / AVERAGED_MODEL} (with averaged weights), " if exports_average(config) else ""

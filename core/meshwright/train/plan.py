@@ -18,9 +18,11 @@ from torch import nn
 
 from ..base.errors import ConfigError
 from ..data import (
+    DataConfig,
     PreparedData,
     Rows,
     RunRows,
+    Stream,
     check_batch_size,
     check_groups,
     holds_tokenizer,
@@ -39,7 +41,7 @@ from ..strategy.contract import Objective
 from ..strategy.registry import get_registry
 from ..strategy.stack import Stack, resolve
 from .fate import check_output, check_restarts
-from .model_trial import check_memory, memory_of_node, try_model
+from .model_trial import can_be_tried, check_memory, memory_of_node, try_model, try_rows
 from .optim import try_optimization
 from .resume import check_source
 from .run_file import RunConfig, ScheduleConfig
@@ -62,6 +64,8 @@ class Plan:
     steps: int
     schedule: ScheduleConfig
     """With its warm-up in steps."""
+    rows_tried: bool
+    """Whether the model is known to keep documents of a row apart, and padding; if not, it is tried as it runs."""
     identity: dict[str, Any]
     """What must be the same for a run to go on as if it had not been interrupted; values of JSON."""
 
@@ -92,17 +96,21 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
         try_optimization(config.optimizer, config.schedule.over(config.steps), config.steps, device=device)
     model = find_model(config.model, commit=commit)
     data, hf_config = data_and_model_config(config, model)
-    rows = lay_out(data, config.data)
-    check_groups(rows.training[0].group, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
-    steps = config.steps or steps_of(config, sum(map(len, rows.training)))
-    schedule = config.schedule.over(steps)
-    if config.steps is None:
-        check_output(config, steps)
-        try_optimization(config.optimizer, schedule, steps, device=device)
     adapters, seq_len = model.adapters, config.data.seq_len
     dtype = (adapters and adapters.base_dtype) or dtype_of(config.model)
     size = try_model(hf_config, dtype, seq_len=seq_len, device=device, degrees=degrees, adapters=adapters)
     check_memory(stack, degrees, size, memory_of_node())
+    kind, masks = config.data.packing_kind(), masks_padding(hf_config)
+    tried = kind == "stream" or can_be_tried(size, seq_len=seq_len, device=device, degrees=degrees)
+    if tried:
+        try_rows(hf_config, dtype, kind, seq_len=seq_len, masks=masks)
+    rows = lay_out(data, config.data, masks=masks)
+    check_groups(rows.training[0].group, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
+    steps = config.steps or steps_of(config, rows_in(rows))
+    schedule = config.schedule.over(steps)
+    if config.steps is None:
+        check_output(config, steps)
+        try_optimization(config.optimizer, schedule, steps, device=device)
     largest = max(map(len, rows.held_out.values()), default=0)
     if config.eval.sequences is not None and config.eval.sequences > largest:
         raise ConfigError(
@@ -112,7 +120,20 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
     objective = _objective(config)
     identity = _identity(config, schedule, data, model, hf_config)
     check_source(config, identity, steps)
-    return Plan(stack, degrees, micro_batch_size, data, model, rows, hf_config, objective, steps, schedule, identity)
+    return Plan(
+        stack,
+        degrees,
+        micro_batch_size,
+        data,
+        model,
+        rows,
+        hf_config,
+        objective,
+        steps,
+        schedule,
+        tried,
+        identity,
+    )
 
 
 def steps_of(config: RunConfig, rows: int | None) -> int:
@@ -133,6 +154,17 @@ def steps_of(config: RunConfig, rows: int | None) -> int:
             f"epochs={config.epochs}. Lower it, or set schedule.warmup_ratio."
         )
     return steps
+
+
+def rows_in(rows: RunRows) -> int | None:
+    """Rows of an epoch; None where a source is read while training."""
+    counts = [len(each) for each in rows.training if not isinstance(each, Stream)]
+    return sum(counts) if len(counts) == len(rows.training) else None
+
+
+def masks_padding(hf_config: Any) -> bool:
+    """Whether padding is to be masked: it would count in the statistics of routers otherwise."""
+    return bool(getattr(hf_config.get_text_config(), "output_router_logits", False))
 
 
 def data_and_model_config(config: RunConfig, model: RunModel | None = None) -> tuple[PreparedData, Any]:
@@ -194,7 +226,12 @@ def _identity(
         model.pop(key, None)
     identity = {
         "model": {**model, "dtype": config.model.get("dtype", "float32"), **run_model.identity(config.model)},
-        "data": {"fingerprint": data.fingerprint, "seq_len": config.data.seq_len},
+        "data": {
+            "fingerprint": data.fingerprint,
+            "seq_len": config.data.seq_len,
+            **_layout(config.data),
+            **_of_each_source(data),
+        },
         "seed": config.seed,
         "batch_size": config.batch_size,
         # What older checkpoints have not saved differs from nothing.
@@ -209,6 +246,24 @@ def _identity(
     return plain
 
 
+def _layout(config: DataConfig) -> dict[str, Any]:
+    """What else the rows and their order follow from; nothing where they are a stream of one source."""
+    kind = config.packing_kind()
+    weights = [source.weight for source in config.training_sources()]
+    return {
+        name: value
+        for name, value, plain in (("packing", kind, "stream"), ("weights", weights, [None] * len(weights)))
+        if value != plain
+    }
+
+
+def _of_each_source(data: PreparedData) -> dict[str, str]:
+    """What tells which of several sources has changed."""
+    if len(data.sources) == 1:
+        return {}
+    return {f"sources.{number}": source.fingerprint for number, source in enumerate(data.sources)}
+
+
 def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str:
     layout = model_layout(model)
     size = model_size(model, layout)
@@ -216,8 +271,8 @@ def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str
         f"{plan.stack} on {plan.degrees} ({mesh.device.type}): {plan.model_config.model_type} with "
         f"{size.parameters:,} parameters in {len(layout.blocks)} blocks"
         + (f"; {size.trainable:,} of them train, over {plan.model.base}" if plan.model.base is not None else ""),
-        f"{plan.data.documents:,} documents: {sum(map(len, plan.rows.training)):,} sequences of {config.data.seq_len} "
-        f"tokens to train on, {_listed(plan.rows.held_out)}; {config.batch_size} a step, {plan.steps} steps",
+        f"{plan.data.documents:,} documents: {_told(plan.rows)} sequences of {config.data.seq_len} tokens to train on, "
+        f"{_listed(plan.rows.held_out)}; {config.batch_size} a step, {plan.steps} steps",
     ]
     estimate = plan.stack.estimate(plan.degrees, size)
     if estimate is not None:
@@ -227,6 +282,14 @@ def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str
             f"and activations (estimate)"
         )
     return "\n".join(lines)
+
+
+def _told(rows: RunRows) -> str:
+    """How many rows there are to train on."""
+    counts = [len(each) for each in rows.training if not isinstance(each, Stream)]
+    streams = len(rows.training) - len(counts)
+    found = [f"{sum(counts):,}"] if counts else []
+    return " and ".join(found + ([f"those of {streams} sources, read while training, as"] if streams else []))
 
 
 def _listed(held_out: Mapping[str, Rows]) -> str:

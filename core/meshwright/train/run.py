@@ -14,12 +14,15 @@ from rich.console import Console
 from ..checkpoint import Checkpointer, load_checkpoint
 from ..checkpoint.directory import set_aside
 from ..data import ORDER_VERSION, Feed, Place, eval_microbatches, load_tokenizer
+from ..data.progress import CONSOLE
 from ..launch.rank import guarded, signs_of_life, started_by_launcher
 from ..mesh.mesh import Mesh
 from ..mesh.world import World, open_world
+from ..model.build import dtype_of
 from ..model.pretrained import PretrainedWeights
 from ..strategy.contract import Batch, StepResult, StrategyManager
 from ..strategy.registry import get_registry
+from .apart import check_kept_apart
 from .ema import EMA
 from .fate import Fate, check_output, is_finished
 from .files import CHECKPOINTS, METRICS, SUMMARY
@@ -27,7 +30,7 @@ from .from_pretrained import check_same_weights, tell
 from .loop import Loop, fit
 from .optim import optimizer_factory
 from .output import export, finish, locked, prepare_output
-from .plan import Plan, headline, plan_run, processes
+from .plan import Plan, headline, masks_padding, plan_run, processes
 from .report import Reporter, read_metrics
 from .resume import Source, early_stopping, find_source
 from .run_file import RunConfig, as_plain
@@ -57,7 +60,7 @@ def start(config: RunConfig, *, show_traceback: bool = False) -> int:
         _say_finished(config)
         return 0
     count = processes(config)
-    with Console(stderr=True).status("preparing the run"):
+    with CONSOLE.status("preparing the run"):
         plan_run(config, count)
     if count == 1:
         return guarded(run_rank, (config,), show_traceback=show_traceback)
@@ -172,15 +175,9 @@ def _fit(
             told = f"going on from {source.directory}, after step {source.step}{changed}"
             console.print(told, highlight=False, soft_wrap=True)
     place = _place(mesh, plan.micro_batch_size)
-    feed = Feed(
-        plan.rows.training,
-        place,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        weights=plan.rows.weights,
-        version=version,
-        origin=origin,
-    )
+    if not plan.rows_tried:
+        _try_rows(manager, config, plan, place)
+    feed = _feed(config, plan, place, source, version, origin)
     named = None if source is None else source.named
     extra = {"identity": {**plan.identity, "order": version}, "run": as_plain(config), "named": named}
     loop = Loop(
@@ -193,7 +190,7 @@ def _fit(
         ema=ema,
         eval_every=config.eval.every,
         early_stopping=early_stopping(config),
-        extra=lambda step: {**extra, "position": feed.position(step)},
+        extra=lambda step: {**extra, "position": feed.position(step), "streams": feed.state(step)},
         seed=config.seed,
         objective=plan.objective,
     )
@@ -219,12 +216,50 @@ def _place(mesh: Mesh, micro_batch_size: int) -> Place:
     return Place(mesh.data_rank, mesh.data_size, micro_batch_size, multiple=multiple, one_shape=degrees.pp > 1)
 
 
+def _feed(
+    config: RunConfig, plan: Plan, place: Place, source: Source | None, version: int, origin: tuple[int, int]
+) -> Feed:
+    """The rows to train on, from where the run goes on."""
+    feed = Feed(
+        plan.rows.training,
+        place,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        weights=plan.rows.weights,
+        version=version,
+        origin=origin,
+    )
+    if source is not None and origin[1]:
+        feed.load_state(source.manifest.extra.get("streams"))
+    return feed
+
+
 def _sets(plan: Plan, place: Place, count: int | None) -> dict[str, Sequence[Batch]]:
     """The microbatches of each set to evaluate on: of `count` rows, or of all where it has less."""
     return {
         name: eval_microbatches(rows, place, count=None if count is None else min(count, len(rows)))
         for name, rows in plan.rows.held_out.items()
     }
+
+
+def _try_rows(manager: StrategyManager, config: RunConfig, plan: Plan, place: Place) -> None:
+    """Refuse a model in which what shares a row changes what it must not, on all ranks. Collective."""
+
+    def statistics(batches: list[Batch]) -> list[torch.Tensor]:
+        return [found["log_probs"] for found in manager.token_stats(batches, ["log_probs"])]
+
+    check_kept_apart(
+        plan.model_config,
+        config.data.packing_kind(),
+        statistics,
+        dtype=dtype_of(config.model),
+        seq_len=config.data.seq_len,
+        vocab_size=plan.data.vocab_size,
+        multiple=place.multiple,
+        rows=place.micro_batch_size,
+        microbatches=config.batch_size // (place.data_size * place.micro_batch_size),
+        masks=masks_padding(plan.model_config),
+    )
 
 
 @contextmanager

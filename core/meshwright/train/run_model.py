@@ -17,6 +17,7 @@ from ..model.adapted import Base, fingerprint_of
 from ..model.adapter_options import AdapterOptions, adapt, adapter_options, check_base
 from ..model.build import build_model, dtype_of
 from ..model.pretrained import commit_of, find_directory, find_on_all
+from ..model.remote_code import check_needs_no_code, is_commit, trust_code
 from ..model.weights import Weights
 
 _WHERE = "model.peft"
@@ -83,6 +84,10 @@ def find_model(section: Mapping[str, Any], *, commit: str | None = None) -> RunM
         return RunModel()
     wanted = _wanted(section)
     directory = find_directory(section["path"], **{**wanted, "revision": commit or wanted["revision"]})
+    if section.get("trust_remote_code") is not None:
+        trust_code(directory, section["trust_remote_code"], commit=commit_of(section["path"], directory))
+    else:
+        check_needs_no_code(directory)
     if "peft" not in section:
         return RunModel(directory)
     adapters = adapter_options(section["peft"], where=_WHERE)
@@ -110,4 +115,10 @@ def make_model(
 
 
 def _wanted(section: Mapping[str, Any]) -> dict[str, Any]:
-    return {"revision": section.get("revision"), "allow_pickle": bool(section.get("allow_pickle", False))}
+    trusted = section.get("trust_remote_code")
+    commit = trusted if is_commit(trusted) else None
+    return {
+        "revision": section.get("revision") or commit,
+        "allow_pickle": bool(section.get("allow_pickle", False)),
+        "code": trusted is not None,
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ..base.validation import FrozenModel
 from ..mesh.sizes import Size
@@ -57,6 +57,13 @@ class SaveOnConfig(FrozenModel):
     time: Annotated[str, Field(pattern=r"^(\d+\.?\d*|\.\d+)[smh]$")] = Field(
         description="So long after the last one, or the start, by the clock of the first rank: 90s, 20m or 1.5h."
     )
+
+    @field_validator("time")
+    @classmethod
+    def _is_above_0(cls, value: str) -> str:
+        if not float(value[:-1]):
+            raise ValueError("must be above 0")
+        return value
 
     @property
     def seconds(self) -> float:

@@ -12,7 +12,7 @@ Source: Hu et al. 2021, arXiv:2106.09685; Shoeybi et al. 2019, arXiv:1909.08053,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,14 +48,19 @@ def spread(model: nn.Module, module: str, style: str) -> Iterator[tuple[str, dic
         yield name, styles
 
 
-def of_parameters(model: nn.Module, parameters: Mapping[str, str]) -> dict[str, str]:
-    """The styles of adapters of single parameters, whose own styles are given."""
+def of_parameters(model: nn.Module, parameters: Mapping[str, str], leave: Iterable[str]) -> dict[str, str]:
+    """The styles of adapters of single parameters, whose own styles are given.
+
+    Args:
+        leave: modules that are divided otherwise, whose inputs the ranks share.
+    """
     found = {}
+    left = set(leave)
     for name, module in model.named_modules():
         around = low_rank(module)
         if around is not None and around.parameter is not None:
-            own = f"{_path(module, name)}.{around.parameter}"
-            style = parameters.get(own)
+            path = _path(module, name)
+            style = PARTIAL if path in left else parameters.get(f"{path}.{around.parameter}")
             found |= {f"{name}.{each}": s for each, s in _of_adapter(around, style)} if style is not None else {}
     return found
 
@@ -110,13 +115,15 @@ def divided_along_input(model: nn.Module, divisions: Mapping[str, Division]) -> 
             yield adapter
 
 
-def wrappers_of(model: nn.Module, modules: set[nn.Module]) -> set[nn.Module]:
-    """Modules, or the outermost wrapper of each, whose parameters may be read without calling what has them."""
+def readers_of(model: nn.Module, modules: set[nn.Module]) -> set[nn.Module]:
+    """Modules, and in place of those that are not called, of which a wrapper reads the parameters, the wrapper."""
     found = set(modules)
-    for _, layer in reversed(list(tuner_layers(model))):
-        within = set(layer.modules())
-        if found & within:
-            found = (found - within) | {layer}
+    for _, layer in tuner_layers(model):
+        adapter = low_rank(layer)
+        if adapter is not None:
+            read = {layer.get_submodule(each.rpartition(".")[0]) for each in (*adapter.outer, *adapter.inner)}
+            read = {each for each in read if adapter.parameter is not None or isinstance(each, nn.ParameterDict)}
+            found = (found - read) | {layer} if found & read else found
     return found
 
 

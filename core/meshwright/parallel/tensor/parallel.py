@@ -29,7 +29,7 @@ from ...strategy.ask import model_layout
 from ...strategy.hooks import StyleName
 from ...tensors.norms import each_norm
 from ...tensors.state import DTENSORS, Parts
-from .adapters import divide_input, divided_along_input, of_parameters, wrappers_of
+from .adapters import divide_input, divided_along_input, of_parameters, readers_of
 from .collectives import Copies
 from .division import Division
 from .heads import check_heads
@@ -75,7 +75,7 @@ class TensorParallel(Axis):
         plan: Mapping[str, StyleName] | str | None = None,
         sequence_parallel: bool = False,
         plain: bool = False,
-        leave: Iterable[str] = (),
+        leave: Sequence[str] = (),
     ) -> None:
         self.mesh = mesh
         self.group = mesh.get_group()
@@ -88,12 +88,14 @@ class TensorParallel(Axis):
         self._plain = plain
         self._plan = find_plan(model, layout, plan, sequence_parallel=sequence_parallel)
         for name in leave:
+            while name.endswith(".base_layer"):
+                name = name.removesuffix(".base_layer")
             self._plan.drop(name, model)
         # Styles of torch know no wrappers.
         if plain or is_adapted(model):
             sequence_parallel = use_own_styles(self._plan, model, layout) or sequence_parallel
         keep_small_layers_whole(self._plan, model, self.size)
-        self._plan.parameters.update(of_parameters(model, self._plan.parameters))
+        self._plan.parameters.update(of_parameters(model, self._plan.parameters, leave))
         self._heads = check_heads(model, self._plan, self.size, self.rank)
         placements = placements_of(model, layout, self._plan, self._heads, self.size)
         shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
@@ -138,7 +140,7 @@ class TensorParallel(Axis):
         if self._plain:
             # Where a module is gathered just before it runs, its parameters must be found in it until then.
             gathered = {module for each in own for module in each.modules()}
-            own |= wrappers_of(self._model, self._local.cut_modules) - gathered
+            own |= readers_of(self._model, self._local.cut_modules) - gathered
         # What is in a module before the module.
         for module in reversed(list(self._model.modules())):
             if module in blocks:

@@ -218,7 +218,9 @@ def _expanded(model: nn.Module, values: Mapping[str, StyleName], source: str, *,
             met.add(key)
             style = values[key]
             if isinstance(style, str):
-                plan.name(name, style, model)
+                # What stands in for a layer on another stage of a pipeline has nothing to shard.
+                if not STYLES[style].needs or any(True for _ in module.parameters()):
+                    plan.name(name, style, model)
             else:
                 plan.modules[name] = style
         for parameter, _ in module.named_parameters(recurse=False):
