@@ -24,6 +24,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from test_cli import write_run
 from test_data import prose
 
 from meshwright.base.errors import ConfigError, DataError
@@ -35,6 +36,9 @@ from meshwright.data.json_array import elements
 from meshwright.data.records import Record
 from meshwright.data.tokenizing import tokenized, tokenizing
 from meshwright.data.worker import Worker
+from meshwright.train.plan import plan_run
+from meshwright.train.resume import _differences
+from meshwright.train.run_file import load_run
 
 ROWS = [{"text": prose(number), "score": number, "note": 'a,\n"b" é'} for number in range(7)]
 
@@ -490,6 +494,20 @@ def test_the_order_of_sources_is_in_the_fingerprint_and_one_source_has_its_own(
     short = plain.model_copy(update={"sources": None, "corpus": first.files})
     assert prepare(short).fingerprint == prepare(plain).fingerprint
     assert prepare(short).directory == prepare(plain).directory
+
+
+def test_a_run_that_goes_on_is_told_which_of_its_sources_has_changed(tmp_path: Path, tokenizer_dir: Path) -> None:
+    sources = [write(tmp_path / f"{name}.jsonl", ROWS[number:]) for number, name in enumerate("ab")]
+    config = load_run(write_run(tmp_path))
+    plans = []
+    for trained_on in (sources, sources, sources[:1], None):
+        changed = {"data": config_for(tmp_path, tokenizer_dir, *trained_on)} if trained_on else {}
+        plans.append(plan_run(config.model_copy(update=changed), 1).identity)
+        if len(plans) == 1:
+            write(tmp_path / "b.jsonl", ROWS[2:])
+    assert _differences(plans[0], plans[1]) == ["data.fingerprint", "data.sources.1"]
+    # Of one source it is as before there were several.
+    assert list(plans[2]["data"]) == list(plans[3]["data"]) == ["fingerprint", "seq_len"]
 
 
 def test_evaluation_sets_are_whole_and_may_take_the_place_of_what_is_held_out(
