@@ -35,8 +35,9 @@ from meshwright.mesh.world import World
 from meshwright.strategy.contract import Batch
 from meshwright.strategy.stack import resolve
 from meshwright.train.loop import Loop, train_step
-from meshwright.train.optim import build_scheduler, optimizer_factory
+from meshwright.train.optim import optimizer_factory
 from meshwright.train.run_file import OptimizerConfig, ScheduleConfig
+from meshwright.train.schedules import build_scheduler
 
 VOCAB_SIZE = 2048
 LEARNING_RATE = 1e-4

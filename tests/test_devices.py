@@ -20,8 +20,8 @@ from meshwright.testing.case import share
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager
 from meshwright.train.loop import Loop, fit
-from meshwright.train.optim import build_scheduler
 from meshwright.train.run_file import ScheduleConfig
+from meshwright.train.schedules import build_scheduler
 
 CASE = Case(steps=2, sequences=4, microbatches=2)
 OFFLOADED = {"offload_policy": {"pin_memory": False}}

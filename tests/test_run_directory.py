@@ -28,12 +28,13 @@ from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import pool
 from meshwright.train.fate import check_restarts
-from meshwright.train.optim import build_scheduler, decay_groups, set_schedule
+from meshwright.train.optim import decay_groups
 from meshwright.train.output import locked
 from meshwright.train.plan import data_and_model_config
 from meshwright.train.report import as_record, read_metrics
 from meshwright.train.run import run_rank
 from meshwright.train.run_file import RunConfig, ScheduleConfig, load_run
+from meshwright.train.schedules import build_scheduler, set_schedule
 
 STEPS, EVERY, TOLERANCE = 8, 2, 1e-9
 

@@ -193,6 +193,15 @@ def test_a_broken_file_is_named_with_the_line(name: str, content: bytes, message
         list(read_records(SourceConfig(files=str(tmp_path / name))))
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_cut_file_is_not_taken_for_whole(suffix: str, tmp_path: Path) -> None:
+    lines = b"".join(json.dumps({"text": random.Random(n).randbytes(500).hex()}).encode() + b"\n" for n in range(200))
+    whole = gzip.compress(lines) if suffix == ".gz" else zstandard.compress(lines)
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(whole[:-3])
+    with pytest.raises(DataError, match="broken or cut off"):
+        list(read_records(SourceConfig(files=str(tmp_path / f"a.jsonl{suffix}"))))
+
+
 def test_a_broken_element_is_found_without_reading_on(tmp_path: Path) -> None:
     read = 0
 
@@ -394,13 +403,15 @@ def test_a_broken_line_in_the_midst_leaves_nothing_in_the_cache(tmp_path: Path, 
     assert prepare(config).documents == 4000
 
 
+@pytest.mark.parametrize("rows", [9, 1])
 def test_a_file_that_changes_while_it_is_tokenized_leaves_nothing_in_the_cache(
-    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+    rows: int, tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write(tmp_path / "a.jsonl")
 
     def meddle(*args: Any) -> Any:
-        (tmp_path / "a.jsonl").write_text('{"text": "other", "score": 1}\n')
+        # One record alone would be an error of its own.
+        (tmp_path / "a.jsonl").write_text('{"text": "other", "score": 1}\n' * rows)
         return tokenized(*args)
 
     monkeypatch.setattr("meshwright.data.entry.tokenized", meddle)
@@ -414,6 +425,24 @@ def test_what_is_held_out_of_a_source_is_part_of_its_entry(tmp_path: Path, token
     some = prepare(config_for(tmp_path, tokenizer_dir, source))
     most = prepare(config_for(tmp_path, tokenizer_dir, source, eval_fraction=0.8))
     assert len(documents_of(some)) > len(documents_of(most))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"columns": ["score"]}, {"seq_len": 8}, {"too_long": "cut"}, {"fields": {"text": "note"}}]
+)
+def test_what_is_made_of_records_is_part_of_the_entry(
+    changes: dict[str, Any], tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    write(tmp_path / "a.jsonl")
+    entries = []
+    for values in ({}, changes):
+        of_source = {name: value for name, value in values.items() if name in SourceConfig.model_fields}
+        source = SourceConfig(files=str(tmp_path / "a.jsonl"), **of_source)
+        rest = {name: value for name, value in values.items() if name not in of_source}
+        entries.append(prepare(config_for(tmp_path, tokenizer_dir, source, packing="documents", **rest)))
+    assert entries[0].directory != entries[1].directory
+    assert documents_of(entries[0]).arrays().keys() <= documents_of(entries[1]).arrays().keys()
+    assert entries[0].fingerprint != entries[1].fingerprint
 
 
 def test_an_entry_that_has_lost_what_says_which_tokens_are_learnt_is_made_anew(

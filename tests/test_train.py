@@ -30,8 +30,8 @@ from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager, build_with_optimizer, full_weights
 from meshwright.train.loop import train_step
-from meshwright.train.optim import build_scheduler
 from meshwright.train.run_file import ScheduleConfig
+from meshwright.train.schedules import build_scheduler
 from meshwright.train.seeds import step_seed
 
 STEPS = 6

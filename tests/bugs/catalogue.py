@@ -26,6 +26,7 @@ _ROUTERS = "tests/test_router_loss.py"
 _FAULTS = "tests/test_checkpoint_faults.py"
 _LAYOUTS = "tests/test_checkpoint.py::test_any_layout_goes_on_from_what_any_other_has_saved"
 _DATA = "tests/test_data.py"
+_SOURCES = "tests/test_sources.py"
 _TRAIN = "tests/test_train.py"
 _OPTIM = "tests/test_optim.py"
 _RUN = "tests/test_run_directory.py"
@@ -1076,35 +1077,141 @@ _bug(
 
 _bug(
     "cache_without_the_tokenizer",
-    "meshwright.data.prepare",
-    '        parts["tokenizer"] = {\n',
-    '        parts["transformers of"] = {} and {\n',
+    "meshwright.data.entry",
+    '        "tokenizer": tokenizer_key(tokenizer_dir),\n',
+    "",
     f"{_DATA}::test_given_tokenizer_is_used_and_its_change_makes_a_new_entry",
     kind="the key of the cache does not know the tokenizer",
 )
 _bug(
     "cache_without_the_fraction",
-    "meshwright.data.prepare",
-    '        "eval_fraction": config.eval_fraction,\n',
+    "meshwright.data.entry",
+    '        "fraction": how.fraction,\n',
     "",
-    "tests/test_data.py::test_what_changes_the_tokens_makes_a_new_entry[<lambda>1]",
+    f"{_SOURCES}::test_what_is_held_out_of_a_source_is_part_of_its_entry",
     kind="the key of the cache does not know what is held out",
 )
 _bug(
-    "a_corpus_that_changes",
-    "meshwright.data.prepare",
-    "    corpus.check_unchanged()\n",
+    "cache_without_the_options",
+    "meshwright.data.entry",
+    '        "options": how.options,\n',
     "",
-    f"{_DATA}::test_corpus_that_changes_while_it_is_read_leaves_no_entry",
+    f"{_SOURCES}::test_what_is_made_of_records_is_part_of_the_entry[changes1]",
+    kind="the key of the cache does not know what becomes of long documents",
+)
+_bug(
+    "a_corpus_that_changes",
+    "meshwright.data.entry",
+    "        raise\n    source.check_unchanged()\n",
+    "        raise\n",
+    f"{_SOURCES}::test_a_file_that_changes_while_it_is_tokenized_leaves_nothing_in_the_cache[9]",
     kind="a file that is still written is kept as the corpus",
 )
 _bug(
+    "an_unfinished_file_is_called_broken",
+    "meshwright.data.entry",
+    "        source.check_unchanged()\n        raise\n",
+    "        raise\n",
+    f"{_SOURCES}::test_a_file_that_changes_while_it_is_tokenized_leaves_nothing_in_the_cache[1]",
+    kind="an error names what follows from another one",
+)
+_bug(
     "damaged_entries_are_used",
-    "meshwright.data.prepare",
+    "meshwright.data.entry",
     "        if not _sizes(directory).items() >= meta.sizes.items():",
     "        if False:",
-    "tests/test_data.py::test_damaged_entry_is_rebuilt[no tokenizer]",
+    f"{_SOURCES}::test_an_entry_that_has_lost_what_says_which_tokens_are_learnt_is_made_anew",
     kind="a cache entry that lacks something is used",
+)
+_bug(
+    "a_cut_file_is_taken_for_whole",
+    "meshwright.data.opening",
+    """                if self._frame is not None:
+                    raise EOFError("a frame of Zstandard has no end")
+""",
+    "",
+    f"{_SOURCES}::test_a_cut_file_is_not_taken_for_whole[.zst]",
+    kind="the end of a file that was cut off passes for its end",
+)
+_bug(
+    "elements_end_with_what_was_read",
+    "meshwright.data.json_array",
+    "_NEAR_THE_END = 16",
+    "_NEAR_THE_END = 0",
+    f"{_SOURCES}::test_an_array_is_read_in_pieces_of_any_size",
+    kind="what lies across the edge of two reads is taken for broken",
+)
+_bug(
+    "lines_are_not_counted",
+    "meshwright.data.json_array",
+    "        self.line += ",
+    "        self.line += 0 * ",
+    f"{_SOURCES}::test_places_are_the_lines_where_records_begin",
+    kind="an error names the wrong line",
+)
+_bug(
+    "ends_stay_where_they_were",
+    "meshwright.data.documents",
+    "            self._ends.put(place, piece - (end - begin))\n",
+    "            self._ends.put(place, piece)\n",
+    f"{_SOURCES}::test_documents_that_are_taken_out_again_take_along_what_belongs_to_them",
+    kind="bounds are not moved with what they bound",
+)
+_bug(
+    "half_of_a_column_is_whole_numbers",
+    "meshwright.data.documents",
+    'if values.dtype.kind == "f" and self.file.dtype.kind != "f":',
+    "if False:",
+    f"{_SOURCES}::test_columns_go_with_their_documents_and_have_one_type_in_all_sources",
+    kind="numbers lose what is behind the point",
+)
+_bug(
+    "a_pair_is_parted",
+    "meshwright.data.tokenizing",
+    "nearest[side] = (place, len(kept), len(kept) + len(made))",
+    "nearest[side] = (place, len(kept), len(kept) + 1)",
+    f"{_SOURCES}::test_the_two_of_a_pair_stay_together[1e-09]",
+    kind="of what belongs together a part is moved",
+)
+_bug(
+    "a_side_by_what_else_is_said",
+    "meshwright.data.tokenizing",
+    "for name in sorted(names & value.keys())",
+    "for name in sorted(value.keys())",
+    f"{_SOURCES}::test_the_two_of_a_pair_stay_together[0.5]",
+    kind="copies of an example are on both sides",
+)
+_bug(
+    "tasks_are_taken_as_they_end",
+    "meshwright.data.tokenizing",
+    "            while pending:\n                yield pending.popleft().result()\n",
+    "            while pending:\n                yield pending.pop().result()\n",
+    f"{_DATA}::test_documents_keep_their_order_over_many_batches",
+    kind="results of several workers are in another order",
+)
+_bug(
+    "sources_in_any_order",
+    "meshwright.data.prepare",
+    '" ".join(source.fingerprint for source in sources)',
+    '" ".join(sorted(source.fingerprint for source in sources))',
+    f"{_SOURCES}::test_the_order_of_sources_is_in_the_fingerprint_and_one_source_has_its_own",
+    kind="a fingerprint does not know the order",
+)
+_bug(
+    "a_set_without_its_held_out_part",
+    "meshwright.data.prepare",
+    "[entry_of(each, 0.0) for each in sources]",
+    "[entry_of(each, config.eval_fraction) for each in sources]",
+    f"{_SOURCES}::test_evaluation_sets_are_whole_and_may_take_the_place_of_what_is_held_out",
+    kind="a set is evaluated in part",
+)
+_bug(
+    "the_first_split_of_a_dataset",
+    "meshwright.data.hub",
+    "    return found[config.split]\n",
+    "    return next(iter(found.values()))\n",
+    f"{_SOURCES}::test_a_saved_dataset_has_the_tokens_of_the_same_rows_in_a_file",
+    kind="an option is read and not used",
 )
 _bug(
     "order_off_by_one",
@@ -1148,9 +1255,9 @@ _bug(
 )
 _bug(
     "documents_run_together",
-    "meshwright.data.tokenizer",
-    "np.array([*document, eos], dtype)",
-    "np.array([*document], dtype)",
+    "meshwright.data.drafts",
+    "        after = self.after if draft.closed and ids[-1:] != self.after[-1:] else []",
+    "        after: list[int] = []",
     f"{_DATA}::test_stream_holds_each_document_and_an_eos",
     kind="no eos token stands between documents",
 )
@@ -1172,7 +1279,7 @@ _bug(
 )
 _bug(
     "byte_order_marks_are_text",
-    "meshwright.data.corpus",
+    "meshwright.data.readers",
     'return content.decode("utf-8-sig")',
     'return content.decode("utf-8")',
     f"{_DATA}::test_text_files_are_read_exactly_apart_from_a_byte_order_mark",
@@ -1247,7 +1354,7 @@ _bug(
 )
 _bug(
     "schedule_a_step_behind",
-    "meshwright.train.optim",
+    "meshwright.train.schedules",
     '"last_epoch": step, "_step_count": step + 1,',
     '"last_epoch": step - 1, "_step_count": step,',
     f"{_RUN}::test_every_schedule_is_put_where_its_steps_lead",
@@ -2229,4 +2336,155 @@ _bug(
     "hashlib.blake2b(entry.text.encode(), digest_size=8)",
     "tests/test_stdlib_conversations.py::test_the_wording_hangs_on_the_name_alone",
     kind="data that differ where they should not",
+)
+
+# -- adapters in files
+
+_ADAPTERS = "tests/test_adapter_files.py"
+_ADAPTER_RUNS = "tests/test_adapter_runs.py"
+_OTHERS = "tests/test_models_of_others.py"
+
+_bug(
+    "base_in_checkpoints",
+    "meshwright.model.adapted",
+    "return frozenset(found.names.keys() - trained)",
+    "return frozenset()",
+    f"{_ADAPTERS}::test_a_checkpoint_holds_the_adapter_alone_and_any_layout_goes_on_from_it[ddp]",
+    kind="a base is saved again with every checkpoint of its adapter",
+)
+_bug(
+    "trained_base_left_out",
+    "meshwright.model.adapted",
+    "return frozenset(found.names.keys() - trained)",
+    "return frozenset(found.names.keys())",
+    f"{_ADAPTERS}::test_what_is_trained_beside_adapters_is_not_lost",
+    kind="what trains beside an adapter is in no checkpoint",
+)
+_bug(
+    "fingerprint_of_names",
+    "meshwright.model.adapted",
+    "digest.update(value)",
+    'digest.update(b"")',
+    f"{_ADAPTERS}::test_a_base_that_has_moved_is_the_same",
+    kind="another base of the same architecture passes for the same",
+)
+_bug(
+    "any_base_loads",
+    "meshwright.checkpoint.loading",
+    'if saved is None or (known is not None and known.base.fingerprint == saved.get("fingerprint")):',
+    "if saved is None or known is not None:",
+    f"{_ADAPTERS}::test_another_base_is_refused",
+    kind="an adapter goes on over another base",
+)
+_bug(
+    "any_base_merges",
+    "meshwright.checkpoint.merging",
+    "if found != noted.fingerprint:",
+    "if not found:",
+    f"{_ADAPTERS}::test_another_base_is_refused",
+    kind="an adapter is merged into another base",
+)
+_bug(
+    "tied_weights_merged_into_both",
+    "meshwright.checkpoint.merging",
+    "if not torch.equal(self.read(name, value.dtype), self.read(other, value.dtype)):",
+    "if value.dim() == 0:",
+    f"{_ADAPTERS}::test_peft_loads_what_was_trained_and_merged_models_compute_it[dora-tied]",
+    kind="one of two tied weights is adapted, and the merged model has one for both",
+)
+_bug(
+    "merged_in_another_dtype",
+    "meshwright.checkpoint.merging",
+    "model, weights = open_pretrained(directory, config, dtype=dtype)",
+    "model, weights = open_pretrained(directory, config, dtype=dtype or torch.float32)",
+    f"{_ADAPTERS}::test_a_base_in_bfloat16_has_an_adapter_in_float32",
+    kind="a base in bfloat16 is merged as if it had been in float32",
+)
+_bug(
+    "adapter_names_a_scratch_directory",
+    "meshwright.checkpoint.adapter_files",
+    'config.base_model_name_or_path, config.revision = told.get("path"), told.get("revision")',
+    'config.revision = told.get("revision")',
+    f"{_ADAPTER_RUNS}::test_a_run_leaves_an_adapter_that_peft_loads_and_goes_on_on_another_mesh",
+    kind="the written adapter names a base that is not there",
+)
+_bug(
+    "hub_base_by_its_cache",
+    "meshwright.train.run_model",
+    "named = str(path) if commit is not None else str(directory.resolve())",
+    "named = str(directory.resolve())",
+    f"{_OTHERS}::test_a_run_begins_with_a_model_of_the_hub_and_its_adapter_names_it",
+    kind="a path of this machine in what is published",
+)
+_bug(
+    "base_dtype_ignored",
+    "meshwright.train.run_model",
+    "return (self.adapters and self.adapters.base_dtype) or dtype_of(section)",
+    "return dtype_of(section)",
+    f"{_ADAPTER_RUNS}::test_a_run_begins_with_a_saved_adapter",
+    kind="an option that does nothing",
+)
+_bug(
+    "template_stays_behind",
+    "meshwright.train.output",
+    "tokenizer.chat_template = read_chat_template(config.data.chat_template)",
+    "read_chat_template(config.data.chat_template)",
+    f"{_ADAPTER_RUNS}::test_the_tokenizer_that_is_written_has_the_chat_template_of_the_run",
+    kind="a tuned model is asked in another form than it was trained in",
+)
+_bug(
+    "any_code_is_trusted",
+    "meshwright.model.remote_code",
+    "if found != trusted:",
+    "if not found:",
+    f"{_OTHERS}::test_code_of_a_model_runs_only_where_its_version_is_named",
+    kind="code runs that nobody has read",
+)
+_bug(
+    "code_of_another_place",
+    "meshwright.model.remote_code",
+    'if "--" in reference:',
+    'if reference == "--":',
+    f"{_OTHERS}::test_code_from_another_place_is_refused",
+    kind="code runs of which no version is named",
+)
+_bug(
+    "own_path_asked_of_the_hub",
+    "meshwright.model.pretrained.hub",
+    'if above != Path(".") and above.is_dir():',
+    'if above == Path(".") and above.is_file():',
+    f"{_OTHERS}::test_what_is_neither_here_nor_on_the_hub_is_told",
+    kind="somebody else's model takes the place of a directory that is missing",
+)
+_bug(
+    "each_rank_its_own_commit",
+    "meshwright.model.pretrained.hub",
+    "return world.together(lambda: find(commit or revision))",
+    "return world.together(lambda: find(None))",
+    f"{_OTHERS}::test_all_ranks_take_the_commit_that_the_first_one_finds",
+    kind="a revision that is not the one asked for",
+)
+_bug(
+    "misspelt_targets_pass",
+    "meshwright.model.adapter_options",
+    'if not any(name == each or name.endswith(f".{each}") for name in known):',
+    'if not any(name.endswith(f".{other}") for name in known for other in wanted):',
+    f"{_ADAPTER_RUNS}::test_what_cannot_be_is_told_before_anything_starts[a module that is none]",
+    kind="a misspelt module is not adapted, and nobody is told",
+)
+_bug(
+    "changed_bases_pass",
+    "meshwright.model.adapter_options",
+    '_INITIALISATIONS = (True, False, "gaussian", "orthogonal")',
+    '_INITIALISATIONS = (True, False, "gaussian", "orthogonal", "pissa")',
+    f"{_ADAPTER_RUNS}::test_what_cannot_be_is_told_before_anything_starts[a changed base]",
+    kind="an adapter of a base that nobody has",
+)
+_bug(
+    "conflicts_pass",
+    "meshwright.model.adapter_options",
+    "if _plain(before) != _plain(now):",
+    "if type(before) is not type(now):",
+    f"{_ADAPTER_RUNS}::test_a_saved_adapter_is_what_its_own_files_say",
+    kind="a setting of the run file that is silently another",
 )

@@ -56,6 +56,8 @@ def commit(writing: Path, final: Path, manifest: Manifest) -> None:
     """
     content = asdict(manifest)
     version = content.pop("format")
+    if manifest.base is None:
+        del content["base"]
     with (writing / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(text_of({"format": version, "sha256": digest(content), **content}))
         file.flush()

@@ -14,7 +14,7 @@ from ..tensors.pieces import Piece, Sharded
 from ..tensors.state import ShardedState, TensorKind
 from .index import dtype_name, dtype_named
 
-MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random."
+MODEL, OPTIMIZER, AVERAGES, RANDOM = "model.", "optimizer.", "ema.", "random."
 """What the names of stored tensors begin with."""
 
 
@@ -23,6 +23,7 @@ def flat(state: ShardedState) -> dict[str, Sharded]:
     tensors = {f"{MODEL}{name}": sharded for name, sharded in state.model.items()}
     for name, values in (state.optimizer.tensors if state.optimizer is not None else {}).items():
         tensors.update({f"{OPTIMIZER}{name}.{key}": sharded for key, sharded in values.items()})
+    tensors.update({f"{AVERAGES}{name}": sharded for name, sharded in state.averages.items()})
     return tensors
 
 

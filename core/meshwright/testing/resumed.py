@@ -13,9 +13,9 @@ from typing import Any
 
 from ..checkpoint import load_checkpoint, save_checkpoint
 from ..train.loop import Loop, train_step
-from ..train.optim import build_scheduler
 from ..train.rates import groups_stepped
 from ..train.run_file import ScheduleConfig
+from ..train.schedules import build_scheduler
 from .case import Case, Outcome, share
 from .parity import build_with_optimizer, full_weights
 from .pool import pool

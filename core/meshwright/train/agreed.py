@@ -85,6 +85,7 @@ def told_of(loop: Loop) -> dict[str, Any]:
         "max_grad_norm": loop.max_grad_norm,
         "grad_norm_type": loop.grad_norm_type,
         "the names of held_out": list(loop.held_out),
+        "ema": loop.ema and loop.ema.config,
         "eval_every": loop.eval_every,
         "early_stopping": loop.early_stopping,
         "checkpointer": checkpointer and (checkpointer.keep_best, checkpointer.best_of),
@@ -104,12 +105,16 @@ def _check_saving(loop: Loop) -> None:
 
 def _check_sets(loop: Loop) -> None:
     """Sets that are looked at must be there, and be evaluated before the end."""
-    known = ", ".join(loop.held_out) or "none"
+    names = loop.evaluated_sets
+    known = ", ".join(names) or "none"
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"held_out of the loop has a set {twice!r}, which is what averages are called. Rename it.")
     stopping, checkpointer = loop.early_stopping, loop.checkpointer
     if stopping is not None:
-        if stopping.set not in loop.held_out:
+        if stopping.set not in names:
             raise ConfigError(f"early_stopping looks at the set {stopping.set!r}; the loop's are: {known}.")
         if loop.eval_every is None:
             raise ConfigError("early_stopping needs evaluations before the end: set eval_every.")
-    if checkpointer is not None and checkpointer.keep_best and checkpointer.best_of not in loop.held_out:
+    if checkpointer is not None and checkpointer.keep_best and checkpointer.best_of not in names:
         raise ConfigError(f"keep_best looks at the set {checkpointer.best_of!r}; the loop's are: {known}.")

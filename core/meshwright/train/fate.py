@@ -10,7 +10,7 @@ from typing import Any
 
 from ..base.errors import CheckpointError, ConfigError
 from ..checkpoint import read_manifest, steps_in
-from .files import CHECKPOINTS, MODEL, RUN, SUMMARY
+from .files import AVERAGED_MODEL, CHECKPOINTS, MODEL, RUN, SUMMARY
 from .run_file import RunConfig, load_run
 from .run_sections import EvalConfig
 
@@ -198,7 +198,7 @@ def _read_summary(directory: Path) -> dict[str, Any]:
 
 def _check_not_needed(config: RunConfig, directory: Path) -> None:
     """Refuse to replace what the run begins with."""
-    for name in (MODEL, CHECKPOINTS):
+    for name in (MODEL, AVERAGED_MODEL, CHECKPOINTS):
         replaced = (directory / name).resolve()
         for key, path in (
             ("model.path", config.model.get("path")),

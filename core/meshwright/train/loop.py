@@ -20,6 +20,8 @@ from ..strategy.registry import get_registry
 from .agreed import agree_on
 from .ahead import Ahead
 from .batches import Passes, states_of_ranks, steps_in_a_pass
+from .ema import EMA
+from .optimizer_config import AVERAGED
 from .rates import check_rates, groups_stepped
 from .watch import STATE, EarlyStopping, Watch
 
@@ -44,6 +46,8 @@ class Loop:
         grad_norm_type: p of the norm.
         held_out: this rank's microbatches of each set to evaluate on, by its name; equally many on each rank. They are
             read once, and held.
+        ema: averages of the weights, which are evaluated on each set, too, as "NAME_ema", unless its config says
+            otherwise. They are updated whether it is given here or not.
         eval_every: steps between evaluations; None: only after the last.
         early_stopping: when to stop before; None: never.
         callbacks: called in order after each step. Ranks may have others; they may issue collectives if all have them.
@@ -68,6 +72,7 @@ class Loop:
     max_grad_norm: float | None = 1.0
     grad_norm_type: float = 2.0
     held_out: Mapping[str, Iterable[Batch]] = field(default_factory=dict)
+    ema: EMA | None = None
     eval_every: int | None = None
     early_stopping: EarlyStopping | None = None
     callbacks: Sequence[Callback] = ()
@@ -98,6 +103,12 @@ class Loop:
                 f"Give steps."
             )
         return each * int(self.epochs or 0)
+
+    @property
+    def evaluated_sets(self) -> list[str]:
+        """Names of the losses that an evaluation gives."""
+        averaged = self.ema is not None and self.ema.config.evaluate
+        return [*self.held_out, *(f"{name}{AVERAGED}" for name in self.held_out if averaged)]
 
     def going_on(self, manifest: Manifest) -> Loop:
         """The loop from a checkpoint on that has been loaded, which `fit` has saved or which was saved by hand."""
@@ -166,7 +177,14 @@ class _Course:
         return results
 
     def evaluated(self) -> dict[str, float]:
-        """The loss of each set."""
+        """The loss of each set, and that of the averaged weights."""
+        losses, ema = self.losses(), self.loop.ema
+        if ema is not None and ema.config.evaluate:
+            with ema.in_place():
+                losses |= {f"{name}{AVERAGED}": loss for name, loss in self.losses().items()}
+        return losses
+
+    def losses(self) -> dict[str, float]:
         return {
             name: float(
                 self.manager.eval_loss(batches, num_tokens=self.tokens[name], objective=self.loop.objective),

@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._compat.peft import adapted_on_meta, inject
 from ..base.errors import ModelError
 from ..data.config import Packing
 from ..mesh.sizes import Degrees
+from ..model.adapter_options import AdapterOptions, check_names
 from ..model.build import new_model
 from ..step.forward_options import forward_options
 from ..step.token_loss import split_targets
@@ -36,7 +38,15 @@ _PARAMETERS, _WORK = 1e7, 1e9
 _NOISE = 0.02
 
 
-def try_model(config: Any, dtype: torch.dtype, *, seq_len: int, device: torch.device, degrees: Degrees) -> ModelSize:
+def try_model(
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    seq_len: int,
+    device: torch.device,
+    degrees: Degrees,
+    adapters: AdapterOptions | None = None,
+) -> ModelSize:
     """Make the model of a Hugging Face configuration and let it compute; the random state stays as it was.
 
     Args:
@@ -44,6 +54,7 @@ def try_model(config: Any, dtype: torch.dtype, *, seq_len: int, device: torch.de
         seq_len: tokens of the sequence to be tried.
         device: that ranks will use; nothing is put there.
         degrees: of the run.
+        adapters: to be trained instead of the model.
 
     Returns:
         What the model holds.
@@ -56,9 +67,13 @@ def try_model(config: Any, dtype: torch.dtype, *, seq_len: int, device: torch.de
         with torch.device("meta"):
             model = new_model(config, dtype, 0)
         _try_saving(model)
+        if adapters is not None:
+            check_names(adapters.config, model, where="model.peft")
+            model = adapted_on_meta(model, {"default": copy.deepcopy(adapters.config)})
         size = model_size(model, model_layout(model))
         if can_be_tried(size, seq_len=seq_len, device=device, degrees=degrees):
-            _train(new_model(config, dtype, 0), seq_len)
+            small = new_model(config, dtype, 0)
+            _train(small if adapters is None else inject(small, copy.deepcopy(adapters.config)), seq_len)
     return size
 
 

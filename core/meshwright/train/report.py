@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..files.parsing import parse_json
 from ..strategy.contract import StepResult
 from ..strategy.hooks import hookimpl
+from .optimizer_config import AVERAGED
 
 _TOLD = 5
 """This many lines are named that cannot be read."""
@@ -165,7 +166,8 @@ def describe(result: StepResult) -> str:
 
 def shown(name: str) -> str:
     """How a set to evaluate on is called to a person."""
-    return "held-out" if name == "held_out" else name
+    of, suffix = (name.removesuffix(AVERAGED), " (ema)") if name.endswith(AVERAGED) else (name, "")
+    return f"{'held-out' if of == 'held_out' else of}{suffix}"
 
 
 def draw_loss_curve(results: list[StepResult], path: Path) -> None:

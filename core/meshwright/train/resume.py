@@ -54,6 +54,11 @@ class Source:
         return self.manifest.step
 
     @property
+    def has_average(self) -> bool:
+        """Whether it has an average of the weights."""
+        return self.manifest.extra["identity"].get("ema") is not None
+
+    @property
     def order(self) -> int:
         """Which order of the data the run is in; see [Note: versions of the order] in `data.order`."""
         return int(self.manifest.extra["identity"].get("order", _FIRST_ORDER))
@@ -183,6 +188,12 @@ def _changes(
     changed = _differences(saved, identity)
     allow = set(config.resumption.allow)
     refused = [name for name in changed if name not in allow and name.partition(".")[0] not in allow]
+    if "model.base" in refused:
+        raise CheckpointError(
+            f"{source} holds adapters of another base: {(manifest.base or {}).get('path')}, fingerprint "
+            f"{str((manifest.base or {}).get('fingerprint'))[:12]}. The model at model.path={config.model['path']!r} "
+            f"has other weights. Give the base that the run was started with, or start anew in another output_dir."
+        )
     if refused:
         raise CheckpointError(
             f"the run differs from the one that {source} is of: {', '.join(refused[:5])}. Give what it was started "

@@ -13,27 +13,30 @@ from rich.console import Console
 
 from ..checkpoint import Checkpointer, load_checkpoint
 from ..checkpoint.directory import set_aside
-from ..data import ORDER_VERSION, Feed, Place, eval_microbatches, load_tokenizer
+from ..data import ORDER_VERSION, Feed, Place, eval_microbatches
 from ..data.progress import CONSOLE
 from ..launch.rank import guarded, signs_of_life, started_by_launcher
 from ..mesh.mesh import Mesh
 from ..mesh.world import World, open_world
-from ..model.build import build_model, dtype_of
 from ..model.pretrained import PretrainedWeights
 from ..strategy.contract import Batch, StepResult, StrategyManager
 from ..strategy.registry import get_registry
 from .apart import check_kept_apart
+from .columns import as_asked, with_reference
+from .ema import EMA
 from .fate import Fate, check_output, is_finished
 from .files import CHECKPOINTS, METRICS, SUMMARY
 from .from_pretrained import check_same_weights, tell
 from .loop import Loop, fit
-from .optim import build_scheduler, optimizer_factory, set_schedule
-from .output import export, finish, locked, prepare_output
+from .optim import optimizer_factory
+from .output import export, finish, locked, prepare_output, run_tokenizer
 from .plan import Plan, headline, masks_padding, plan_run, processes
 from .report import Reporter, read_metrics
 from .resume import Source, early_stopping, find_source
 from .run_file import RunConfig, as_plain
+from .run_model import fetch_model, make_model
 from .run_sections import KeepBestConfig
+from .schedules import build_scheduler, set_schedule
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -78,7 +81,8 @@ def run_rank(store: Store | None, config: RunConfig) -> None:
                 if world.rank == 0:
                     _say_finished(config)
                 return
-            plan = world.together(lambda: plan_run(config, world.size))
+            commit = fetch_model(config.model, world)
+            plan = world.together(lambda: plan_run(config, world.size, commit=commit))
             if world.rank == 0:
                 lock = locked(Path(config.output_dir), patience_s=min(LINGERING_S, timeout_s / 2))
             world.from_first(lambda: held.enter_context(lock))
@@ -107,24 +111,49 @@ def _train(config: RunConfig, plan: Plan, fate: Fate, world: World) -> list[Step
     source = find_source(config, fate, plan.identity, world, steps=plan.steps)
     mesh = Mesh(plan.degrees, world)
     manager = plan.stack.build(mesh)
-    model, weights = world.together(lambda: build_model(config.model, plan.model_config, seed=config.seed))
+    model, weights = world.together(lambda: make_model(config.model, plan.model, plan.model_config, seed=config.seed))
     earlier: list[StepResult] = []
     world.from_first(lambda: earlier.extend(_prepare(config, plan, fate, source, console)))
     if world.rank == 0:
         console.print(headline(config, plan, model, mesh), highlight=False, soft_wrap=True)
-    if isinstance(weights, PretrainedWeights):
-        check_same_weights(weights, world)
-        tell(weights, world, stacklevel=2)
+    if isinstance(opened := getattr(weights, "base", weights), PretrainedWeights):
+        check_same_weights(opened, world, plan.model.base)
+        tell(opened, world, stacklevel=2)
     manager.parallelize(model, weights)
     # What a rank needs of them, the manager has; they keep files open, and values that were read last.
-    del model, weights
+    del model, weights, opened
     if source is None and "checkpoint" in config.model:
         load_checkpoint(manager, Path(config.model["checkpoint"]).expanduser())
+    if plan.needs_reference:
+        plan = _with_reference(manager, config, plan, console, is_loaded=source is None)
     results = _fit(manager, config, plan, source, earlier, console)
     # There may have been nothing left to be done.
     done = results[-1].step if results else plan.steps if source is None else source.step
     export(manager, config, plan, step=done)
     return results
+
+
+def _with_reference(
+    manager: StrategyManager, config: RunConfig, plan: Plan, console: Console, *, is_loaded: bool
+) -> Plan:
+    """The plan with log-probabilities of the weights that the run begins with, of all rows. Collective.
+
+    Args:
+        is_loaded: whether the manager has these weights; else it has those before `model.checkpoint` was loaded.
+    """
+
+    def begin() -> None:
+        if not is_loaded and "checkpoint" in config.model:
+            load_checkpoint(manager, Path(config.model["checkpoint"]).expanduser())
+        if manager.mesh.rank == 0:
+            console.print("computing the log-probabilities of the reference", highlight=False, soft_wrap=True)
+
+    of = {"model": plan.identity["model"], "data": plan.identity["data"], "begins with": config.model}
+    if not {"path", "checkpoint"} & config.model.keys():
+        of["seed"] = config.seed
+    place = _place(manager.mesh, plan.micro_batch_size)
+    directory = Path(config.output_dir)
+    return replace(plan, rows=with_reference(manager, plan.rows, directory, place, of=of, begin=begin))
 
 
 def _prepare(config: RunConfig, plan: Plan, fate: Fate, source: Source | None, console: Console) -> list[StepResult]:
@@ -158,10 +187,13 @@ def _fit(
     optimizer = manager.build_optimizer(optimizer_factory(config.optimizer))
     scheduler = build_scheduler(plan.schedule, optimizer, plan.steps)
     origin, version = (0, 0), ORDER_VERSION
+    # Before what it is to load, and after what it is to begin with.
+    ema = None if source is not None and not source.has_average else _average(config, manager)
     if source is not None:
         # Settings and rates are those of the run file, which are the saved ones but for what was allowed to change.
         load_checkpoint(manager, source.directory, keep_settings=True)
         set_schedule(scheduler, source.step)
+        ema = ema or _average(config, manager, step=source.step)
         origin, version = (source.step, source.position()), source.order
         if mesh.rank == 0:
             changed = f", with other {', '.join(source.changed)}" if source.changed else ""
@@ -175,11 +207,12 @@ def _fit(
     extra = {"identity": {**plan.identity, "order": version}, "run": as_plain(config), "named": named}
     loop = Loop(
         steps=plan.steps,
-        batches=feed.microbatches,
+        batches=lambda step: [as_asked(plan.objective, batch) for batch in feed.microbatches(step)],
         scheduler=scheduler,
         max_grad_norm=config.max_grad_norm,
         grad_norm_type=config.grad_norm_type,
         held_out=_sets(plan, place, config.eval.sequences),
+        ema=ema,
         eval_every=config.eval.every,
         early_stopping=early_stopping(config),
         extra=lambda step: {**extra, "position": feed.position(step), "streams": feed.state(step)},
@@ -195,6 +228,10 @@ def _fit(
         reporter = Reporter(metrics, log_every=config.log_every, console=console, earlier=earlier)
         with reporter, get_registry().observing(reporter):
             return earlier + fit(manager, loop)
+
+
+def _average(config: RunConfig, manager: StrategyManager, *, step: int = 0) -> EMA | None:
+    return EMA(manager, config.ema, step=step) if config.ema is not None else None
 
 
 def _place(mesh: Mesh, micro_batch_size: int) -> Place:
@@ -225,7 +262,10 @@ def _feed(
 def _sets(plan: Plan, place: Place, count: int | None) -> dict[str, Sequence[Batch]]:
     """The microbatches of each set to evaluate on: of `count` rows, or of all where it has less."""
     return {
-        name: eval_microbatches(rows, place, count=None if count is None else min(count, len(rows)))
+        name: [
+            as_asked(plan.objective, batch)
+            for batch in eval_microbatches(rows, place, count=None if count is None else min(count, len(rows)))
+        ]
         for name, rows in plan.rows.held_out.items()
     }
 
@@ -240,7 +280,7 @@ def _try_rows(manager: StrategyManager, config: RunConfig, plan: Plan, place: Pl
         plan.model_config,
         config.data.packing_kind(),
         statistics,
-        dtype=dtype_of(config.model),
+        dtype=plan.model.dtype(config.model),
         seq_len=config.data.seq_len,
         vocab_size=plan.data.vocab_size,
         multiple=place.multiple,
@@ -267,6 +307,6 @@ def _saving(manager: StrategyManager, config: RunConfig, plan: Plan, loop: Loop)
         best_of=best.set,
         asynchronous=settings.asynchronous,
         on_error=settings.on_error,
-        tokenizer=load_tokenizer(plan.data.tokenizer_dir),
+        tokenizer=run_tokenizer(config, plan),
     ) as checkpointer:
         yield replace(loop, checkpointer=checkpointer, save_every=settings.every, save_after_s=settings.after_s)

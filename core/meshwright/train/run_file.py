@@ -13,29 +13,18 @@ from ..base.errors import ConfigError
 from ..base.validation import FrozenModel, validated
 from ..data.config import DataConfig
 from ..files.parsing import parse_yaml, read_text
-from ..files.paths import PathText, check_path
+from ..files.paths import PathText
 from ..mesh.sizes import MeshSizes, Size
 from ..objectives.registry import check_objective, list_objectives
 from ..strategy.registry import Registry, get_registry
+from .model_section import check_model_section
+from .optimizer_config import AVERAGED, FinitePositive
+from .optimizer_config import EMAConfig as EMAConfig
+from .optimizer_config import OptimizerConfig as OptimizerConfig
+from .optimizer_config import OptimizerGroup as OptimizerGroup
 from .run_sections import HELD_OUT, CheckpointConfig, EvalConfig, SampleConfig
 
 PositiveFloat = Annotated[float, Field(gt=0)]
-FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class OptimizerConfig(FrozenModel):
-    """Any optimizer of torch.optim."""
-
-    name: str = Field("AdamW", description="Class name in torch.optim.")
-    lr: FinitePositive = Field(1e-3, description="Peak learning rate.")
-    weight_decay: float = Field(
-        0.0, ge=0, allow_inf_nan=False, description="Decay of the parameters that no_decay does not match."
-    )
-    no_decay: list[str] = Field(
-        ["*bias", "*norm*", "*ln_*"],
-        description="Shell patterns of parameter names that are not decayed.",
-    )
-    options: dict[str, Any] = Field({}, description="Further arguments of the optimizer, such as betas or momentum.")
 
 
 class ScheduleConfig(FrozenModel):
@@ -69,6 +58,7 @@ Allowed = Literal[
     "optimizer.weight_decay",
     "optimizer.no_decay",
     "schedule",
+    "ema",
     "max_grad_norm",
     "grad_norm_type",
     "objective",
@@ -119,9 +109,11 @@ class RunConfig(MeshSizes):
     )
 
     model: dict[str, Any] = Field(
-        description="A configuration (model_type and its fields), or `path`, a local directory, or `checkpoint`, "
-        "whose weights alone are taken, with fields to change; dtype is the dtype of the parameters; allow_pickle: "
-        "true reads .bin files where there are no safetensors."
+        description="A configuration (model_type and its fields), or `path`, a local directory or a hub id with a "
+        "revision, or `checkpoint`, whose weights alone are taken, with fields to change; dtype is the dtype of the "
+        "parameters; allow_pickle: true reads .bin files where there are no safetensors; trust_remote_code: the commit "
+        "whose code is run; peft: adapters to train instead of the model, {type: lora, r: 16, target_modules: "
+        "all-linear, ...}, see docs/adapters.md."
     )
     data: DataConfig = DataConfig()
 
@@ -135,6 +127,7 @@ class RunConfig(MeshSizes):
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    ema: EMAConfig | None = Field(None, description="Average the weights; null: no average.")
     objective: str | dict[str, Any] | None = Field(
         None,
         description="What is minimized, on the held-out split too: the name of an objective, or of one of your own its "
@@ -156,21 +149,8 @@ class RunConfig(MeshSizes):
 
     @field_validator("model")
     @classmethod
-    def _model_has_a_source(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if sum(key in value for key in ("path", "model_type", "checkpoint")) != 1:
-            raise ValueError(
-                "give either model_type, to train from new weights, or path, a local model directory, or checkpoint, "
-                "to begin with the weights of one"
-            )
-        for key in ("path", "model_type", "checkpoint", "dtype"):
-            if not isinstance(value.get(key, ""), str):
-                raise ValueError(f"{key} must be a string, not {value[key]!r}")
-        for key in ("path", "checkpoint"):
-            if key in value:
-                check_path(value[key])
-        if not isinstance(value.get("allow_pickle", False), bool):
-            raise ValueError(f"allow_pickle must be true or false, not {value['allow_pickle']!r}")
-        return value
+    def _model_is_well_formed(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return check_model_section(value)
 
     @field_validator("objective")
     @classmethod
@@ -190,11 +170,15 @@ class RunConfig(MeshSizes):
             raise ValueError(
                 f"schedule.warmup_steps={self.schedule.warmup_steps} is more than steps={self.steps}; lower it"
             )
+        if self.steps is not None and self.ema is not None and self.ema.start >= self.steps:
+            raise ValueError(f"ema.start={self.ema.start}, so nothing is averaged in steps={self.steps}; lower it")
         return self
 
     @model_validator(mode="after")
     def _check_sets(self) -> RunConfig:
         known = [*([HELD_OUT] if self.data.eval_fraction else []), *self.data.eval_sets]
+        if self.ema is not None and self.ema.evaluate:
+            known += [f"{name}{AVERAGED}" for name in known]
         stopping, best = self.eval.early_stopping, self.checkpoint.keep_best
         for key, wanted in (("eval.early_stopping.set", stopping), ("checkpoint.keep_best.set", best)):
             if wanted is not None and wanted.set not in known:

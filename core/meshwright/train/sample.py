@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..data import Rows
+from ..model.adapted import ADAPTER_CONFIG
 from ..strategy.contract import IGNORED_LABEL
 from .run_sections import SampleConfig
 
 _BEGINNING = 16
 """So many tokens of a document are its beginning."""
+
+
+def load_trained(directory: Path, base: Path | None) -> Any:
+    """The model that a run has written, or its adapter over the base, which is where it was."""
+    from transformers import AutoModelForCausalLM
+
+    plain: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    if not (directory / ADAPTER_CONFIG).is_file() or base is None:
+        return AutoModelForCausalLM.from_pretrained(directory, **plain).eval()
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, **plain), str(directory)).eval()
 
 
 def generate_sample(model: Any, tokenizer: Any, config: SampleConfig, rows: Rows, *, seed: int) -> str:
