@@ -257,6 +257,16 @@ def test_calls_of_tools_are_answers(loss_on):
     ]
 
 
+def test_a_tokenizer_may_have_another_template_for_tools():
+    chosen = tokenizer.__wrapped__("llama3", None)
+    chosen.chat_template = {"default": template("llama3_marked"), "tool_use": template("llama31")}
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    talk = turns("Hi there", "Hello!")
+    found, _ = Encoder(chosen, "messages").encode([record({"messages": talk, "tools": each}) for each in (None, tools)])
+    assert [learnt(chosen, each[0]) for each in found] == [["Hello!<|eot_id|>"]] * 2
+    assert ["Environment: ipython" in chosen.decode(each[0].tokens) for each in found] == [False, True]
+
+
 def test_a_template_does_not_know_what_day_it_is():
     for family, name in (("granite", "granite"), ("llama3", "llama31"), ("smollm3", "smollm3")):
         documents, _ = encoded(family, name, {"messages": turns("Hi there", "Hello!")})
@@ -505,6 +515,13 @@ def test_what_a_template_does_not_know_of_is_not_lost_in_silence():
         encoded("llama3", "llama3", {"messages": messages})
     with pytest.raises(DataError, match=r"leaves out the content of turn 3 \(tool\)"):
         encoded("deepseek", "deepseek_r1", {"messages": messages}, loss_on="last_answer")
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama3_marked"])
+def test_what_ends_a_turn_is_not_there_twice(name):
+    for messages in (turns("Hi there", "Hello!<|eot_id|>"), turns("Hi there<|eot_id|>", "Hello!")):
+        with pytest.raises(DataError, match=r"turn [12] ends with .*<\|eot_id\|>', but the chat template writes"):
+            encoded("llama3", name, {"messages": messages})
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ class Answers:
             answers = answers[-1:]
         # What stands behind the last answer is neither learnt nor read.
         whole = conversation.until(answers[-1] + 1)
-        if self._template.is_marked:
+        if self._template.marks(whole):
             return [self._marked(whole, answers[0])]
         return list(self._unfolded(whole, answers))
 
@@ -153,7 +153,7 @@ class Answers:
                 raise _left_out(conversation, f"the {name} of turn {number}")
 
     def _check_turns(self, conversation: Conversation, text: str) -> None:
-        """Refuse a template that leaves out tools, or turns which are not answers."""
+        """Refuse a template that leaves out tools, or turns that are no answers; and turns with an end of their own."""
         for tool in conversation.tools:
             name = str((tool.get("function") or tool).get("name", ""))
             if name not in text:
@@ -163,6 +163,12 @@ class Answers:
             # Some templates write results of tools as JSON.
             if message["role"] != ANSWERS and content not in text and json.dumps(content)[1:-1] not in text:
                 raise _left_out(conversation, f"the content of turn {number} ({message['role']})")
+            ended = rf"{re.escape(content)}\s*(?:{self._template.special})"
+            if self._template.ends(content) and re.search(ended, text):
+                raise DataError(
+                    f"{conversation.where}: turn {number} ends with {content[-20:]!r}, but the chat template writes "
+                    "what ends a turn itself. Remove such tokens from the records: they hold what was said alone."
+                )
 
 
 def _left_out(conversation: Conversation, what: str) -> DataError:
