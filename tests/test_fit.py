@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -39,6 +41,7 @@ from meshwright.train.agreed import told_of
 from meshwright.train.batches import PassEnds, Passes
 from meshwright.train.watch import Watch
 
+ROOT = Path(__file__).parents[1]
 ROWS, LENGTH, VOCAB = 12, 8, 131
 
 
@@ -271,7 +274,10 @@ def test_a_callback_that_fails_on_one_rank_ends_all_of_them() -> None:
         ({"steps": 2, "early_stopping": EarlyStopping("b")}, "early_stopping looks at the set 'b'; the loop's are: a"),
         ({"steps": 2, "early_stopping": EarlyStopping("a")}, "early_stopping needs evaluations before the end"),
     ],
-    ids=str,
+    ids=[
+        *("no end", "two ends", "no length", "no step", "no microbatch", "start", "sets", "accumulate", "no checkpointer"),
+        *("early stopping of no set", "early stopping never"),
+    ],
 )
 def test_a_loop_that_cannot_be_run_is_refused(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
@@ -424,8 +430,8 @@ def test_patience_with_one_set_is_none_with_another() -> None:
 
 def _by_the_clock(directory: str) -> list[int]:
     manager = build_manager("ddp", {}, {}, Case())
-    # That of the first rank counts, 10 seconds a look; the other one has gone wrong.
-    clock = itertools.count(0, 10 if manager.mesh.rank == 0 else -1).__next__
+    # That of the first rank counts, 10 seconds a look; the other runs ahead.
+    clock = itertools.count(0, 10 if manager.mesh.rank == 0 else 1000).__next__
     with Checkpointer(manager, directory) as checkpointer:
         loop = Loop(batches=_loader(manager), steps=10, checkpointer=checkpointer, save_after_s=25, clock=clock)
         fit(manager, loop)
@@ -466,3 +472,22 @@ def test_the_state_of_a_loader_is_in_the_checkpoint_and_no_row_is_read_again(tmp
             assert read == 2 * (8 - start)
     with pytest.raises(MeshwrightError, match="states of the batches of 2 data ranks, and there are 1"):
         pool(1).run(_stateful, str(tmp_path), "single", 2)
+
+
+# -- the example
+
+
+def test_the_example_learns_stops_and_goes_on(tmp_path: Path) -> None:
+    def run(epochs: int) -> list[str]:
+        command = [sys.executable, ROOT / "examples" / "finetune.py", "--out", tmp_path, "--epochs", str(epochs)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+        return done.stdout.splitlines()
+
+    first = run(2)
+    assert [line.split()[1] for line in first[:-1]] == ["12", "24"]
+    losses = [float(line.split()[-1]) for line in first[:-1]]
+    assert losses[1] < losses[0] < 5.0
+    assert first[-1].startswith("trained 24 steps, of 24;")
+    again = run(3)
+    assert [line.split()[1] for line in again[:-1]] == ["36"]
+    assert again[-1].startswith("trained 12 steps, of 36;")

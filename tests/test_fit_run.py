@@ -15,7 +15,7 @@ from test_run_directory import Place
 from meshwright.base.errors import ConfigError
 from meshwright.checkpoint.manifest import step_directory
 from meshwright.data import load_tokenizer
-from meshwright.train.plan import plan_run, steps_of
+from meshwright.train.plan import data_and_model_config, plan_run, steps_of
 from meshwright.train.run_file import load_run
 from meshwright.train.sample import beginning
 
@@ -24,7 +24,10 @@ from meshwright.train.sample import beginning
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("fit")
     write_run(directory)
-    (directory / "news.jsonl").write_text(json.dumps({"text": "quite another text " * 60}) + "\n", encoding="utf-8")
+    (directory / "more").mkdir()
+    (directory / "more" / "news.jsonl").write_text(
+        json.dumps({"text": "quite another text " * 60}) + "\n", encoding="utf-8"
+    )
     return directory
 
 
@@ -132,7 +135,7 @@ def test_a_run_that_another_has_stopped_early_is_not_begun(place: Place, workpla
 
 def test_several_sets_are_evaluated_kept_and_told(place: Place, workplace: Path) -> None:
     data = yaml.safe_load((workplace / "run.yaml").read_text())["data"]
-    data["eval_sets"] = {"news": {"files": str(workplace / "news.jsonl")}}
+    data["eval_sets"] = {"news": {"files": str(workplace / "more" / "news.jsonl")}}
     changes = {"data": data, "eval": {"every": 1, "sequences": 3}}
     changes["checkpoint"] = {"keep_last": 1, "keep_best": {"set": "news", "n": 2}}
     # Rates that make of the last steps the worst.
@@ -172,3 +175,125 @@ def test_a_sample_continues_a_held_out_document_unless_a_prompt_is_given(place: 
     assert f"\nsample\n{text}" in place.runs(**changes, sample={"max_new_tokens": 3}, overwrite=True)
     assert "\nsample\n3 is" in place.runs(**changes, sample={"prompt": "3 is"}, overwrite=True)
     assert "\nsample\n" not in place.runs(**changes, sample=None, overwrite=True)
+
+
+# -- objectives that need more than tokens
+
+
+@pytest.fixture(scope="module")
+def preferences(workplace: Path) -> dict[str, Any]:
+    """Data of pairs, in which the right answer is chosen; 40 of them."""
+    lines = []
+    for n in range(40):
+        right, wrong = ("even", "odd") if n % 2 == 0 else ("odd", "even")
+        lines.append({"prompt": f"{n} is ", "chosen": right, "rejected": wrong})
+    path = workplace / "more" / "pairs.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    run = workplace / "run.yaml"
+    data: dict[str, Any] = yaml.safe_load(run.read_text())["data"]
+    tokenizer = data_and_model_config(load_run(run))[0].tokenizer_dir
+    sources = [{"files": str(path), "format": "preference"}]
+    kept = {key: data[key] for key in ("cache_dir", "seq_len")}
+    return kept | {"tokenizer": str(tokenizer), "sources": sources, "eval_fraction": 0.2}
+
+
+def _told_sums(place: Place) -> list[dict[str, float]]:
+    return [{name: value / line["num_tokens"] for name, value in line["sums"].items()} for line in place.metrics()]
+
+
+@pytest.mark.parametrize(
+    "objective", ["orpo", {"name": "simpo", "gamma": 0.1}, {"name": "dpo", "reference_free": True}]
+)
+def test_preferences_are_trained_without_a_reference(objective: Any, preferences: dict[str, Any], place: Place) -> None:
+    place.runs(data=preferences, objective=objective, micro_batch_size=16, batch_size=64, optimizer={"lr": 0.01})
+    lines = place.metrics()
+    # Counted are pairs.
+    assert {line["num_tokens"] for line in lines} == {32}
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert "held_out" in lines[-1]["evaluations"]
+    assert not (place.out / "reference.npz").exists()
+
+
+@pytest.mark.parametrize(("strategy", "sizes", "ranks"), [("ddp", {}, 2), ("fsdp2", {"tp_size": 2}, 2)], ids=str)
+def test_a_reference_is_the_model_at_the_beginning_also_of_a_run_that_goes_on(
+    strategy: str, sizes: dict[str, int], ranks: int, preferences: dict[str, Any], place: Place, tmp_path: Path
+) -> None:
+    told = {"data": preferences, "objective": {"name": "dpo", "beta": 1.0}, "micro_batch_size": 2, "batch_size": 8}
+    output = place.runs(**told)
+    assert "computing the log-probabilities of the reference" in output
+    lines, sums = place.metrics(), _told_sums(place)
+    # Nothing is learnt before the first step, so that the model is its own reference.
+    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-12)
+    assert sums[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-12)
+    assert abs(sums[-1]["rewards/margins"]) > 1e-3
+    other = Place(place.workplace, tmp_path / "other")
+    other.directory.mkdir()
+    layout = {"strategy": strategy, "nproc": ranks, **sizes}
+    assert other.run(ranks=ranks, kill_after=5, **told, **layout)[1] == "killed"
+    output, error, code = other.run(ranks=ranks, **told, **layout)
+    assert code == 0, error
+    assert "going on from" in output
+    assert "computing" not in output
+    for one, each in zip(other.metrics(), lines, strict=True):
+        assert one["loss"] == pytest.approx(each["loss"], abs=1e-9)
+        assert one["sums"] == pytest.approx(each["sums"], abs=1e-8)
+    # What was computed is not of this run any more.
+    again, error, code = other.run(ranks=ranks, overwrite=True, resume="never", seed=1, **told, **layout)
+    assert code == 0, error
+    assert "computing" in again
+
+
+@pytest.mark.parametrize(
+    ("objective", "changes", "text"),
+    [
+        (None, {}, "the cross entropy takes each by itself, so that rejected answers would be learnt"),
+        ({"name": "kto"}, {}, "the objective 'kto' takes each by itself"),
+        ({"name": "grpo", "beta": 0.1}, {"corpus": True}, "needs advantages, reference_log_probs beside the tokens"),
+        (
+            "orpo",
+            {"corpus": True},
+            "objective 'orpo' takes rows 2 by 2, and those of these data do not belong together",
+        ),
+        ("orpo", {"packing": "documents"}, "packing=documents"),
+        ("orpo", {"micro_batch_size": 1}, "micro_batch_size=1 counts rows, of which 2 belong together"),
+    ],
+    ids=str,
+)
+def test_an_objective_that_the_data_do_not_serve_is_refused_before_anything_starts(
+    objective: Any, changes: dict[str, Any], text: str, preferences: dict[str, Any], place: Place
+) -> None:
+    told: dict[str, Any] = {"micro_batch_size": 2, "batch_size": 8, "data": preferences, "objective": objective}
+    if "packing" in changes:
+        told["data"] = preferences | changes
+    elif "corpus" in changes:
+        del told["data"]
+    else:
+        told |= changes
+    _, error, code = place.run(**told)
+    assert code == 2
+    assert text in error
+    assert not place.out.exists()
+
+
+def test_columns_of_the_data_reach_the_objective_as_it_asks_for_them(
+    place: Place, workplace: Path, tmp_path: Path
+) -> None:
+    lines = [
+        {"text": f"{n} is {'odd' if n % 2 else 'even'}, " * 8, "advantages": n % 2, "old": -1.5} for n in range(20)
+    ]
+    path = workplace / "more" / "advantages.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    data = yaml.safe_load((workplace / "run.yaml").read_text())["data"]
+    del data["corpus"]
+    source = {"files": str(path), "columns": ["advantages"]}
+    data |= {"sources": [source], "packing": "none", "too_long": "cut", "seq_len": 32, "eval_fraction": 0.2}
+    model = yaml.safe_load((workplace / "run.yaml").read_text())["model"] | {"dtype": "float64"}
+    place.runs(data=data, objective="grpo", steps=3, model=model)
+    # Without older log-probabilities the ratio is 1, and the loss minus the mean advantage.
+    assert all(-1.0 <= line["loss"] <= 0.0 for line in place.metrics())
+    assert any(line["loss"] < -0.2 for line in place.metrics())
+    _, error, code = place.run(
+        data=data | {"sources": [source | {"columns": []}]}, objective="grpo", output_dir=str(place.out / "2")
+    )
+    assert code == 2
+    assert "the objective 'grpo' needs advantages beside the tokens, and the data have no columns" in error

@@ -163,10 +163,11 @@ def test_a_run_goes_on_with_its_objective_and_tells_of_another_one(workplace: Pa
 @pytest.mark.parametrize(
     ("objective", "text"),
     [
-        ({"name": "dpo"}, "objective 'dpo' needs reference_log_probs beside the tokens"),
+        ({"name": "dpo"}, "objective 'dpo' takes rows 2 by 2"),
         ("orpo", "objective 'orpo' takes rows 2 by 2"),
-        ({"name": "reward"}, "objective 'reward' takes rows 2 by 2"),
-        ({"name": "value", "clip": None}, "objective 'value' needs returns beside the tokens"),
+        ({"name": "reward"}, "objective 'reward' is over the outputs of another head"),
+        ({"name": "value", "clip": None}, "objective 'value' is over the outputs of another head"),
+        ({"name": "unlikelihood"}, "objective 'unlikelihood' needs negatives beside the tokens"),
     ],
     ids=str,
 )

@@ -190,6 +190,11 @@ def test_an_array_is_read_in_pieces_of_any_size(
             r"a\.jsonl\.zst: .*cut off \(a frame .* has no end",
         ),
     ],
+    ids=[
+        *("no array", "no colon", "no comma", "comma at the end", "no bracket", "cut off", "more behind it", "no UTF-8"),
+        *("list in it", "deep", "csv row", "csv header", "csv quote", "csv no UTF-8", "parquet", "gz", "gz cut off"),
+        *("zst", "zst cut off"),
+    ],
 )
 def test_a_broken_file_is_named_with_the_line(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)

@@ -41,7 +41,7 @@ def columns_to_compute(objective: Objective | None, rows: RunRows) -> bool:
     Raises:
         ConfigError: the rows have not what the objective needs, or belong together where it takes each by itself.
     """
-    group, first = rows.training[0].group, rows.training[0]
+    group, first = rows.training[0].group, rows.evaluated
     given = None if objective is None else Given(objective)
     if group > 1 and (given is None or given.rows != group):
         told = "cross entropy" if given is None else given.name
@@ -68,6 +68,12 @@ def columns_to_compute(objective: Objective | None, rows: RunRows) -> bool:
         )
     sample = dict(first.take(range(group)))
     if computes:
+        if not all(isinstance(each, Rows) for each in rows.training):
+            raise ConfigError(
+                f"the {given.name} compares with log-probabilities of the weights that the run begins with, which are "
+                f"computed for all rows before, and a source is read while training. Set its streaming to false, or "
+                f"name a field that holds {REFERENCE} in its `columns`."
+            )
         sample[REFERENCE] = torch.zeros(group, dtype=torch.float64)
     try:
         given.check([as_asked(objective, sample)])
@@ -127,7 +133,7 @@ def with_reference(
     """
     world, file = manager.mesh.world, directory / FILE
     key = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
-    sets = {f"{_TRAINING}{index}": each for index, each in enumerate(rows.training)}
+    sets = {f"{_TRAINING}{index}": each for index, each in enumerate(rows.training) if isinstance(each, Rows)}
     sets |= {f"set {name}": each for name, each in rows.held_out.items()}
     found = world.from_first(lambda: _read(file, key, sets))
     if found is None:
