@@ -13,6 +13,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from test_cli import write_run
+from test_run_directory import Place
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon
 
@@ -507,3 +509,24 @@ def test_what_several_as_one_cannot_do_is_refused() -> None:
         Optimizers([SGD(parameters, lr=1.0), SGD(parameters[:1], lr=1.0)])
     with pytest.raises(StrategyError, match="at least one"):
         Optimizers([])
+
+
+# -- in a run
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        ({"groups": [{"match": ["*.q_prjo.*"]}]}, "optimizer.groups[0] fits no parameter"),
+        ({"groups": [{"matrices": True, "name": "Muno"}]}, "'Muno' is not in torch.optim. Did you mean 'Muon'?"),
+        ({"groups": [{"match": ["*norm*"], "name": "Muon"}]}, "optimizer.groups[0]: optimizer 'Muon' refuses"),
+    ],
+)
+def test_groups_that_do_not_fit_the_model_of_a_run_are_errors_before_it_starts(
+    optimizer: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    write_run(tmp_path)
+    _, error, code = Place(tmp_path, tmp_path).run(optimizer=optimizer)
+    assert code == 2
+    assert text in error
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()

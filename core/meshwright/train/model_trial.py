@@ -12,7 +12,7 @@ import copy
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,8 @@ from ..strategy.contract import Batch
 from ..strategy.spec import ModelSize
 from ..strategy.stack import Stack
 from .apart import check_kept_apart
+from .optimizer_config import OptimizerGroup
+from .optimizer_groups import check_model
 
 _PARAMETERS, _WORK = 1e7, 1e9
 """Parameters, and parameters times tokens, up to which a model is trained: below a second, and 100 MB."""
@@ -46,6 +48,7 @@ def try_model(
     device: torch.device,
     degrees: Degrees,
     adapters: AdapterOptions | None = None,
+    groups: Sequence[OptimizerGroup] = (),
 ) -> ModelSize:
     """Make the model of a Hugging Face configuration and let it compute; the random state stays as it was.
 
@@ -55,12 +58,14 @@ def try_model(
         device: that ranks will use; nothing is put there.
         degrees: of the run.
         adapters: to be trained instead of the model.
+        groups: of the optimizer; with adapters they are left to the ranks, which know what these are called.
 
     Returns:
         What the model holds.
 
     Raises:
         ModelError: transformers cannot write, make or train it.
+        ConfigError: a group has no parameter of it.
     """
     config = copy.deepcopy(config)
     with torch.random.fork_rng(devices=[]), _quiet():
@@ -70,7 +75,10 @@ def try_model(
         if adapters is not None:
             check_names(adapters.config, model, where="model.peft")
             model = adapted_on_meta(model, {"default": copy.deepcopy(adapters.config)})
-        size = model_size(model, model_layout(model))
+        layout = model_layout(model)
+        size = model_size(model, layout)
+        if adapters is None:
+            check_model(groups, model, layout)
         if can_be_tried(size, seq_len=seq_len, device=device, degrees=degrees):
             small = new_model(config, dtype, 0)
             _train(small if adapters is None else inject(small, copy.deepcopy(adapters.config)), seq_len)

@@ -67,7 +67,8 @@ class _Settings:
                     f"alike, or a strategy or options under which it has whole parameters (fsdp2, or ddp without "
                     f"use_distributed_optimizer)."
                 ) from error
-            raise ConfigError(f"optimizer {cls.__name__!r} refuses its parameters or options: {error}") from error
+            told = "" if self.where == "optimizer" else f"{self.where}: "
+            raise ConfigError(f"{told}optimizer {cls.__name__!r} refuses its parameters or options: {error}") from error
 
     def tried(self, given: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> Optimizer:
         """The optimizer of copies of some parameters, after two steps.

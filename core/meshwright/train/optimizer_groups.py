@@ -63,6 +63,16 @@ def what_is_trained(
     return {name: Trained(count, is_matrix(name, count)) for name, count in dims.items()}
 
 
+def check_model(groups: Sequence[OptimizerGroup], model: nn.Module, layout: ModelLayout) -> None:
+    """Refuse groups of which a model has no parameter, before it is sharded.
+
+    Raises:
+        ConfigError: names the group.
+    """
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    group_numbers(groups, what_is_trained(model, layout, named, lambda parameter: parameter.shape))
+
+
 def for_model(factory: OptimizerFactory, trained: Mapping[str, Trained]) -> OptimizerFactory:
     """The factory for a model of which these are trained, in whole; see [Note: the whole model].
 

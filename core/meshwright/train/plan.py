@@ -100,7 +100,15 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
     data, hf_config = data_and_model_config(config, model)
     adapters, seq_len = model.adapters, config.data.seq_len
     dtype = model.dtype(config.model)
-    size = try_model(hf_config, dtype, seq_len=seq_len, device=device, degrees=degrees, adapters=adapters)
+    size = try_model(
+        hf_config,
+        dtype,
+        seq_len=seq_len,
+        device=device,
+        degrees=degrees,
+        adapters=adapters,
+        groups=config.optimizer.groups,
+    )
     check_memory(stack, degrees, size, memory_of_node())
     kind, masks = config.data.packing_kind(), masks_padding(hf_config)
     tried = kind == "stream" or can_be_tried(size, seq_len=seq_len, device=device, degrees=degrees)
