@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from test_cli import write_run
 from test_run_directory import Place
 from torch import Tensor
@@ -29,6 +30,7 @@ from meshwright.strategy.contract import StrategyManager
 from meshwright.tensors.pieces import Sharded, tensor_pieces
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
+from meshwright.testing.models import case_model
 from meshwright.testing.parity import build_manager, full_weights, train_steps
 from meshwright.train.ema import EMA
 from meshwright.train.optimizer_config import EMAConfig
@@ -339,6 +341,26 @@ def test_options_of_an_average_that_mean_nothing_are_errors(config: dict[str, An
         EMAConfig(**config)
 
 
+# -- of adapters
+
+ADAPTED = replace(CASE, tied=None, adapter={"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})
+
+
+@pytest.mark.parametrize("layout", few_and_all([]))
+def test_adapters_are_averaged_like_other_weights(layout: str) -> None:
+    check_layout(LAYOUTS[layout], ADAPTED, "decay")
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize(("before", "after"), [("fsdp2", "pipeline over ddp"), ("megatron_fsdp", "fsdp2")])
+def test_averages_of_adapters_go_on_in_another_layout(tmp_path: Path, before: str, after: str) -> None:
+    case, path = replace(ADAPTED, schedule=None), str(tmp_path / "step")
+    pool(LAYOUTS[before][0]).run(resumed, *settings_of(before), case, range(3), None, path)
+    average = expected(case, "all")[0]
+    for found in pool(LAYOUTS[after][0]).run(resumed, *settings_of(after), case, range(3, case.steps), path, None):
+        assert worst(found, average) <= EXACT
+
+
 # -- exported
 
 
@@ -368,6 +390,34 @@ def test_an_export_of_an_average_that_is_not_there_is_an_error(tmp_path: Path) -
     with pytest.raises(CheckpointError, match="has no average of the weights: the run has kept none"):
         export_checkpoint(tmp_path / "step", tmp_path / "model", average=True)
     assert not (tmp_path / "model").exists()
+
+
+def test_an_adapter_is_exported_with_its_averages_alone_and_merged(tmp_path: Path) -> None:
+    base = case_model("llama", tied=False, seed=0, dtype=torch.float32)
+    base.save_pretrained(tmp_path / "base")
+    case = replace(CASE, dtype="float32", schedule=None)
+    with closing(open_world("cpu")):
+        options = {"type": "lora", "r": 4, "target_modules": ["q_proj", "down_proj"]}
+        manager = mw.from_pretrained(str(tmp_path / "base"), "single", peft=options, device="cpu", seed=3)
+        manager.build_optimizer(mw.optimizer_factory(mw.OptimizerConfig(lr=1e-2)))
+        ema = EMA(manager, EMAConfig(decay=0.5))
+        train_steps(manager, case, range(3))
+        save_checkpoint(manager, tmp_path / "step", step=3)
+        average, weights = averaged(manager, ema), full_weights(manager)
+    for name, more in (("adapter", []), ("merged", ["--merge"])):
+        args = ["export", str(tmp_path / "step"), str(tmp_path / name), "--ema", *more]
+        assert CliRunner().invoke(cli.app, args).exit_code == 0
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    found = dict(adapted.named_parameters())
+    trained = [name for name in average if "lora_" in name]
+    assert all(torch.equal(found[name], average[name]) for name in trained)
+    assert not any(torch.equal(found[name], weights[name]) for name in trained)
+    ids = torch.arange(24).view(2, 12) % 100
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        assert torch.allclose(merged(ids).logits, adapted(ids).logits, atol=1e-5)
+    args = ["export", str(tmp_path / "adapter"), str(tmp_path / "none"), "--ema", "--merge"]
+    assert CliRunner().invoke(cli.app, args).exit_code == 2
 
 
 # -- in loops and runs

@@ -230,7 +230,7 @@ def test_merged_mappings_may_change_a_key(run_file):
     [
         ("stratgy: ddp", "stratgy: unknown key. Did you mean 'strategy'?"),
         ("dp_replicate: 2", "dp_replicate: unknown key. Did you mean 'dp_replicate_size'?"),
-        ("optimizer: {learning_rate: 1}", "optimizer.learning_rate: unknown key. Allowed: lr, name, "),
+        ("optimizer: {learning_rate: 1}", "optimizer.learning_rate: unknown key. Allowed: groups, lr, name, "),
         ("optimizer: {wieght_decay: 1}", "optimizer.wieght_decay: unknown key. Did you mean 'weight_decay'?"),
         ("schedule: {warmup: 1}", "schedule.warmup: unknown key. Did you mean 'warmup_steps'?"),
         ("eval: {evry: 1}", "eval.evry: unknown key. Did you mean 'every'?"),

@@ -51,7 +51,8 @@ OWNERS = {
     "meshwright_pipeline.config": ["PipelineConfig"],
     "meshwright.single.config": ["SingleConfig"],
     "meshwright.mesh.sizes": ["MeshSizes"],
-    "meshwright.train.run_file": ["RunConfig", "OptimizerConfig", "ScheduleConfig", "ResumeConfig"],
+    "meshwright.train.run_file": ["RunConfig", "ScheduleConfig", "ResumeConfig"],
+    "meshwright.train.optimizer_config": ["OptimizerConfig", "OptimizerGroup", "EMAConfig"],
     "meshwright.train.run_sections": [
         *("EvalConfig", "EarlyStoppingConfig", "SampleConfig", "CheckpointConfig", "KeepBestConfig", "SaveOnConfig"),
     ],

@@ -114,6 +114,46 @@ class Factors:
         return norms
 
 
+def outermost_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The wrappers of a tuner that are in no other."""
+    last = None
+    for name, layer in tuner_layers(model):
+        if last is None or not name.startswith(f"{last}."):
+            last = name
+            yield name, layer
+
+
+def active_copies(model: nn.Module) -> dict[str, bool]:
+    """Of parameters of modules that have trained copies, by name: whether it is what takes their place when merged."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    found: dict[str, bool] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            chosen = f"modules_to_save.{module.active_adapters[0]}." if module.active_adapters else "original_module."
+            found |= {f"{path}.{name}": name.startswith(chosen) for name, _ in module.named_parameters()}
+    return found
+
+
+def merge_layer(layer: Any, name: str) -> nn.Module:
+    """Merge a wrapper's active adapters into what it is around, and give that; in place.
+
+    Raises:
+        ModelError: peft cannot.
+    """
+    try:
+        if hasattr(layer, "unload_and_optionally_merge_module"):
+            base = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+        else:
+            layer.merge(safe_merge=False)
+            base = layer.get_base_layer()
+    except (ValueError, NotImplementedError, RuntimeError, AttributeError, TypeError) as error:
+        told = str(error).strip().split("\n")[0]
+        raise ModelError(f"peft cannot merge the adapter of {name}: {told}.") from error
+    merged: nn.Module = base
+    return merged
+
+
 @dataclass(frozen=True)
 class LowRank:
     """A wrapper of LoRA around a linear layer, an embedding or a parameter, as peft computes it.
@@ -303,13 +343,3 @@ def wrappers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     base: Any = model
     yield from visit(PREFIX.rstrip("."), base.base_model.model)
-
-
-def merge_layer(layer: Any) -> nn.Module:
-    """What `merge_and_unload` puts in the place of one of `wrappers`, which has values; the layer is changed."""
-    if hasattr(layer, "unload_and_optionally_merge_module"):
-        merged: nn.Module = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
-        return merged
-    layer.merge(safe_merge=False, adapter_names=None)
-    original: nn.Module = layer.get_base_layer()
-    return original

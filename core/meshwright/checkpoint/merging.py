@@ -135,7 +135,7 @@ class Merged:
                 owner, leaf, nn.Parameter(value, requires_grad=False) if isinstance(tensor, nn.Parameter) else value
             )
         below = base_name(path)
-        return {f"{below}.{name}": tensor.detach() for name, tensor in _tensors(merge_layer(layer))}
+        return {f"{below}.{name}": tensor.detach() for name, tensor in _tensors(merge_layer(layer, below))}
 
     def _of_base(self, name: str) -> Tensor:
         """A tensor of the adapted model, before merging."""

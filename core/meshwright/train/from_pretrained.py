@@ -182,7 +182,8 @@ def _loaded(manager: StrategyManager, wanted: _Wanted) -> StrategyManager:
         dtype = (adapters and adapters.base_dtype) or as_dtype(wanted.dtype)
         allow_pickle = wanted.allow_pickle
         model, weights = open_pretrained(directory, hf_config, dtype=dtype, allow_pickle=allow_pickle, seed=wanted.seed)
-        return model, weights, adapters and base_at(wanted.path, directory, allow_pickle=allow_pickle)
+        base = None if adapters is None else base_at(wanted.path, directory, allow_pickle=allow_pickle)
+        return model, weights, base
 
     model, weights, base = world.together(load)
     check_same_weights(weights, world, base)

@@ -24,7 +24,7 @@ from ..data import load_tokenizer
 from ..data.chat_template import read_chat_template
 from ..files.parsing import as_yaml
 from ..strategy.contract import StepResult, StrategyManager
-from .files import AVERAGED_MODEL, CHECKPOINTS, CURVE, HOLDER, LOCK, METRICS, MODEL, RUN, SUMMARY
+from .files import AVERAGED_MODEL, CHECKPOINTS, CURVE, HOLDER, LOCK, METRICS, MODEL, REFERENCE, RUN, SUMMARY
 from .report import draw_loss_curve, shown
 from .run_file import RunConfig, as_plain
 from .run_sections import HELD_OUT
@@ -92,7 +92,7 @@ def prepare_output(config: RunConfig, *, replaces: bool) -> None:
             for name in (CHECKPOINTS, MODEL, AVERAGED_MODEL):
                 if (directory / name).is_dir():
                     shutil.rmtree(directory / name)
-            for name in (METRICS, CURVE):
+            for name in (METRICS, CURVE, REFERENCE):
                 (directory / name).unlink(missing_ok=True)
         for name in (_CHECKPOINT_OF_MODEL, _NEW_MODEL, _NEW_AVERAGED):
             shutil.rmtree(directory / name, ignore_errors=True)

@@ -40,6 +40,7 @@ from ..strategy.ask import model_layout, model_size
 from ..strategy.contract import Objective
 from ..strategy.registry import get_registry
 from ..strategy.stack import Stack, resolve
+from .columns import columns_to_compute
 from .fate import check_output, check_restarts
 from .model_trial import can_be_tried, check_memory, memory_of_node, try_model, try_rows
 from .optim import try_optimization
@@ -61,6 +62,8 @@ class Plan:
     rows: RunRows
     model_config: Any
     objective: Objective | None
+    needs_reference: bool
+    """Whether log-probabilities of the weights that it begins with are to be computed before."""
     steps: int
     schedule: ScheduleConfig
     """With its warm-up in steps."""
@@ -117,10 +120,23 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
             f"Lower it, leave it out, or raise data.eval_fraction."
         )
     objective = _objective(config)
+    needs_reference = columns_to_compute(objective, rows)
     identity = _identity(config, schedule, data, model, hf_config)
     check_source(config, identity, steps)
     return Plan(
-        stack, degrees, micro_batch_size, data, model, rows, hf_config, objective, steps, schedule, tried, identity
+        stack,
+        degrees,
+        micro_batch_size,
+        data,
+        model,
+        rows,
+        hf_config,
+        objective,
+        needs_reference,
+        steps,
+        schedule,
+        tried,
+        identity,
     )
 
 
@@ -174,23 +190,12 @@ def _objective(config: RunConfig) -> Objective | None:
     """What is minimized.
 
     Raises:
-        ConfigError: it cannot be made, or the data or the model have not what it needs.
+        ConfigError: it cannot be made, or is for models of another kind.
     """
     if config.objective is None:
         return None
     found = get_objective(config.objective)
     given = Given(found)
-    columns = tuple(getattr(found, "columns", ()))
-    if columns:
-        raise ConfigError(
-            f"the {given.name} needs {', '.join(columns)} beside the tokens, and data of plain text have no such "
-            f"columns. Give it microbatches that have them in a script: see docs/objectives.md."
-        )
-    if given.rows > 1:
-        raise ConfigError(
-            f"the {given.name} takes rows {given.rows} by {given.rows}, and those of plain text do not belong "
-            f"together. Give it microbatches in which they do in a script: see docs/objectives.md."
-        )
     if given.on != "tokens":
         raise ConfigError(
             f"the {given.name} is over the outputs of another head, and a run file trains causal LMs. Train it in a "

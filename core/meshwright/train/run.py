@@ -22,6 +22,7 @@ from ..model.pretrained import PretrainedWeights
 from ..strategy.contract import Batch, StepResult, StrategyManager
 from ..strategy.registry import get_registry
 from .apart import check_kept_apart
+from .columns import as_asked, with_reference
 from .ema import EMA
 from .fate import Fate, check_output, is_finished
 from .files import CHECKPOINTS, METRICS, SUMMARY
@@ -123,11 +124,36 @@ def _train(config: RunConfig, plan: Plan, fate: Fate, world: World) -> list[Step
     del model, weights, opened
     if source is None and "checkpoint" in config.model:
         load_checkpoint(manager, Path(config.model["checkpoint"]).expanduser())
+    if plan.needs_reference:
+        plan = _with_reference(manager, config, plan, console, is_loaded=source is None)
     results = _fit(manager, config, plan, source, earlier, console)
     # There may have been nothing left to be done.
     done = results[-1].step if results else plan.steps if source is None else source.step
     export(manager, config, plan, step=done)
     return results
+
+
+def _with_reference(
+    manager: StrategyManager, config: RunConfig, plan: Plan, console: Console, *, is_loaded: bool
+) -> Plan:
+    """The plan with log-probabilities of the weights that the run begins with, of all rows. Collective.
+
+    Args:
+        is_loaded: whether the manager has these weights; else it has those before `model.checkpoint` was loaded.
+    """
+
+    def begin() -> None:
+        if not is_loaded and "checkpoint" in config.model:
+            load_checkpoint(manager, Path(config.model["checkpoint"]).expanduser())
+        if manager.mesh.rank == 0:
+            console.print("computing the log-probabilities of the reference", highlight=False, soft_wrap=True)
+
+    of = {"model": plan.identity["model"], "data": plan.identity["data"], "begins with": config.model}
+    if not {"path", "checkpoint"} & config.model.keys():
+        of["seed"] = config.seed
+    place = _place(manager.mesh, plan.micro_batch_size)
+    directory = Path(config.output_dir)
+    return replace(plan, rows=with_reference(manager, plan.rows, directory, place, of=of, begin=begin))
 
 
 def _prepare(config: RunConfig, plan: Plan, fate: Fate, source: Source | None, console: Console) -> list[StepResult]:
@@ -181,7 +207,7 @@ def _fit(
     extra = {"identity": {**plan.identity, "order": version}, "run": as_plain(config), "named": named}
     loop = Loop(
         steps=plan.steps,
-        batches=feed.microbatches,
+        batches=lambda step: [as_asked(plan.objective, batch) for batch in feed.microbatches(step)],
         scheduler=scheduler,
         max_grad_norm=config.max_grad_norm,
         grad_norm_type=config.grad_norm_type,
@@ -236,7 +262,10 @@ def _feed(
 def _sets(plan: Plan, place: Place, count: int | None) -> dict[str, Sequence[Batch]]:
     """The microbatches of each set to evaluate on: of `count` rows, or of all where it has less."""
     return {
-        name: eval_microbatches(rows, place, count=None if count is None else min(count, len(rows)))
+        name: [
+            as_asked(plan.objective, batch)
+            for batch in eval_microbatches(rows, place, count=None if count is None else min(count, len(rows)))
+        ]
         for name, rows in plan.rows.held_out.items()
     }
 

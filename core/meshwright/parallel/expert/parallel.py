@@ -143,7 +143,7 @@ def _adapted(module: nn.Module, adapters: Sequence[nn.Module], first: int) -> It
     try:
         for adapter in adapters:
             name = adapter.parameter_name
-            own[name] = with_low_rank(adapter, own[name], first)  # type: ignore[assignment]
+            own[name] = with_low_rank(adapter, own[name], first)
         yield
     finally:
         own.update(before)

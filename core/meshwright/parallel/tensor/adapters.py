@@ -54,7 +54,7 @@ def of_parameters(model: nn.Module, parameters: Mapping[str, str], leave: Iterab
     Args:
         leave: modules that are divided otherwise, whose inputs the ranks share.
     """
-    found = {}
+    found: dict[str, str] = {}
     left = set(leave)
     for name, module in model.named_modules():
         around = low_rank(module)
@@ -90,7 +90,7 @@ def path_of_layer(model: nn.Module, name: str) -> str:
 def _path(outer: nn.Module, name: str) -> str:
     inner = wrapped(outer)
     while outer is not inner:
-        outer, name = outer.base_layer, f"{name}.base_layer"  # type: ignore[assignment]
+        outer, name = outer.base_layer, f"{name}.base_layer"
     return name
 
 
@@ -144,7 +144,7 @@ def divide_input(parallel: Around, layer: LowRank, is_active: Callable[[], bool]
 def _with_share_of_bias(size: int, module: nn.Module, forward: Callable[..., Any], x: Tensor) -> Any:
     """Each rank adds an equal part of the bias."""
     bias = own_parameters(module)["bias"]
-    own_parameters(module)["bias"] = None if bias is None else bias / size  # type: ignore[assignment]
+    own_parameters(module)["bias"] = None if bias is None else bias / size
     try:
         return forward(x)
     finally:

@@ -69,7 +69,7 @@ def _share(model: nn.Module, plan: Plan, name: str, kv_heads: int, groups: int, 
     per_head = len(read) // len(distinct)
     # Heads in order, each read by equally many: attention repeats them itself. Else each query head gets its own.
     chosen = distinct if read == [head for head in distinct for _ in range(per_head)] else read
-    rows = {}
+    rows: dict[str, Tensor] = {}
     for projection in (f"{name}.k_proj", f"{name}.v_proj"):
         layer = model.get_submodule(projection)
         width = int(layer.out_features) // kv_heads
