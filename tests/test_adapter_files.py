@@ -234,6 +234,12 @@ def test_another_base_is_refused(bases: Path, trained: Path, tmp_path: Path) -> 
     assert "another" in text or "nothing in" in text
 
 
+def test_the_base_of_a_checkpoint_is_shown(bases: Path, trained: Path) -> None:
+    done = CliRunner().invoke(cli.app, ["checkpoint", "show", str(trained / "checkpoint")], env={"COLUMNS": "400"})
+    assert done.exit_code == 0, done.output
+    assert f"adapters over {bases / 'untied'}" in "".join(done.output.split("\n"))
+
+
 def test_a_base_that_has_moved_is_the_same(bases: Path, trained: Path, tmp_path: Path) -> None:
     shutil.copytree(bases / "untied", tmp_path / "moved")
     train("", tmp_path / "moved", LORA, 1, source=str(trained / "checkpoint"))

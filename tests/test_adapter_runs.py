@@ -129,6 +129,12 @@ def test_a_saved_adapter_is_what_its_own_files_say(place: Path, adapter: Path, t
         shutil.copytree(saved, damaged)
         (damaged / name).write_text(content)
         assert name in refused(place, tmp_path, {"peft": {"adapter": str(damaged)}})
+    # A run does not replace what it begins with.
+    again = run_file(place, tmp_path, {"peft": {"adapter": saved}}, resume="never", overwrite=True)
+    changed = yaml.safe_load(again.read_text()) | {"output_dir": str(adapter)}
+    again.write_text(yaml.safe_dump(changed))
+    with pytest.raises(MeshwrightError, match=r"model\.peft\.adapter=.* lies in what this run replaces"):
+        plan_run(load_run(again), 1)
     # What agrees is no conflict.
     plan_run(load_run(run_file(place, tmp_path, {"peft": {"type": "lora", "adapter": saved, "r": 2}})), 1)
 

@@ -291,9 +291,12 @@ def inject(
     """
     peft = require_peft()
     try:
-        adapted: nn.Module = peft.get_peft_model(
-            model, config, adapter_name=adapter, low_cpu_mem_usage=low_cpu_mem_usage
-        )
+        with warnings.catch_warnings():
+            # Between peft and transformers, of what a user can do nothing about.
+            warnings.simplefilter("ignore", FutureWarning)
+            adapted: nn.Module = peft.get_peft_model(
+                model, config, adapter_name=adapter, low_cpu_mem_usage=low_cpu_mem_usage
+            )
     except (ValueError, TypeError, NotImplementedError, RuntimeError, KeyError, ImportError, AttributeError) as error:
         told = str(error).strip().split("\n")[0]
         raise ModelError(f"peft cannot adapt {type(model).__name__}: {told}.{hint}") from error

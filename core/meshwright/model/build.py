@@ -209,7 +209,7 @@ def config_from_directory(
 
     if not path.is_dir():
         raise ModelError(f"{where}.path={str(path)!r} is not a directory. Give a local Hugging Face model directory.")
-    if (path / "adapter_config.json").is_file():
+    if with_weights and (path / "adapter_config.json").is_file():
         raise ModelError(
             f"{str(path)!r} holds an adapter, not a whole model. Give its base as {where}.path and go on from it "
             f"({where}.peft.adapter={path}); or merge it: meshwright export --merge {path} OUT."

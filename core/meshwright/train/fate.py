@@ -203,6 +203,7 @@ def _check_not_needed(config: RunConfig, directory: Path) -> None:
         for key, path in (
             ("model.path", config.model.get("path")),
             ("model.checkpoint", config.model.get("checkpoint")),
+            ("model.peft.adapter", (config.model.get("peft") or {}).get("adapter")),
             ("data.tokenizer", config.data.tokenizer),
         ):
             if path is not None and replaced in (source := Path(path).expanduser().resolve(), *source.parents):

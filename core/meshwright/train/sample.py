@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ def load_trained(directory: Path, base: Path | None) -> Any:
         return AutoModelForCausalLM.from_pretrained(directory, **plain).eval()
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, **plain), str(directory)).eval()
+    with warnings.catch_warnings():
+        # Between peft and transformers, of what a user can do nothing about.
+        warnings.simplefilter("ignore", FutureWarning)
+        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, **plain), str(directory)).eval()
 
 
 def generate_sample(model: Any, tokenizer: Any, config: SampleConfig, rows: Rows, *, seed: int) -> str:
