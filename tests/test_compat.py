@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,6 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from meshwright import Mesh, MeshSizes, open_world
+from meshwright._compat.chat_templates import render_marked
+from meshwright._compat.peft import adapted_on_meta, merge_layer, wrappers
 from meshwright._compat.torch import (
     TorchDispatchMode,
     all_gather,
@@ -386,3 +389,32 @@ def test_what_is_put_among_a_modules_own_parameters_is_what_its_forward_sees():
     own_parameters(layer)["weight"] = before
     assert layer.weight is before
     assert dict(layer.named_parameters()) == {"weight": before}
+
+
+def test_a_chat_template_tells_which_characters_it_has_marked():
+    template = "{% for m in messages %}[{% generation %}{{ m.content }}{{ end }}{% endgeneration %}]{% endfor %}"
+    messages = [{"role": "assistant", "content": "one"}, {"role": "assistant", "content": ""}]
+    assert render_marked(template, messages, None, {"end": "."}) == ("[one.][.]", [(1, 5), (7, 8)])
+
+
+def test_peft_adapts_models_without_memory_and_merges_layers_by_themselves() -> None:
+    """`adapted_on_meta`, `wrappers` and `merge_layer`: what peft's own loading and `merge_and_unload` rely on."""
+    config = LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    with torch.device("meta"):
+        model = adapted_on_meta(tiny_model(tied=False), {"default": config})
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert sorted(name for name, _ in wrappers(model)) == [
+        "base_model.model.lm_head",
+        *(f"base_model.model.model.layers.{index}.self_attn.q_proj" for index in range(3)),
+    ]
+    layer = dict(wrappers(get_peft_model(tiny_model(tied=False), config)))[
+        "base_model.model.model.layers.1.self_attn.q_proj"
+    ]
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    weight, left, right = (layer.get_parameter(f"{name}.weight").clone() for name in _FACTORS)
+    merged = merge_layer(layer)
+    assert torch.equal(merged.get_parameter("weight"), weight + left @ right * 3)
+
+
+_FACTORS = ("base_layer", "lora_B.default", "lora_A.default")

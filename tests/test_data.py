@@ -34,26 +34,35 @@ from meshwright.data import (
     EOS,
     DataConfig,
     DataOrder,
-    PackedSequences,
+    Documents,
+    Feed,
+    Place,
+    PreparedData,
+    Record,
+    SourceConfig,
+    StreamRows,
     check_batch_size,
     eval_microbatches,
-    find_corpus,
     holds_tokenizer,
     load_tokenizer,
     prepare,
-    step_microbatches,
+    read_records,
     train_tokenizer,
 )
+from meshwright.data.arrayfile import ArrayFile
 from meshwright.data.cache import cache_root
 from meshwright.data.config import DEFAULT_VOCAB_SIZE
+from meshwright.data.examples import Encoder
+from meshwright.data.fields import Fields
 from meshwright.data.shuffle import shuffled
+from meshwright.data.sources import find_source
 from meshwright.data.split import training_documents
-from meshwright.data.tokenfile import TokenFile
-from meshwright.data.tokenizer import encode
+from meshwright.data.tokenizing import tokenized, tokenizing
 
 WORDS = ["the", "mesh", "has", "an", "axis", "for", "every", "way", "to", "split", "models", "and", "each", "rank"]
 EXAMPLES = settings(deadline=None, max_examples=60)
-PREPARE_MODULE = importlib.import_module("meshwright.data.prepare")
+ENTRY_MODULE = importlib.import_module("meshwright.data.entry")
+SOURCES_MODULE = importlib.import_module("meshwright.data.sources")
 
 
 def prose(seed: int, words: int = 60) -> str:
@@ -67,7 +76,21 @@ def held_out_mask(texts: list[str], fraction: float) -> np.ndarray:
 
 
 def stream_of(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> np.ndarray:
-    return np.concatenate(list(encode(tokenizer, texts)))
+    found, _ = Encoder(tokenizer).encode([Record({"text": text}, "here") for text in texts])
+    return np.concatenate([example.tokens for examples in found for example in examples])
+
+
+def texts_in(files: str | list[str], text_field: str = "text") -> list[str]:
+    """The documents of a source, read in full."""
+    source = SourceConfig(files=files, fields={} if text_field == "text" else {"text": text_field})
+    return [Fields("text", source.fields).text(record, "text") for record in read_records(source)]
+
+
+def in_sequences(data: PreparedData, seq_len: int) -> StreamRows:
+    """What a run trains on."""
+    (source,) = data.sources
+    assert source.train is not None
+    return StreamRows(source.train, seq_len)
 
 
 def write_corpus(directory: Path, documents: int = 12) -> str:
@@ -99,13 +122,13 @@ def corpus(tmp_path: Path) -> Path:
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The directories of the entries that were built rather than found."""
     built: list[Path] = []
-    real = PREPARE_MODULE._build
+    real = ENTRY_MODULE._build
 
     def recorded(directory: Path, *args: object) -> None:
         built.append(directory)
         real(directory, *args)
 
-    monkeypatch.setattr(PREPARE_MODULE, "_build", recorded)
+    monkeypatch.setattr(ENTRY_MODULE, "_build", recorded)
     return built
 
 
@@ -176,39 +199,40 @@ def test_recursive_globs_are_read_in_order_and_a_file_only_once(tmp_path: Path) 
     for name in ("b/x.txt", "b/a/y.txt", "a.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    corpus = find_corpus([str(tmp_path / "**" / "*.txt"), str(tmp_path / "a.txt")])
-    assert list(corpus.documents()) == ["a.txt", "b/a/y.txt", "b/x.txt"]
+    globs = [str(tmp_path / "**" / "*.txt"), str(tmp_path / "a.txt")]
+    assert texts_in(globs) == ["a.txt", "b/a/y.txt", "b/x.txt"]
 
 
 def test_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("home")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert list(find_corpus("~/*.txt").documents()) == ["home"]
+    assert texts_in("~/*.txt") == ["home"]
 
 
 def test_text_files_are_read_exactly_apart_from_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo\u2028né".encode())
-    assert list(find_corpus(str(tmp_path / "a.txt")).documents()) == ["one\r\ntwo\u2028né"]
+    assert texts_in(str(tmp_path / "a.txt")) == ["one\r\ntwo\u2028né"]
 
 
 def test_each_json_line_is_a_document_and_empty_ones_are_left_out(tmp_path: Path) -> None:
     lines = [{"body": "one\u2028still one"}, {"body": ""}, {"body": "two", "other": 3}]
     text = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
     (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
-    corpus = find_corpus(str(tmp_path / "a.jsonl"), "body")
-    assert list(corpus.documents()) == ["one\u2028still one", "two"]
-    assert list(corpus.documents()) == ["one\u2028still one", "two"]
+    source = find_source(SourceConfig(files=str(tmp_path / "a.jsonl"), fields={"text": "body"}))
+    for _ in range(2):
+        assert [record.value["body"] for record in read_records(source)] == ["one\u2028still one", "two"]
+        assert [record.where for record in read_records(source)] == [f"{tmp_path}/a.jsonl:{line}" for line in (1, 5)]
 
 
 @pytest.mark.parametrize("line", ["[" * 20_000, '{"text": ' + "1" * 5000 + "}"])
 def test_a_line_that_python_cannot_read_is_named(line: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(line)
     with pytest.raises(DataError, match=r"a\.jsonl:1: not valid JSON"):
-        list(find_corpus(str(tmp_path / "a.jsonl"), "text").documents())
+        texts_in(str(tmp_path / "a.jsonl"), "text")
 
 
 def test_stdlib_holds_sources_without_tests_and_installed_packages() -> None:
-    names = [file.path.as_posix() for file in find_corpus("stdlib").files]
+    names = [file.path.as_posix() for file in find_source(SourceConfig(files="stdlib")).files]
     assert names == sorted(names, key=Path)
     assert any(name.endswith("/json/decoder.py") for name in names)
     for part in ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"):
@@ -218,29 +242,29 @@ def test_stdlib_holds_sources_without_tests_and_installed_packages() -> None:
 def test_glob_without_match_is_named(tmp_path: Path) -> None:
     write_corpus(tmp_path / "there")
     with pytest.raises(DataError, match=r"glob '.*nowhere/\*\.txt' matches no file"):
-        find_corpus([str(tmp_path / "there" / "*.txt"), str(tmp_path / "nowhere" / "*.txt")])
+        texts_in([str(tmp_path / "there" / "*.txt"), str(tmp_path / "nowhere" / "*.txt")])
 
 
 def test_directory_instead_of_a_glob_is_explained(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"is a directory: add '/\*\*/\*\.txt'"):
-        find_corpus(str(tmp_path))
+        texts_in(str(tmp_path))
 
 
 def test_wrong_suffix_is_named_with_the_allowed_ones(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("text")
-    with pytest.raises(DataError, match=r"a\.md, whose suffix is '\.md'\. Allowed: \.txt, \.jsonl"):
-        find_corpus(str(tmp_path / "*"))
+    with pytest.raises(DataError, match=r"a\.md, whose suffix is '\.md'\. Allowed: \.txt, \.jsonl, \.json, "):
+        texts_in(str(tmp_path / "*"))
 
 
 def test_broken_link_is_an_error_instead_of_a_missing_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").symlink_to(tmp_path / "gone.txt")
     with pytest.raises(DataError, match=r"a\.txt cannot be read"):
-        find_corpus(str(tmp_path / "*.txt"))
+        texts_in(str(tmp_path / "*.txt"))
 
 
 def test_text_field_without_json_lines_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="text_field='body'"):
-        find_corpus(write_corpus(tmp_path), "body")
+    with pytest.raises(DataError, match="no fields such as 'body'"):
+        texts_in(write_corpus(tmp_path), "body")
 
 
 @pytest.mark.parametrize(
@@ -256,13 +280,13 @@ def test_text_field_without_json_lines_is_refused(tmp_path: Path) -> None:
 def test_bad_json_line_is_named_with_file_and_line(tmp_path: Path, line: str, message: str) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' + line + "\n")
     with pytest.raises(DataError, match=message):
-        list(find_corpus(str(tmp_path / "a.jsonl")).documents())
+        texts_in(str(tmp_path / "a.jsonl"))
 
 
 def test_file_that_is_not_utf8_is_named_with_the_offset(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
     with pytest.raises(DataError, match=r"a\.txt: not UTF-8: byte 0xe9 at offset 3"):
-        list(find_corpus(str(tmp_path / "a.txt")).documents())
+        texts_in(str(tmp_path / "a.txt"))
 
 
 # --- tokenizer
@@ -286,9 +310,12 @@ def test_stream_holds_each_document_and_an_eos(trained: PreTrainedTokenizerFast,
 def test_documents_keep_their_order_over_many_batches(
     trained: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwright.data.tokenizer._BATCH_CHARACTERS", 50)
+    monkeypatch.setattr("meshwright.data.tokenizing._BATCH_CHARACTERS", 50)
     texts = [prose(seed, words=seed % 7 + 1) for seed in range(200)]
-    assert texts_of(stream_of(trained, iter(texts)), trained) == texts
+    records = (Record({"text": text}, "here") for text in texts)
+    source = SourceConfig(files="unused")
+    pieces = tokenized(records, tokenizing(source, DataConfig(sources=[source]), 0.0), trained)
+    assert texts_of(np.concatenate([piece.documents["train"].tokens for piece in pieces]), trained) == texts
 
 
 def test_training_reaches_the_vocabulary_size_or_as_far_as_the_corpus_goes() -> None:
@@ -387,17 +414,21 @@ def test_split_stays_what_it_was_in_earlier_releases() -> None:
     assert np.flatnonzero(mask).tolist() == [6, 8, 11]
 
 
-# --- packing
+# --- a stream
+
+
+def in_rows(tokens: np.ndarray, seq_len: int) -> StreamRows:
+    return StreamRows(Documents(tokens, np.array([len(tokens)])), seq_len)
 
 
 @EXAMPLES
 @given(tokens=st.lists(st.integers(0, 60_000), max_size=60), seq_len=st.integers(1, 9), data=st.data())
 def test_sequences_are_the_stream_cut_without_its_tail(tokens: list[int], seq_len: int, data: st.DataObject) -> None:
-    sequences = PackedSequences(np.array(tokens, np.uint16), seq_len)
+    sequences = in_rows(np.array(tokens, np.uint16), seq_len)
     assert len(sequences) == len(tokens) // seq_len
     if len(sequences):
         chosen = data.draw(st.lists(st.integers(0, len(sequences) - 1), max_size=5))
-        taken = sequences.take(chosen)
+        taken = sequences.take(chosen)["input_ids"]
         assert taken.dtype == torch.int64
         assert taken.shape == (len(chosen), seq_len)
         assert taken.tolist() == [tokens[index * seq_len : (index + 1) * seq_len] for index in chosen]
@@ -405,17 +436,17 @@ def test_sequences_are_the_stream_cut_without_its_tail(tokens: list[int], seq_le
 
 @pytest.mark.parametrize("index", [-1, 3])
 def test_sequence_out_of_range_is_an_index_error(index: int) -> None:
-    with pytest.raises(IndexError, match=f"sequence {index} does not exist; there are 3"):
-        PackedSequences(np.arange(6), 2).take([0, index])
+    with pytest.raises(IndexError, match=f"row {index} does not exist; there are 3"):
+        in_rows(np.arange(6), 2).take([0, index])
 
 
 def test_packing_refuses_what_is_no_token_stream() -> None:
     with pytest.raises(ValueError, match="one row of integers"):
-        PackedSequences(np.zeros((2, 2), np.int64), 2)
+        in_rows(np.zeros((2, 2), np.int64), 2)
     with pytest.raises(ValueError, match="one row of integers"):
-        PackedSequences(np.zeros(4), 2)
+        in_rows(np.zeros(4), 2)
     with pytest.raises(ValueError, match="seq_len must be at least 1"):
-        PackedSequences(np.arange(4), 0)
+        in_rows(np.arange(4), 0)
 
 
 # --- prepare
@@ -430,8 +461,10 @@ def test_prepared_splits_hold_the_documents_of_the_corpus(tmp_path: Path, corpus
     assert sorted(texts["train"] + texts["held_out"]) == sorted(prose(index) for index in range(12))
     assert data.documents == 12
     assert data.vocab_size == len(tokenizer) == 300
-    for split, sequences in (("train", data.train), ("held_out", data.held_out)):
-        whole = sequences.take(range(len(sequences))).flatten().tolist()
+    for split, documents in (("train", data.sources[0].train), ("held_out", data.held_out["held_out"][0])):
+        assert documents is not None
+        sequences = StreamRows(documents, 2)
+        whole = sequences.take(range(len(sequences)))["input_ids"].flatten().tolist()
         assert whole == streams[split].tolist()[: len(whole)]
         assert len(streams[split]) - len(whole) < 2
 
@@ -444,7 +477,7 @@ def test_tokenizer_is_trained_on_training_documents_only(tmp_path: Path, monkeyp
         seen.extend(documents)  # type: ignore[arg-type]
         return train_tokenizer(seen, vocab_size)
 
-    monkeypatch.setattr(PREPARE_MODULE, "train_tokenizer", spy)
+    monkeypatch.setattr("meshwright.data.trained.train_tokenizer", spy)
     data = prepare(config_for(tmp_path))
     tokenizer = AutoTokenizer.from_pretrained(data.tokenizer_dir)
     assert sorted(seen) == sorted(texts_of(np.load(data.directory / "train.npy"), tokenizer))
@@ -482,14 +515,13 @@ def test_text_is_read_once_and_once_more_to_train_a_tokenizer(
     tmp_path: Path, corpus: Path, trained_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Path] = []
-    real = Path.read_bytes
+    real = SOURCES_MODULE.read_file
 
-    def counted(path: Path) -> bytes:
-        if path.parent == corpus:
-            read.append(path)
-        return real(path)
+    def counted(path: Path, *args: object) -> object:
+        read.append(path)
+        return real(path, *args)
 
-    monkeypatch.setattr(Path, "read_bytes", counted)
+    monkeypatch.setattr(SOURCES_MODULE, "read_file", counted)
     prepare(config_for(tmp_path, tokenizer=str(trained_dir), vocab_size=DEFAULT_VOCAB_SIZE))
     assert len(read) == len(set(read)) == 12
     prepare(config_for(tmp_path))
@@ -499,8 +531,8 @@ def test_text_is_read_once_and_once_more_to_train_a_tokenizer(
 def test_memory_does_not_grow_with_the_corpus(
     tmp_path: Path, trained_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwright.data.tokenizer._BATCH_CHARACTERS", 1 << 12)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr("meshwright.data.tokenizing._BATCH_CHARACTERS", 1 << 12)
+    monkeypatch.setattr("meshwright.data.tokenizing._cores", lambda: 2)
     peaks = []
     for number, documents in enumerate((10, 200, 1600)):
         text = "\n".join(json.dumps({"text": prose(index, words=120)}) for index in range(documents))
@@ -530,13 +562,14 @@ def test_a_file_of_tokens_is_what_was_written_without_what_was_taken_out(
     start = data.draw(st.integers(0, len(whole)))
     stop = data.draw(st.integers(start, len(whole)))
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshwright.data.tokenfile._CHUNK", 7)
+        patch.setattr("meshwright.data.arrayfile._CHUNK", 7)
         path = Path(directory) / "tokens.npy"
-        with TokenFile(path, np.dtype(np.uint16)) as file:
-            for piece in pieces:
-                file.append(piece)
-            taken = file.take_out(start, stop)
-            file.append(np.array([9], np.uint16))
+        file = ArrayFile(path, np.dtype(np.uint16))
+        for piece in pieces:
+            file.append(piece)
+        taken = file.take_out(start, stop)
+        file.append(np.array([9], np.uint16))
+        file.close()
         np.testing.assert_array_equal(taken, whole[start:stop])
         np.testing.assert_array_equal(np.load(path), [*whole[:start], *whole[stop:], 9])
         assert np.load(path, mmap_mode="r").dtype == np.uint16
@@ -551,11 +584,12 @@ def test_second_call_finds_the_entry_and_other_lengths_share_it(
     assert len(builds) == 1
     assert first.directory == again.directory == longer.directory
     assert first.fingerprint == again.fingerprint == longer.fingerprint
-    assert longer.train.take([0])[0].tolist() == first.train.take([0, 1]).flatten().tolist()
+    rows = in_sequences(first, 16).take([0, 1])["input_ids"]
+    assert in_sequences(longer, 32).take([0])["input_ids"][0].tolist() == rows.flatten().tolist()
 
 
 def test_entry_is_memory_mapped(tmp_path: Path, corpus: Path) -> None:
-    sequences = prepare(config_for(tmp_path)).train._sequences
+    sequences = in_sequences(prepare(config_for(tmp_path)), 16).documents.tokens
     while isinstance(sequences.base, np.ndarray):
         sequences = sequences.base
     assert isinstance(sequences, np.memmap)
@@ -620,9 +654,9 @@ def test_new_format_or_library_version_makes_a_new_entry(
 ) -> None:
     prepare(config_for(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(PREPARE_MODULE, "FORMAT", 0)
+        patch.setattr(ENTRY_MODULE, "FORMAT", 0)
         prepare(config_for(tmp_path))
-    monkeypatch.setattr(PREPARE_MODULE, "version", lambda name: "0.0")
+    monkeypatch.setattr(ENTRY_MODULE, "version", lambda name: "0.0")
     prepare(config_for(tmp_path))
     assert len(builds) == 3
 
@@ -696,18 +730,18 @@ def test_split_shorter_than_a_sequence_gives_counts_and_remedy(tmp_path: Path, s
         lambda entry: (entry / "meta.json").write_text('{"vocab_size": 3}'),
         lambda entry: os.truncate(entry / "train.npy", 200),
         lambda entry: (entry / "held_out.npy").write_bytes(b"x" * (entry / "held_out.npy").stat().st_size),
-        lambda entry: shutil.rmtree(entry / "tokenizer"),
+        lambda entry: (entry / "train.ends.npy").unlink(),
     ],
-    ids=["no meta", "no json", "other meta", "cut short", "garbage", "no tokenizer"],
+    ids=["no meta", "no json", "other meta", "cut short", "garbage", "no ends"],
 )
 def test_damaged_entry_is_rebuilt(tmp_path: Path, corpus: Path, builds: list[Path], damage: object) -> None:
     first = prepare(config_for(tmp_path))
-    want = first.train.take([0, 1])
+    want = in_sequences(first, 16).take([0, 1])["input_ids"]
     damage(first.directory)  # type: ignore[operator]
     again = prepare(config_for(tmp_path))
     assert len(builds) == 2
     assert again.fingerprint == first.fingerprint
-    assert torch.equal(again.train.take([0, 1]), want)
+    assert torch.equal(in_sequences(again, 16).take([0, 1])["input_ids"], want)
     AutoTokenizer.from_pretrained(again.tokenizer_dir)
 
 
@@ -724,10 +758,10 @@ def test_corpus_that_changes_while_it_is_read_leaves_no_entry(
         (corpus / "003.txt").write_text("shorter")
         return train_tokenizer(documents, vocab_size)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(PREPARE_MODULE, "train_tokenizer", meddle)
+    monkeypatch.setattr("meshwright.data.trained.train_tokenizer", meddle)
     with pytest.raises(DataError, match=r"003\.txt changed while it was read"):
         prepare(config_for(tmp_path))
-    assert [path.suffix for path in (tmp_path / "cache" / "data").iterdir()] == [".lock"]
+    assert [path.suffix for path in (tmp_path / "cache").glob("*/*")] == [".lock"]
 
 
 def test_cache_root_follows_config_then_xdg_then_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -745,7 +779,7 @@ def test_cache_root_follows_config_then_xdg_then_home(monkeypatch: pytest.Monkey
 _SCRIPT = """
 import os, sys
 from meshwright.data import DataConfig, prepare
-module = sys.modules[prepare.__module__]
+module = sys.modules["meshwright.data.entry"]
 real = module._build
 def build(directory, *args):
     print("built", flush=True)
@@ -841,7 +875,7 @@ def test_switch_of_the_tokenizer_library_is_put_back(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     if before is not None:
         monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
-    list(encode(train_tokenizer(["a b"], 257), ["a"]))
+    stream_of(train_tokenizer(["a b"], 257), ["a"])
     assert os.environ.get("TOKENIZERS_PARALLELISM") == before
 
 
@@ -972,9 +1006,9 @@ def test_negative_step_is_refused() -> None:
 # --- microbatches
 
 
-def numbered(count: int, seq_len: int = 3) -> PackedSequences:
+def numbered(count: int, seq_len: int = 3) -> StreamRows:
     """Sequences that show their index: sequence i holds seq_len x i onwards."""
-    return PackedSequences(np.arange(count * seq_len, dtype=np.uint32), seq_len)
+    return in_rows(np.arange(count * seq_len, dtype=np.uint32), seq_len)
 
 
 sizes = st.tuples(st.integers(1, 4), st.integers(1, 4))
@@ -989,8 +1023,8 @@ def test_ranks_share_the_same_global_batch_at_any_size(
     sequences = numbered(count)
     order = DataOrder(count, data_size * micro_batch_size * multiple, seed=7)
     shares = [
-        step_microbatches(
-            sequences, order, step, data_rank=rank, data_size=data_size, micro_batch_size=micro_batch_size
+        Feed([sequences], Place(rank, data_size, micro_batch_size), batch_size=order.batch_size, seed=7).microbatches(
+            step
         )
         for rank in range(data_size)
     ]
@@ -1000,7 +1034,7 @@ def test_ranks_share_the_same_global_batch_at_any_size(
         assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
         assert torch.equal(batch["input_ids"], batch["labels"])
     together = torch.cat([batch["input_ids"] for share in shares for batch in share])
-    assert torch.equal(together, sequences.take(order.indices(step)))
+    assert torch.equal(together, sequences.take(order.indices(step))["input_ids"])
 
 
 @pytest.mark.parametrize(
@@ -1013,15 +1047,10 @@ def test_batch_that_does_not_divide_is_refused_with_the_allowed_sizes(batch_size
         check_batch_size(batch_size, data_size=2, micro_batch_size=4)
 
 
-def test_step_with_a_batch_that_does_not_divide_is_refused_on_every_rank() -> None:
+def test_a_batch_that_does_not_divide_is_refused_on_every_rank() -> None:
     for rank in range(2):
         with pytest.raises(ConfigError, match="batch_size=6"):
-            step_microbatches(numbered(9), DataOrder(9, 6, 0), 0, data_rank=rank, data_size=2, micro_batch_size=2)
-
-
-def test_order_of_another_number_of_sequences_is_refused() -> None:
-    with pytest.raises(ValueError, match="order is of 8 sequences, but there are 9"):
-        step_microbatches(numbered(9), DataOrder(8, 2, 0), 0, data_rank=0, data_size=1, micro_batch_size=1)
+            Feed([numbered(9)], Place(rank, 2, 2), batch_size=6, seed=0)
 
 
 @EXAMPLES
@@ -1033,10 +1062,7 @@ def test_evaluation_covers_each_sequence_once_and_pads_with_masked_ones(
     count = data.draw(st.none() | st.integers(1, available))
     sequences = numbered(available)
     shares = [
-        eval_microbatches(
-            sequences, count=count, data_rank=rank, data_size=data_size, micro_batch_size=micro_batch_size
-        )
-        for rank in range(data_size)
+        eval_microbatches(sequences, Place(rank, data_size, micro_batch_size), count=count) for rank in range(data_size)
     ]
     expected = available if count is None else count
     assert len({len(share) for share in shares}) == 1
@@ -1047,7 +1073,7 @@ def test_evaluation_covers_each_sequence_once_and_pads_with_masked_ones(
     labels = torch.cat([batch["labels"] for batch in batches])
     chosen = [index * available // expected for index in range(expected)]
     assert len(set(chosen)) == expected
-    assert torch.equal(labels[:expected], sequences.take(chosen))
+    assert torch.equal(labels[:expected], sequences.take(chosen)["labels"])
     assert torch.equal(input_ids[:expected], labels[:expected])
     assert (labels[expected:] == -100).all()
     assert (input_ids[expected:] >= 0).all()
@@ -1056,7 +1082,7 @@ def test_evaluation_covers_each_sequence_once_and_pads_with_masked_ones(
 
 def test_evaluation_of_more_sequences_than_there_are_is_refused() -> None:
     with pytest.raises(ConfigError, match="5 sequences are to be evaluated, but the split holds 4"):
-        eval_microbatches(numbered(4), count=5, data_rank=0, data_size=1, micro_batch_size=1)
+        eval_microbatches(numbered(4), Place(0, 1, 1), count=5)
 
 
 @pytest.mark.parametrize(
@@ -1071,6 +1097,11 @@ def test_evaluation_of_more_sequences_than_there_are_is_refused() -> None:
     ],
 )
 def test_evaluation_refuses_arguments_out_of_range(changes: dict[str, object], message: str) -> None:
-    arguments = {"sequences": numbered(4), "count": 2, "data_rank": 0, "data_size": 2, "micro_batch_size": 1}
+    place: dict[str, Any] = {"data_rank": 0, "data_size": 2, "micro_batch_size": 1}
+    given = {"sequences": numbered(4), "count": 2} | {name: changes[name] for name in changes if name not in place}
     with pytest.raises(ValueError, match=message):
-        eval_microbatches(**{**arguments, **changes})  # type: ignore[arg-type]
+        eval_microbatches(
+            given["sequences"],
+            Place(**place | {name: changes[name] for name in changes if name in place}),
+            count=given["count"],
+        )

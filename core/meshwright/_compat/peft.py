@@ -7,6 +7,7 @@ which holds the original as `base_layer` (tuners) or `original_module` (modules 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -148,7 +149,7 @@ def merge_layer(layer: Any, name: str) -> nn.Module:
             base = layer.get_base_layer()
     except (ValueError, NotImplementedError, RuntimeError, AttributeError, TypeError) as error:
         told = str(error).strip().split("\n")[0]
-        raise ModelError(f"peft cannot merge the adapter of {name}: {told}. Give adapters apart.") from error
+        raise ModelError(f"peft cannot merge the adapter of {name}: {told}.") from error
     merged: nn.Module = base
     return merged
 
@@ -280,7 +281,9 @@ def adapter_file(directory: Any) -> Any:
     return directory / _FILE
 
 
-def inject(model: nn.Module, config: Any, *, adapter: str = "default", hint: str = "") -> nn.Module:
+def inject(
+    model: nn.Module, config: Any, *, adapter: str = "default", hint: str = "", low_cpu_mem_usage: bool = False
+) -> nn.Module:
     """`peft.get_peft_model`, with peft's own reasons, and a hint, in an error of ours.
 
     Raises:
@@ -288,7 +291,9 @@ def inject(model: nn.Module, config: Any, *, adapter: str = "default", hint: str
     """
     peft = require_peft()
     try:
-        adapted: nn.Module = peft.get_peft_model(model, config, adapter_name=adapter)
+        adapted: nn.Module = peft.get_peft_model(
+            model, config, adapter_name=adapter, low_cpu_mem_usage=low_cpu_mem_usage
+        )
     except (ValueError, TypeError, NotImplementedError, RuntimeError, KeyError, ImportError, AttributeError) as error:
         told = str(error).strip().split("\n")[0]
         raise ModelError(f"peft cannot adapt {type(model).__name__}: {told}.{hint}") from error
@@ -304,3 +309,37 @@ def stand_in(parameter: nn.Parameter) -> nn.Parameter:
     """Not a number everywhere, without memory, on the CPU: what is made of it shows that it was."""
     value = torch.full((1,) * max(1, parameter.dim()), float("nan"), dtype=parameter.dtype)
     return _StandIn(value.expand(parameter.shape), requires_grad=False)
+
+
+def adapted_on_meta(base: nn.Module, configs: Mapping[str, Any]) -> nn.Module:
+    """A model of peft over a base that is on the meta device, with adapters that are there too; changes the base.
+
+    `low_cpu_mem_usage` is public; that it leaves adapters there to be filled is what peft's own loading relies on.
+    """
+    model: Any = None
+    with warnings.catch_warnings():
+        # What the configurations bring about, the training of the adapters has told.
+        warnings.simplefilter("ignore")
+        for name, config in configs.items():
+            if model is None:
+                model = inject(base, config, adapter=name, low_cpu_mem_usage=True)
+            else:
+                model.add_adapter(name, config, low_cpu_mem_usage=True)
+    adapted: nn.Module = model
+    return adapted
+
+
+def wrappers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers that peft has put in the place of the base's, without those within others, and their names."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            yield name, module
+            return
+        for leaf, child in module.named_children():
+            yield from visit(f"{name}.{leaf}", child)
+
+    base: Any = model
+    yield from visit(PREFIX.rstrip("."), base.base_model.model)

@@ -3,27 +3,45 @@
 Importing this package, and preparing data, import no torch; it is imported by what returns tensors.
 """
 
-from .config import DataConfig
-from .corpus import Corpus, find_corpus
-from .order import ORDER_VERSION, DataOrder, check_batch_size, eval_microbatches, step_microbatches
-from .packing import PackedSequences
-from .prepare import PreparedData, prepare
+from .config import DataConfig, SourceConfig
+from .documents import Documents
+from .feed import Feed, Place, check_groups, eval_microbatches
+from .order import ORDER_VERSION, DataOrder, check_batch_size
+from .prepare import HELD_OUT, PreparedData, PreparedSource, prepare
+from .records import Record, read_records
+from .rows import JoinedRows, PackedRows, PaddedRows, Rows, StreamRows, make_rows
+from .run_rows import RunRows, lay_out
+from .stream import Stream
 from .tokenizer import EOS, holds_tokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
     "EOS",
+    "HELD_OUT",
     "ORDER_VERSION",
-    "Corpus",
     "DataConfig",
     "DataOrder",
-    "PackedSequences",
+    "Documents",
+    "Feed",
+    "JoinedRows",
+    "PackedRows",
+    "PaddedRows",
+    "Place",
     "PreparedData",
+    "PreparedSource",
+    "Record",
+    "Rows",
+    "RunRows",
+    "SourceConfig",
+    "Stream",
+    "StreamRows",
     "check_batch_size",
+    "check_groups",
     "eval_microbatches",
-    "find_corpus",
     "holds_tokenizer",
+    "lay_out",
     "load_tokenizer",
+    "make_rows",
     "prepare",
-    "step_microbatches",
+    "read_records",
     "train_tokenizer",
 ]

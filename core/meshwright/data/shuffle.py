@@ -18,27 +18,28 @@ _LEAST_BITS = 3
 """Of a half: with fewer, so few functions are there that orders of a few places are not equally likely."""
 
 
-def shuffled(places: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarray:
+def shuffled(places: np.ndarray, size: int, *, seed: int, epoch: int, of: str = "") -> np.ndarray:
     """Return what stands at some places of a random order of [0, size).
 
     Args:
         places: (places,), int64, each in [0, size); may repeat.
         size: at least 1, at most 2^62.
         seed, epoch: each pair has an order of its own; at least 0.
+        of: what is put in order, where one seed serves several things.
 
     Returns:
         (places,), int64.
     """
     half = max(_LEAST_BITS, ((size - 1).bit_length() + 1) // 2)
-    keys = _keys(seed, epoch)
+    keys = _keys(f"{seed} {epoch}{of and ' '}{of}")
     values = _permuted(np.asarray(places).astype(np.uint64), half, keys)
     while len(outside := np.flatnonzero(values >= size)):
         values[outside] = _permuted(values[outside], half, keys)
     return values.astype(np.int64)
 
 
-def _keys(seed: int, epoch: int) -> np.ndarray:
-    digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+def _keys(text: str) -> np.ndarray:
+    digest = hashlib.blake2b(text.encode(), digest_size=8 * _ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 

@@ -15,7 +15,7 @@ SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 
 def split_of(place: float, fraction: float) -> Split:
-    """The side of a document whose `place_of` is given, where `fraction`, in (0, 1), is to be held out."""
+    """The side of a document whose `place_of` is given, where `fraction`, in [0, 1), is to be held out."""
     return "held_out" if place < fraction else "train"
 
 
@@ -33,6 +33,9 @@ def training_documents(documents: Iterable[str], fraction: float) -> Iterator[st
     seen: set[Split] = set()
     # What changes sides if the other one stays empty.
     nearest: str | None = None
+    if fraction == 0:
+        yield from documents
+        return
     for document in documents:
         place = place_of(document)
         side = split_of(place, fraction)

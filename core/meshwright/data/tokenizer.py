@@ -9,17 +9,15 @@ interpreter lock meanwhile.
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..base.errors import DataError
-from ..files.parsing import reason
+from ..files.parsing import read_json_object, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,7 +32,6 @@ _VOCABULARIES = (
     "*.tiktoken",
     "tekken.json",
 )
-_BATCH_CHARACTERS = 1 << 18
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
@@ -59,7 +56,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    with _no_tokenizer_threads():
+    with no_tokenizer_threads():
         tokenizer.train_from_iterator(documents, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, clean_up_tokenization_spaces=False)
 
@@ -76,8 +73,6 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
         DataError: the directory is missing or holds no usable tokenizer, or the tokenizer has no eos token, which
             separates documents.
     """
-    from transformers import AutoTokenizer
-
     path = Path(directory).expanduser()
     if not path.is_dir():
         raise DataError(
@@ -91,8 +86,8 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
             "`tokenizer.save_pretrained`, or leave tokenizer out to train one on the corpus."
         )
     try:
-        with _no_tokenizer_threads():
-            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        with no_tokenizer_threads():
+            tokenizer = _class_for(path).from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its parsers meet
         raise DataError(f"the tokenizer in {path} cannot be loaded: {reason(error)}") from error
     if tokenizer.eos_token_id is None:
@@ -101,6 +96,20 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
             "tokenizer_config.json to a token that ends a text."
         )
     return tokenizer
+
+
+def _class_for(path: Path) -> Any:
+    """What loads a tokenizer. The one that finds the class of a model imports torch, which one of no model spares."""
+    settings = path / "tokenizer_config.json"
+    if settings.is_file() and not (path / "config.json").exists():
+        named = read_json_object(settings).get("tokenizer_class")
+        if named in ("TokenizersBackend", "PreTrainedTokenizerFast") and (path / "tokenizer.json").is_file():
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -113,57 +122,8 @@ def token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size_of(tokenizer) <= 1 << 16 else np.uint32)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> Iterator[np.ndarray]:
-    """Yield the tokens of each document, the eos token after them; see [Note: no tokenizer threads].
-
-    Only so many documents are in memory at once.
-
-    Yields:
-        (tokens,), of `token_dtype`.
-    """
-    dtype = token_dtype(tokenizer)
-    eos = tokenizer.eos_token_id
-    backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
-    if backend is not None:
-        # A tokenizer saved with a maximum length would cut documents.
-        backend.no_truncation()
-        backend.no_padding()
-
-    def encode_batch(texts: list[str]) -> list[np.ndarray]:
-        if backend is not None:
-            ids = [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
-        else:
-            ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
-        return [np.array([*document, eos], dtype) for document in ids]
-
-    # Tokenizers written in Python are not known to be safe on several threads.
-    workers = (os.cpu_count() or 1) if backend is not None else 1
-    pending: deque[Future[list[np.ndarray]]] = deque()
-    with _no_tokenizer_threads(), ThreadPoolExecutor(workers) as pool:
-        for batch in _batches(documents):
-            pending.append(pool.submit(encode_batch, batch))
-            if len(pending) > 2 * workers:
-                yield from pending.popleft().result()
-        while pending:
-            yield from pending.popleft().result()
-
-
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Group documents until they hold enough characters to be worth a task."""
-    batch: list[str] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document)
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
 @contextmanager
-def _no_tokenizer_threads() -> Iterator[None]:
+def no_tokenizer_threads() -> Iterator[None]:
     """See [Note: no tokenizer threads]. The variable is the library's only switch, and it is read at each call."""
     before = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = "false"

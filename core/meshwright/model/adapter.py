@@ -118,7 +118,7 @@ def with_adapter(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         adapted = inject(model, config, hint=f" {_DRAWN_ALONE}" if is_deferred else "")
-    files = {} if directory is None else _files_of(directory, adapted)
+    files = {} if directory is None else files_of(directory, adapted)
     if not is_deferred or weights is None:
         if files:
             fill(adapted, AdapterWeights(_Nothing(), {}, files, {}))
@@ -190,7 +190,7 @@ def _config_of(directory: Path | None) -> Any:
     return config
 
 
-def _files_of(directory: Path, adapted: nn.Module) -> dict[str, Source]:
+def files_of(directory: Path, adapted: nn.Module) -> dict[str, Source]:
     """The tensors of a saved adapter by the names of the model.
 
     Raises:

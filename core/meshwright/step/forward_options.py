@@ -17,7 +17,11 @@ def forward_options(model: nn.Module, *, in_parts: bool = False) -> dict[str, An
     """
     options = {"use_cache": False} | ({"output_router_logits": False} if in_parts else {})
     taken = inspect.signature(model.forward).parameters
-    return {name: value for name, value in options.items() if name in taken}
+    names = set(taken)
+    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        # Some classes do not name it, and hand it on to the model inside.
+        names |= {"use_cache"} & set(inspect.signature(getattr(model, "base_model", model).forward).parameters)
+    return {name: value for name, value in options.items() if name in names}
 
 
 def forward_takes(model: nn.Module) -> frozenset[str]:

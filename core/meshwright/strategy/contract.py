@@ -278,10 +278,14 @@ class StepResult:
     seconds: float
     """Duration of the step, without evaluation."""
     rank: int
-    held_out_loss: float | None = None
-    """Mean over the held-out tokens [nats], in steps that evaluate."""
     sums: Mapping[str, float] = field(default_factory=dict)
     """See `StrategyManager.last_sums`; of the step."""
+    evaluations: Mapping[str, float] = field(default_factory=dict)
+    """Loss of each set by name, as `loss` is, in steps that evaluate."""
+
+    @property
+    def held_out_loss(self) -> float | None:
+        return self.evaluations.get("held_out")
 
     @property
     def tokens_per_second(self) -> float:

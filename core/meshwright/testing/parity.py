@@ -25,7 +25,8 @@ from ..mesh.world import open_world
 from ..step.agreement import count_tokens
 from ..strategy.contract import OptimizerFactory, StrategyManager
 from ..strategy.stack import resolve
-from ..train.optim import build_scheduler, optimizer_factory
+from ..train.optim import optimizer_factory
+from ..train.schedules import build_scheduler
 from .adapters import adapted_model
 from .case import Case, Difference, Outcome, global_batch, share
 from .models import case_model

@@ -17,21 +17,36 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .._compat.peft import adapted_on_meta, inject
 from ..base.errors import ModelError
+from ..data.config import Packing
 from ..mesh.sizes import Degrees
+from ..model.adapter_options import AdapterOptions, check_names
 from ..model.build import new_model
 from ..step.forward_options import forward_options
+from ..step.token_loss import split_targets
 from ..strategy.ask import model_layout, model_size
+from ..strategy.contract import Batch
 from ..strategy.spec import ModelSize
 from ..strategy.stack import Stack
+from .apart import check_kept_apart
 
 _PARAMETERS, _WORK = 1e7, 1e9
 """Parameters, and parameters times tokens, up to which a model is trained: below a second, and 100 MB."""
+_NOISE = 0.02
 
 
-def try_model(config: Any, dtype: torch.dtype, *, seq_len: int, device: torch.device, degrees: Degrees) -> ModelSize:
+def try_model(
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    seq_len: int,
+    device: torch.device,
+    degrees: Degrees,
+    adapters: AdapterOptions | None = None,
+) -> ModelSize:
     """Make the model of a Hugging Face configuration and let it compute; the random state stays as it was.
 
     Args:
@@ -39,6 +54,7 @@ def try_model(config: Any, dtype: torch.dtype, *, seq_len: int, device: torch.de
         seq_len: tokens of the sequence to be tried.
         device: that ranks will use; nothing is put there.
         degrees: of the run.
+        adapters: to be trained instead of the model.
 
     Returns:
         What the model holds.
@@ -51,11 +67,47 @@ def try_model(config: Any, dtype: torch.dtype, *, seq_len: int, device: torch.de
         with torch.device("meta"):
             model = new_model(config, dtype, 0)
         _try_saving(model)
+        if adapters is not None:
+            check_names(adapters.config, model, where="model.peft")
+            model = adapted_on_meta(model, {"default": copy.deepcopy(adapters.config)})
         size = model_size(model, model_layout(model))
-        is_small = size.parameters <= _PARAMETERS and size.parameters * seq_len <= _WORK
-        if device.type == "cpu" and is_small and degrees.ep == 1:
-            _train(new_model(config, dtype, 0), seq_len)
+        if can_be_tried(size, seq_len=seq_len, device=device, degrees=degrees):
+            small = new_model(config, dtype, 0)
+            _train(small if adapters is None else inject(small, copy.deepcopy(adapters.config)), seq_len)
     return size
+
+
+def can_be_tried(size: ModelSize, *, seq_len: int, device: torch.device, degrees: Degrees) -> bool:
+    """Whether the model is small enough to be run by the plan; see [Note: no good model is refused]."""
+    is_small = size.parameters <= _PARAMETERS and size.parameters * seq_len <= _WORK
+    return device.type == "cpu" and is_small and degrees.ep == 1
+
+
+def try_rows(config: Any, dtype: torch.dtype, kind: Packing, *, seq_len: int, masks: bool) -> None:
+    """Refuse a small model that computes something else where rows hold several documents, or padding.
+
+    Raises:
+        ModelError: tells what to set.
+    """
+    config = copy.deepcopy(config)
+    with torch.random.fork_rng(devices=[]), _quiet(), torch.no_grad():
+        model = new_model(config, dtype, 0).eval()
+        # What a class begins with may be zero, and hide what it will do.
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=_NOISE)
+        options = forward_options(model)
+
+        def statistics(batches: list[Batch]) -> list[Tensor]:
+            found = []
+            for batch in batches:
+                inputs, targets_BS = split_targets(batch)
+                log_probs_BSV = model(**inputs, **options).logits.double().log_softmax(-1)
+                found.append(log_probs_BSV.gather(2, targets_BS.clamp(min=0)[..., None])[..., 0])
+            return found
+
+        vocab_size = config.get_text_config().vocab_size
+        check_kept_apart(config, kind, statistics, dtype=dtype, seq_len=seq_len, vocab_size=vocab_size, masks=masks)
 
 
 def check_memory(stack: Stack, degrees: Degrees, size: ModelSize, memory_bytes: int) -> None:

@@ -150,8 +150,8 @@ def _check_plain(directory: Path, config: Any) -> None:
         )
     if (directory / "adapter_config.json").is_file():
         raise ModelError(
-            f"{directory} holds an adapter (adapter_config.json), not a whole model. Merge it into its model first, "
-            f"for instance with peft's `merge_and_unload`, and save that."
+            f"{directory} holds an adapter (adapter_config.json), not a whole model. Merge it first: meshwright export "
+            f"--merge {directory} OUT."
         )
 
 

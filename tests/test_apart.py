@@ -1,0 +1,125 @@
+"""Models that do not keep the documents of a row apart, or see padding, are refused before the first step."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.base.errors import ModelError
+from meshwright.strategy.contract import Batch
+from meshwright.testing import Case, pool
+from meshwright.testing.parity import build_manager
+from meshwright.testing.zoo import zoo_config, zoo_model, zoo_reason, zoo_types, zoo_vocab
+from meshwright.train.apart import check_kept_apart
+from meshwright.train.model_trial import try_rows
+
+TRAINABLE = [model_type for model_type in zoo_types() if zoo_reason(model_type) is None]
+
+
+def refusal(model_type: str, kind: Any, dtype: torch.dtype = torch.float32, **options: Any) -> str | None:
+    try:
+        try_rows(zoo_config(model_type), dtype, kind, **{"seq_len": 32, "masks": False, **options})
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2", "qwen3_moe", "granitemoe"])
+def test_models_that_keep_documents_apart_are_taken(model_type: str) -> None:
+    for kind in ("documents", "none", "stream"):
+        assert refusal(model_type, kind) is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("mamba2", "a state goes on"),
+        ("falcon_h1", "some of its layers attend, others do not"),
+        ("gpt_oss", "its class gives no positions to what makes masks"),
+        ("bloom", "its forward takes no positions"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_models_whose_documents_see_each_other_are_refused(model_type: str, why: str, dtype: torch.dtype) -> None:
+    told = refusal(model_type, "documents", dtype) or ""
+    assert re.search(rf"model '{model_type}' (lets documents|cannot run).*Set data\.packing=none.*or stream", told), why
+    assert refusal(model_type, "none", dtype) is None
+    assert refusal(model_type, "stream", dtype) is None
+
+
+def test_a_model_that_is_not_causal_is_refused_padding() -> None:
+    told = refusal("cpmant", "none") or ""
+    assert re.search(r"model 'cpmant' sees the padding behind a document.*Set data\.packing=stream", told)
+
+
+def test_the_random_state_stays_as_it_was() -> None:
+    before = torch.get_rng_state()
+    refusal("llama", "documents")
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def _told(model_type: str, strategy: str, sizes: dict[str, int]) -> str | None:
+    """The task of a rank: what is told of a model as it runs."""
+    manager = build_manager(strategy, {}, sizes, Case(model_type=model_type, tied=None))
+
+    def statistics(batches: list[Batch]) -> list[Tensor]:
+        return [found["log_probs"] for found in manager.token_stats(batches, ["log_probs"])]
+
+    config, options = zoo_config("llama" if model_type == "llama" else model_type), {"dtype": torch.float64}
+    multiple = 2 * manager.mesh.degrees.cp * manager.mesh.degrees.tp
+    for kind in ("documents", "none"):
+        try:
+            check_kept_apart(
+                config,
+                kind,
+                statistics,
+                seq_len=64,
+                vocab_size=64,
+                multiple=multiple,
+                rows=2,
+                microbatches=2,
+                **options,
+            )
+        except ModelError as error:
+            return f"{kind}: {error}"
+    return None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes"),
+    [("fsdp2", {}), ("fsdp2", {"tp_size": 2}), ("fsdp2", {"cp_size": 2}), ("fsdp2", {"pp_size": 2})],
+    ids=["dp", "tp", "cp", "pp"],
+)
+def test_a_model_is_tried_as_it_runs_on_any_axis(strategy: str, sizes: dict[str, int]) -> None:
+    assert pool(2).run(_told, "llama", strategy, sizes) == [None, None]
+
+
+def test_all_ranks_refuse_a_model_as_it_runs() -> None:
+    one, other = pool(2).run(_told, "mamba2", "fsdp2", {})
+    assert one == other
+    assert "documents: the model 'mamba2' lets documents that share a row see those before them" in str(one)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("model_type", TRAINABLE)
+def test_the_trial_says_of_every_type_what_a_comparison_in_float64_does(model_type: str) -> None:
+    """In float32 and bfloat16, against the documents by themselves."""
+    model = zoo_model(model_type).eval()
+    generator = torch.Generator().manual_seed(5)
+    first, second = (torch.randint(1, zoo_vocab(model_type), (1, length), generator=generator) for length in (8, 12))
+    options = {"use_cache": False}
+    with torch.no_grad():
+        try:
+            alone = model(input_ids=second, **options).logits
+            positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
+            packed = model(input_ids=torch.cat([first, second], 1), position_ids=positions, **options).logits[:, 8:]
+            apart = float((packed - alone).abs().max())
+        except (TypeError, ValueError, RuntimeError):
+            # Its forward takes no positions, or not these lengths.
+            apart = 1.0
+    for dtype in (torch.float32, torch.bfloat16):
+        assert (refusal(model_type, "documents", dtype) is None) == (apart < 1e-9), apart

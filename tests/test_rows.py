@@ -1,0 +1,369 @@
+"""From documents to rows: which share one, what a row holds, and in which order and shapes a run gets them."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.base.errors import ConfigError, DataError
+from meshwright.data import (
+    DataOrder,
+    Documents,
+    Feed,
+    JoinedRows,
+    PackedRows,
+    PaddedRows,
+    Place,
+    Rows,
+    StreamRows,
+    eval_microbatches,
+    make_rows,
+)
+from meshwright.data.best_fit import LEAST, best_fit, cached_best_fit
+from meshwright.data.mixture import BLOCK, Mixture
+from meshwright.strategy.contract import Batch
+
+EXAMPLES = settings(deadline=None, max_examples=80)
+lengths_of = st.lists(st.integers(0, 12), max_size=60)
+
+
+def documents_of(lengths: list[int], *, group: int = 1, first: int = 1, **more: Any) -> Documents:
+    """Documents whose tokens count from `first` on, so that each token tells its place."""
+    total = sum(lengths)
+    return Documents(
+        np.arange(first, first + total, dtype=np.uint32), np.cumsum(lengths, dtype=np.int64), group=group, **more
+    )
+
+
+def texts(documents: Documents) -> list[list[int]]:
+    return [part.tolist() for part in np.split(documents.tokens, documents.ends[:-1])] if len(documents) else []
+
+
+# -- which documents share a row
+
+
+@EXAMPLES
+@given(lengths=lengths_of, seq_len=st.integers(12, 20))
+def test_each_document_is_in_one_row_and_no_row_is_too_full(lengths: list[int], seq_len: int) -> None:
+    packing = best_fit(np.cumsum(lengths, dtype=np.int64), seq_len)
+    assert sorted(packing.documents) == [index for index, length in enumerate(lengths) if length >= LEAST]
+    rows = np.split(packing.documents, packing.ends[:-1]) if len(packing) else []
+    assert all(0 < sum(lengths[document] for document in row) <= seq_len for row in rows)
+
+
+@EXAMPLES
+@given(lengths=lengths_of, seq_len=st.integers(12, 20))
+def test_rows_are_those_of_best_fit_decreasing_by_the_book(lengths: list[int], seq_len: int) -> None:
+    rooms: list[int] = []
+    for length in sorted((each for each in lengths if each >= LEAST), reverse=True):
+        at = bisect.bisect_left(rooms, length)
+        bisect.insort(rooms, (rooms.pop(at) if at < len(rooms) else seq_len) - length)
+    packing = best_fit(np.cumsum(lengths, dtype=np.int64), seq_len)
+    held = np.split(packing.documents, packing.ends[:-1]) if len(packing) else []
+    assert sorted(seq_len - sum(lengths[each] for each in row) for row in held) == rooms
+
+
+@pytest.mark.parametrize("seq_len", [512, 2048, 70_000])
+def test_a_long_tailed_set_fills_its_rows(seq_len: int) -> None:
+    drawn = np.random.default_rng(0).lognormal(5.0, 1.3, 100_000).astype(np.int64)
+    ends = np.cumsum(np.clip(drawn, LEAST, seq_len))
+    packing = best_fit(ends, seq_len)
+    assert ends[-1] / (len(packing) * seq_len) >= 0.98
+
+
+def test_packing_takes_a_few_bytes_a_document() -> None:
+    ends = np.cumsum(np.clip(np.random.default_rng(0).lognormal(5.0, 1.3, 300_000).astype(np.int64), 2, 1024))
+    tracemalloc.start()
+    packing = best_fit(ends, 1024)
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept - packing.ends.nbytes < 6 * len(ends)
+    assert peak < 40 * len(ends)
+
+
+def test_a_document_longer_than_a_row_is_told() -> None:
+    with pytest.raises(DataError, match=r"document 1 has 9 tokens, more than seq_len=8"):
+        PackedRows(documents_of([3, 9, 4]), 8)
+    with pytest.raises(DataError, match=r"9 tokens, more than seq_len=8"):
+        PaddedRows(documents_of([3, 9, 4]), 8)
+
+
+def test_a_packing_is_kept_and_shared(tmp_path: Path) -> None:
+    ends = np.cumsum([3, 5, 8, 2, 4])
+    first = cached_best_fit(ends, 8, tmp_path)
+    (entry,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert isinstance(first.documents, np.memmap)
+    assert first.documents.tolist() == best_fit(ends, 8).documents.tolist()
+    expected = first.documents.tolist()
+    before = (entry / "documents.npy").stat().st_mtime_ns
+    again = cached_best_fit(ends, 8, tmp_path)
+    assert (entry / "documents.npy").stat().st_mtime_ns == before
+    assert again.ends.tolist() == first.ends.tolist()
+    cached_best_fit(ends, 9, tmp_path)
+    cached_best_fit(np.cumsum([3, 5, 8, 4, 2]), 8, tmp_path)
+    assert sum(path.is_dir() for path in tmp_path.iterdir()) == 3
+    (entry / "documents.npy").write_bytes(b"cut short")
+    assert cached_best_fit(ends, 8, tmp_path).documents.tolist() == expected
+
+
+# -- what a row holds
+
+
+def documents_in(batch: Batch) -> list[list[int]]:
+    """The documents of a packed batch, by its positions; the padding has tokens of 0."""
+    found = []
+    for ids, positions in zip(batch["input_ids"].tolist(), batch["position_ids"].tolist(), strict=True):
+        starts = [column for column, position in enumerate(positions) if position == 0] + [len(ids)]
+        parts = [(ids[a:b], positions[a:b]) for a, b in itertools.pairwise(starts)]
+        assert all(part == list(range(len(part))) for _, part in parts)
+        found += [part for part, _ in parts if any(part)]
+    return found
+
+
+@EXAMPLES
+@given(lengths=st.lists(st.integers(2, 12), min_size=1, max_size=40), seq_len=st.integers(12, 20), data=st.data())
+def test_packed_rows_hold_each_document_whole_with_positions_and_labels_of_its_own(
+    lengths: list[int], seq_len: int, data: st.DataObject
+) -> None:
+    labelled = np.array(data.draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths))))
+    documents = documents_of(lengths, labelled=labelled)
+    rows = PackedRows(documents, seq_len)
+    batch = rows.take(range(len(rows)))
+    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+    assert batch.keys() == {"input_ids", "labels", "position_ids"}
+    assert sorted(documents_in(batch)) == sorted(texts(documents))
+    learnt = {token for text in texts(documents) for token in text[1:] if labelled[token - 1]}
+    assert set(batch["labels"][batch["labels"] != -100].tolist()) == learnt
+    same = batch["labels"] != -100
+    assert torch.equal(batch["labels"][same], batch["input_ids"][same])
+    # Padding is one more document, in which nothing is learnt.
+    for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
+        padding = positions[ids == 0]
+        assert padding.tolist() == list(range(len(padding)))
+
+
+@EXAMPLES
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=40), data=st.data())
+def test_padded_rows_hold_a_document_each_and_masked_padding_behind(lengths: list[int], data: st.DataObject) -> None:
+    documents = documents_of(lengths)
+    rows = PaddedRows(documents, 16)
+    chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=6))
+    longest = max(lengths[index] for index in chosen)
+    assert rows.lengths(np.array(chosen)).tolist() == [lengths[index] for index in chosen]
+    batch = rows.take(chosen, longest + 1)
+    assert batch.keys() == {"input_ids", "labels"}
+    for index, ids, labels in zip(chosen, batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        text = texts(documents)[index]
+        assert ids == text + [0] * (longest + 1 - len(text))
+        assert labels == [-100, *text[1:]] + [-100] * (longest + 1 - len(text))
+    masked = PaddedRows(documents, 16, masks=True).take(chosen, longest + 1)
+    assert torch.equal(masked["attention_mask"], (batch["input_ids"] > 0).long())
+
+
+def test_labelled_tokens_of_a_stream_are_learnt_alone() -> None:
+    labelled = np.arange(9) % 2 == 0
+    batch = StreamRows(documents_of([4, 5], labelled=labelled), 4).take([0, 1])
+    assert batch["labels"].tolist() == [[1, -100, 3, -100], [5, -100, 7, -100]]
+
+
+def test_columns_go_with_their_documents_and_tokens() -> None:
+    columns = {
+        "reward": np.array([0.5, 1.5, 2.5], np.float32),
+        "source": np.array([7, 8, 9], np.int16),
+        "old": np.arange(1, 10) / 2,
+    }
+    documents = documents_of([2, 3, 4], columns=columns)
+    padded = PaddedRows(documents, 8).take([2, 0], 5)
+    assert padded["reward"].tolist() == [2.5, 0.5]
+    assert padded["source"].tolist() == [9, 7]
+    assert padded["old"].tolist() == [[3.0, 3.5, 4.0, 4.5, 0.0], [0.5, 1.0, 0.0, 0.0, 0.0]]
+    assert (padded["reward"].dtype, padded["source"].dtype) == (torch.float64, torch.int64)
+    for rows in (PackedRows(documents, 6), StreamRows(documents, 3)):
+        batch = rows.take(range(len(rows)))
+        real = batch["input_ids"] > 0
+        assert torch.equal(batch["old"][real], batch["input_ids"][real] / 2)
+        of = torch.tensor(np.repeat([0, 1, 2], [2, 3, 4]))[batch["input_ids"][real] - 1]
+        assert torch.equal(batch["source"][real], of + 7)
+        assert torch.equal(batch["reward"][real], of + 0.5)
+        assert not batch["reward"][~real].any()
+
+
+def test_preferences_are_neither_packed_nor_cut() -> None:
+    for kind in ("documents", "stream"):
+        with pytest.raises(ConfigError, match=r"data\.packing=none"):
+            make_rows(documents_of([2, 2], group=2), kind, 8)  # type: ignore[arg-type]
+
+
+def test_sources_that_do_not_go_together_are_told() -> None:
+    one = documents_of([2, 3], columns={"reward": np.array([1, 2])})
+    with pytest.raises(DataError, match=r"columns \['reward'\].*another \[\]"):
+        JoinedRows([PaddedRows(one, 4), PaddedRows(documents_of([2]), 4)])
+    # Whole numbers beside fractions are fractions in every batch.
+    other = documents_of([2], columns={"reward": np.array([0.5])})
+    joined = JoinedRows([PaddedRows(one, 4), PaddedRows(other, 4)])
+    assert joined.take([0, 1], 4)["reward"].dtype == torch.float64
+    assert joined.take([2, 0], 4)["reward"].tolist() == [0.5, 1.0]
+
+
+# -- shares of sources
+
+weights_of = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5)
+
+
+@EXAMPLES
+@given(weights=weights_of, blocks=st.lists(st.integers(0, 10**6), min_size=1, max_size=4))
+def test_sources_have_their_shares_at_every_block_and_lose_none(weights: list[float], blocks: list[int]) -> None:
+    mixture = Mixture(weights, 0)
+    for block in blocks:
+        now, then = (mixture.counts(number * BLOCK) for number in (block, block + 1))
+        assert sum(now) == block * BLOCK
+        assert all(before <= after for before, after in zip(now, then, strict=True))
+        for count, weight in zip(now, weights, strict=True):
+            assert abs(count - block * BLOCK * weight / sum(weights)) < len(weights)
+
+
+@EXAMPLES
+@given(weights=weights_of, seed=st.integers(0, 9), start=st.integers(0, 5000), count=st.integers(1, 3000))
+def test_places_of_a_mixture_are_computed_alone(weights: list[float], seed: int, start: int, count: int) -> None:
+    sources, ranks = Mixture(weights, seed).places(0, start + count)
+    own_sources, own_ranks = Mixture(weights, seed).places(start, start + count)
+    assert np.array_equal(sources[start:], own_sources)
+    assert np.array_equal(ranks[start:], own_ranks)
+    for source in range(len(weights)):
+        assert ranks[sources == source].tolist() == list(range(int((sources == source).sum())))
+    assert Mixture(weights, seed).before(start) == np.bincount(sources[:start], minlength=len(weights)).tolist()
+
+
+def test_a_mixture_is_random_within_its_blocks() -> None:
+    first, second = (Mixture([1, 1], seed).places(0, BLOCK)[0] for seed in (0, 1))
+    assert not np.array_equal(first, second)
+    assert not np.array_equal(first, Mixture([1, 1], 0).places(BLOCK, 2 * BLOCK)[0])
+    # About half of the neighbours differ.
+    assert 400 < (np.diff(first) != 0).sum() < 624
+
+
+# -- the rows of a run
+
+
+def all_rows(sources: list[Rows], steps: range, *, size: int = 1, micro: int = 2, **options: Any) -> list[list[int]]:
+    """The first tokens of the rows of each step, of all ranks."""
+    feeds = [Feed(sources, Place(rank, size, micro), **options) for rank in range(size)]
+    return [
+        sorted(int(token) for feed in feeds for batch in feed.microbatches(step) for token in batch["input_ids"][:, 0])
+        for step in steps
+    ]
+
+
+@settings(EXAMPLES, max_examples=25)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    weights=st.lists(st.floats(0.1, 9), min_size=3, max_size=3),
+    seed=st.integers(0, 9),
+)
+def test_each_source_is_in_epochs_of_its_own_and_repeats_and_skips_nothing(
+    sizes: list[int], weights: list[float], seed: int
+) -> None:
+    sources: list[Rows] = [PaddedRows(documents_of([2] * n, first=1000 * k), 4) for k, n in enumerate(sizes)]
+    steps = all_rows(sources, range(12), batch_size=4, seed=seed, weights=weights[: len(sizes)])
+    stream = [Counter(step) for step in steps]
+    for number, size in enumerate(sizes):
+        seen = [token for step in stream for token in step.elements() if token // 1000 == number]
+        per_row = Counter(seen)
+        # Whatever step ends, each row has come equally often, or once more.
+        assert set(per_row.values()) <= {len(seen) // size, len(seen) // size + 1}
+        assert len(per_row) == min(size, len(seen))
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 3.0]])
+@pytest.mark.parametrize("kind", ["documents", "stream", "none"])
+def test_the_rows_of_a_step_are_the_same_on_any_mesh(kind: Any, weights: list[float] | None) -> None:
+    lengths = np.random.default_rng(1).integers(2, 16, 40).tolist()
+    sources = [make_rows(documents_of(lengths, first=1000 * (1 + k)), kind, 16) for k in range(2)]
+    options: dict[str, Any] = {"batch_size": 8, "seed": 3, "weights": weights}
+    one = all_rows(sources, range(20), micro=8, **options)
+    for size, micro in ((1, 2), (2, 4), (4, 1), (8, 1)):
+        assert all_rows(sources, range(20), size=size, micro=micro, **options) == one
+    # From the middle on, and with another batch size from there.
+    assert all_rows(sources, range(7, 20), origin=(7, 56), **options) == one[7:]
+    more = all_rows(sources, range(7, 10), **{**options, "batch_size": 16, "origin": (7, 56)})
+    assert more == [sorted(one[step] + one[step + 1]) for step in (7, 9, 11)]
+
+
+@EXAMPLES
+@given(
+    lengths=st.lists(st.integers(2, 30), min_size=4, max_size=40),
+    data_size=st.sampled_from([1, 2, 4]),
+    micro=st.sampled_from([1, 2]),
+    multiple=st.sampled_from([1, 2, 4, 8]),
+    one_shape=st.booleans(),
+)
+def test_microbatches_of_one_number_have_one_length_on_all_ranks(
+    lengths: list[int], data_size: int, micro: int, multiple: int, one_shape: bool
+) -> None:
+    rows = PaddedRows(documents_of(lengths), 32)
+    places = [Place(rank, data_size, micro, multiple=multiple, one_shape=one_shape) for rank in range(data_size)]
+    feeds = [Feed([rows], place, batch_size=8, seed=0).microbatches(3) for place in places]
+    evaluated = [eval_microbatches(rows, place, count=None) for place in places]
+    for of_ranks in (feeds, evaluated):
+        shapes = [[tuple(batch["input_ids"].shape) for batch in batches] for batches in of_ranks]
+        assert all(each == shapes[0] for each in shapes)
+        widths = [width for _, width in shapes[0]]
+        assert all(width % multiple == 0 and width <= 32 for width in widths)
+        assert widths == sorted(widths, reverse=True)
+        assert not one_shape or len(set(widths)) == 1
+    # No longer than the longest row needs, and the rows are those of the order.
+    indices = DataOrder(len(rows), 8, 0).indices(3)
+    unit = max(2, multiple)
+    widest = -(-max(lengths[index] for index in indices) // unit) * unit
+    assert max(batch["input_ids"].shape[1] for batch in feeds[0]) == widest
+    found = [int(token) for batches in feeds for batch in batches for token in batch["input_ids"][:, 0]]
+    assert sorted(found) == sorted(int(rows.take([index])["input_ids"][0, 0]) for index in indices)
+
+
+def test_padding_is_less_where_rows_of_a_length_are_together() -> None:
+    lengths = np.random.default_rng(0).integers(2, 256, 512).tolist()
+    feed = Feed([PaddedRows(documents_of(lengths), 256)], Place(0, 1, 8), batch_size=64, seed=0)
+    held = sum(batch["input_ids"].numel() for step in range(8) for batch in feed.microbatches(step))
+    assert sum(lengths) / held > 0.85
+
+
+def test_rows_that_no_axis_can_divide_are_so_from_the_first_step_on() -> None:
+    feed = Feed([PaddedRows(documents_of([2] * 8), 33)], Place(0, 1, 2, multiple=4), batch_size=4, seed=0)
+    assert {batch["input_ids"].shape[1] for batch in feed.microbatches(0)} == {33}
+
+
+def test_pairs_stay_together_in_every_order() -> None:
+    lengths = np.random.default_rng(1).integers(2, 16, 40).tolist()
+    rows = PaddedRows(documents_of(lengths, group=2), 16)
+    starts = [0, *np.cumsum(lengths)[:-1]]
+    of_token = {int(start) + 1: index for index, start in enumerate(starts)}
+    for size, micro in ((1, 2), (1, 8), (2, 4), (4, 2)):
+        for weights in (None, [1.0]):
+            seen = []
+            for rank in range(size):
+                feed = Feed([rows], Place(rank, size, micro), batch_size=8, seed=0, weights=weights)
+                assert (feed.rows_per_epoch, feed.position(3)) == (40, 24)
+                for step in range(5):
+                    for batch in feed.microbatches(step):
+                        chosen = [of_token[int(token)] for token in batch["input_ids"][:, 0]]
+                        assert all(a % 2 == 0 and b == a + 1 for a, b in zip(chosen[::2], chosen[1::2], strict=True))
+                        seen += chosen
+            assert sorted(seen) == list(range(40))
+    with pytest.raises(ConfigError, match=r"micro_batch_size=1 counts rows, of which 2 belong together"):
+        Feed([rows], Place(0, 1, 1), batch_size=8, seed=0)
+    with pytest.raises(ConfigError, match=r"batch_size=3 counts rows"):
+        Feed([rows], Place(0, 1, 3), batch_size=3, seed=0)
+    masked = [batch for rank in range(2) for batch in eval_microbatches(rows, Place(rank, 2, 4), count=18)]
+    counted = [int((labels != -100).any()) for batch in masked for labels in batch["labels"]]
+    assert sum(counted) == 18
+    assert all(a == b for a, b in zip(counted[::2], counted[1::2], strict=True))

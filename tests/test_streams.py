@@ -1,0 +1,237 @@
+"""Sources that are read while training: blocks, state, and going on elsewhere."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.base.errors import CheckpointError, DataError
+from meshwright.base.validation import validated
+from meshwright.data import DataConfig, Feed, Place, lay_out, prepare, train_tokenizer
+from meshwright.strategy.contract import Batch
+
+run_rows = importlib.import_module("meshwright.data.run_rows")
+stream = importlib.import_module("meshwright.data.stream")
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital'")
+
+
+def write(directory: Path, name: str, count: int, words: int = 8) -> Path:
+    path = directory / name
+    lines = [json.dumps({"text": f"{name} {n} " + "word " * (n % words)}) for n in range(count)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the section of a run file; blocks are of 16 records."""
+    monkeypatch.setattr(stream.Stream.__init__, "__kwdefaults__", {"group": 1, "records": 16})
+    for name, count in (("a.jsonl", 70), ("b.jsonl", 30), ("eval.jsonl", 12)):
+        write(tmp_path, name, count)
+    texts = [json.loads(line)["text"] for line in (tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()]
+    train_tokenizer(texts, 300).save_pretrained(tmp_path / "tokenizer")
+
+    def made(*sources: dict[str, Any], **values: Any) -> DataConfig:
+        given = {
+            "sources": [{"files": str(tmp_path / "[ab].jsonl"), "streaming": True}] if not sources else list(sources),
+            "eval_sets": {"own": {"files": str(tmp_path / "eval.jsonl")}},
+            "cache_dir": str(tmp_path / "cache"),
+            "tokenizer": str(tmp_path / "tokenizer"),
+            "seq_len": 24,
+            "packing": "documents",
+            "too_long": "cut",
+            **values,
+        }
+        if all(source.get("streaming") for source in given["sources"]):
+            given["eval_fraction"] = 0
+        return validated(DataConfig, given, where="data")
+
+    return made
+
+
+def feeds(config: DataConfig, size: int = 1, micro: int = 2, batch_size: int = 8, **options: Any) -> list[Feed]:
+    found = []
+    for rank in range(size):
+        rows = lay_out(prepare(config), config)
+        place = Place(rank, size, micro)
+        found.append(Feed(rows.training, place, batch_size=batch_size, seed=3, weights=rows.weights, **options))
+    return found
+
+
+def rows_of(batches: list[Batch]) -> list[bytes]:
+    """Each row with all that is known of it."""
+    return [
+        b"".join(batch[name][index].numpy().tobytes() for name in sorted(batch))
+        for batch in batches
+        for index in range(len(batch["input_ids"]))
+    ]
+
+
+def steps_of(feeds: list[Feed], steps: range) -> list[list[bytes]]:
+    return [[row for feed in feeds for row in rows_of(feed.microbatches(step))] for step in steps]
+
+
+@pytest.mark.parametrize("packing", ["documents", "stream", "none"])
+def test_a_stream_goes_on_from_any_step_on_another_mesh(config: Any, packing: str) -> None:
+    given = config(packing=packing, **({"too_long": None} if packing == "stream" else {}))
+    (whole,) = feeds(given)
+    states, steps = [], []
+    for step in range(30):
+        states.append(json.dumps(whole.state(step)))
+        steps.append(rows_of(whole.microbatches(step)))
+        if step % 2:
+            # A loop has begun the next step when it saves.
+            states[step] = json.dumps(whole.state(step))
+    for step, size, micro in ((1, 1, 2), (8, 2, 2), (13, 4, 2), (21, 2, 1), (28, 1, 8)):
+        again = feeds(given, size, micro, origin=(step, whole.position(step)))
+        for feed in again:
+            feed.load_state(json.loads(states[step]))
+        for number in range(step, 30):
+            found = [row for feed in again for row in rows_of(feed.microbatches(number))]
+            if packing == "none":
+                # Rows are as long as those beside them.
+                found, want = ([ids_of(row) for row in rows] for rows in (found, steps[number]))
+                assert sorted(found) == sorted(want)
+            else:
+                assert found == steps[number]
+
+
+def ids_of(row: bytes) -> tuple[int, ...]:
+    """The tokens of a row of ids and labels, without padding."""
+    ids = np.frombuffer(row, np.int64)
+    ids = ids[: len(ids) // 2]
+    return tuple(np.trim_zeros(ids, "b").tolist())
+
+
+def test_each_epoch_of_a_stream_has_every_document_once_in_another_order(config: Any) -> None:
+    given = config(packing="none")
+    rows = lay_out(prepare(given), given)
+    (only,) = rows.training
+    feed = Feed(rows.training, Place(0, 1, 4), batch_size=4, seed=0)
+    epochs = []
+    for epoch in range(3):
+        steps = [feed.microbatches(25 * epoch + step) for step in range(25)]
+        epochs.append([ids_of(row) for batches in steps for row in rows_of(batches)])
+    assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(epochs[2])
+    assert len(set(epochs[0])) == 100
+    assert epochs[0] != epochs[1]
+    assert feed.rows_per_epoch is None
+    # Within an epoch it is the blocks' order, and a random one in each.
+    assert Counter(epochs[0][:16]) == Counter(epochs[1][:16])
+    assert only.place.endswith("[ab].jsonl")
+
+
+def test_a_stream_and_files_at_hand_mix_by_weight_and_go_on(config: Any, tmp_path: Path) -> None:
+    given = config(
+        {"files": str(tmp_path / "a.jsonl"), "streaming": True, "weight": 1},
+        {"files": str(tmp_path / "b.jsonl"), "weight": 3},
+    )
+    (whole,) = feeds(given)
+    steps, states = [], []
+    for step in range(40):
+        states.append(json.dumps(whole.state(step)))
+        steps.append(rows_of(whole.microbatches(step)))
+    again = feeds(given, 2, origin=(17, whole.position(17)))
+    for feed in again:
+        feed.load_state(json.loads(states[17]))
+    assert steps_of(again, range(17, 40)) == steps[17:]
+    with pytest.raises(CheckpointError, match="1 sources are read while training, but the checkpoint tells of 0"):
+        again[0].load_state(None)
+
+
+def test_going_on_reads_nothing_before_the_block_of_the_next_row(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = importlib.import_module("meshwright.data.reader")
+    given = config()
+    (whole,) = feeds(given)
+    for step in range(6):
+        whole.microbatches(step)
+    state = json.loads(json.dumps(whole.state(5)))
+    read: list[str] = []
+    real = reader.read_records
+
+    def counting(*arguments: Any) -> Any:
+        for record in real(*arguments):
+            read.append(record.where)
+            yield record
+
+    monkeypatch.setattr(reader, "read_records", counting)
+    (again,) = feeds(given, origin=(5, whole.position(5)))
+    again.load_state(state)
+    again.microbatches(5)
+    assert int(state[0]["reader"]["dataset_state"]["record"]) > 0
+    assert read[0].endswith(f":{state[0]['reader']['dataset_state']['record'] + 1}")
+
+
+def test_a_stream_that_holds_nothing_is_told(config: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "long " * 90}) + "\n", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text("\n", encoding="utf-8")
+    (feed,) = feeds(config(too_long="drop"))
+    with pytest.raises(DataError, match=r"\[ab\]\.jsonl' is empty: it holds no example that is short enough"):
+        feed.microbatches(0)
+
+
+def test_a_broken_line_and_a_file_that_changes_are_told(config: Any, tmp_path: Path) -> None:
+    (feed,) = feeds(config())
+    feed.microbatches(0)
+    with (tmp_path / "b.jsonl").open("a", encoding="utf-8") as file:
+        file.write("\n{")
+    with pytest.raises(DataError, match=r"b\.jsonl changed while it was read"):
+        steps_of([feed], range(1, 20))
+    (feed,) = feeds(config())
+    with pytest.raises(DataError, match=r"b\.jsonl:31"):
+        steps_of([feed], range(20))
+
+
+def test_preferences_are_streamed_in_pairs(config: Any, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    pairs = [{"prompt": f"{n}", "chosen": "yes " * (n % 5 + 1), "rejected": "no " * (n % 3 + 1)} for n in range(40)]
+    path.write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
+    given = config(
+        {"files": str(path), "format": "preference", "streaming": True},
+        packing="none",
+        eval_sets={"own": {"files": str(path), "format": "preference"}},
+    )
+    (feed,) = feeds(given, micro=4)
+    seen = Counter(
+        (ids_of(one), ids_of(other))
+        for step in range(10)
+        for rows in [rows_of(feed.microbatches(step))]
+        for one, other in zip(rows[::2], rows[1::2], strict=True)
+    )
+    assert set(seen.values()) == {1}
+    assert len(seen) == 40
+    assert all(one != other for one, other in seen)
+
+
+def test_a_dataset_is_streamed(config: Any, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"text": f"{n} " + "word " * (n % 8)} for n in range(100)]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    given = config({"dataset": str(tmp_path / "saved"), "streaming": True})
+    (whole,) = feeds(given)
+    states, steps = [], []
+    for step in range(12):
+        states.append(json.dumps(whole.state(step)))
+        steps.append(rows_of(whole.microbatches(step)))
+    for step in (1, 4, 9):
+        again = feeds(given, 2, origin=(step, whole.position(step)))
+        for feed in again:
+            feed.load_state(json.loads(states[step]))
+        assert steps_of(again, range(step, 12)) == steps[step:]
+
+
+def test_random_numbers_of_a_run_stay_as_they_are(config: Any) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    (feed,) = feeds(config())
+    for step in range(20):
+        feed.microbatches(step)
+    after = torch.get_rng_state()
+    assert torch.equal(before, after)
