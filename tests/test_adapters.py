@@ -40,6 +40,7 @@ DAILY = [
     ("all-linear", "sequence"),
     ("embedding", "pp"),
     ("saved modules", "tp"),
+    ("dora", "tp"),
     ("experts", "ep"),
 ]
 SWEEP = [
