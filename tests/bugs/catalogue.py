@@ -2602,3 +2602,64 @@ _bug(
     f"{_ADAPTER_RUNS}::test_a_saved_adapter_is_what_its_own_files_say",
     kind="a setting of the run file that is silently another",
 )
+
+
+# -- adapters
+
+_ADAPTERS = "tests/test_adapters.py"
+_bug(
+    "whole_matrices_get_a_part",
+    "meshwright.parallel.tensor.adapters",
+    "whole = PARTIAL if divides_out or divides_in else style",
+    'whole = "replicate" if divides_out or divides_in else style',
+    f"{_ADAPTERS}::test_adapters_train_as_in_one_process[all-linear-sequence]",
+    kind="gradients of what each rank uses for a part are not summed",
+)
+_bug(
+    "masks_of_the_first_part",
+    "meshwright.parallel.tensor.adapters",
+    "mask.narrow(-1, sum(sizes[: parallel.rank]), sizes[parallel.rank])",
+    "mask.narrow(-1, 0, sizes[parallel.rank])",
+    f"{_ADAPTERS}::test_dropout_before_a_divided_adapter_falls_as_in_one_process[False]",
+    kind="ranks drop the same elements of different parts",
+)
+_bug(
+    "norms_of_a_part",
+    "meshwright._compat.peft",
+    "return summed(found.detach().square()).sqrt() if is_active() else found",
+    "return found",
+    f"{_ADAPTERS}::test_adapters_train_as_in_one_process[dora-tp]",
+    kind="a norm over ranks is that of each rank's part",
+)
+_bug(
+    "adapters_of_the_first_experts",
+    "meshwright._compat.peft",
+    "mine = slice(first, first + weight.shape[0])",
+    "mine = slice(0, weight.shape[0])",
+    f"{_ADAPTERS}::test_adapters_train_as_in_one_process[experts-ep]",
+    kind="each rank adds to its experts what is the first ones'",
+)
+_bug(
+    "containers_are_called",
+    "meshwright_pipeline.cut.trial_runs",
+    "reads = any(isinstance(each, nn.ParameterDict | nn.ParameterList) and len(each) for each in module.children())",
+    "reads = False",
+    f"{_ADAPTERS}::test_adapters_train_as_in_one_process[embedding-pp]",
+    kind="parameters that a module reads from a container are taken from it",
+)
+_bug(
+    "adapters_of_any_seed",
+    "meshwright.model.adapter",
+    "torch.manual_seed(seed)",
+    "pass",
+    f"{_ADAPTERS}::test_shards_of_a_base_in_bfloat16_train_an_adapter_in_float32[tp]",
+    kind="what is drawn differs between ranks",
+)
+_bug(
+    "originals_in_place_of_copies",
+    "meshwright._compat.peft",
+    'chosen = f"modules_to_save.{module.active_adapters[0]}." if module.active_adapters else "original_module."',
+    'chosen = "original_module."',
+    f"{_ADAPTERS}::test_merged_parameters_are_those_that_peft_merges[saved modules-pp]",
+    kind="an engine gets the weights that were not trained",
+)

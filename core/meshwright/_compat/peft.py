@@ -114,15 +114,6 @@ class Factors:
         return norms
 
 
-def outermost_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The wrappers of a tuner that are in no other."""
-    last = None
-    for name, layer in tuner_layers(model):
-        if last is None or not name.startswith(f"{last}."):
-            last = name
-            yield name, layer
-
-
 def active_copies(model: nn.Module) -> dict[str, bool]:
     """Of parameters of modules that have trained copies, by name: whether it is what takes their place when merged."""
     from peft.utils.other import ModulesToSaveWrapper

@@ -203,14 +203,16 @@ def files_of(directory: Path, adapted: nn.Module) -> dict[str, Source]:
         )
     stored, names = open_safetensors(path), file_names(adapted)
     shapes = {name: tensor.shape for name, tensor in adapted.state_dict(keep_vars=True).items()}
+    parameters = dict(adapted.named_parameters(remove_duplicate=False))
     lost = sorted(names.keys() - stored.keys())
     if lost:
         raise ModelError(
             f"{path} lacks {len(lost)} tensors of the adapter that its configuration describes, such as {lost[0]}."
             f"{nearest(lost[0], stored)} Give the configuration that it was saved with, and the same base model."
         )
-    # Whole embeddings may be saved beside the adapter, which are the base's.
-    foreign = sorted(key for key in stored.keys() - names.keys() if key not in shapes)
+    # Whole embeddings may be saved beside the adapter, in the place of the base's.
+    names |= {key: key for key in stored.keys() & shapes.keys()}
+    foreign = sorted(stored.keys() - names.keys())
     if foreign:
         raise ModelError(
             f"{path} holds {len(foreign)} tensors that this adapter has no place for, such as {foreign[0]}."
@@ -222,7 +224,10 @@ def files_of(directory: Path, adapted: nn.Module) -> dict[str, Source]:
                 f"{path}: {key} is {tuple(stored[key].shape)}, and that of this base model {tuple(shapes[name])}. The "
                 f"adapter belongs to another base model or configuration."
             )
-    return {name: stored[key] for key, name in names.items()}
+    found = {id(adapted.get_parameter(name)): stored[key] for key, name in names.items() if name in parameters}
+    buffers = {name: stored[key] for key, name in names.items() if name not in parameters}
+    # What is tied is known by each of its names.
+    return buffers | {name: found[id(each)] for name, each in parameters.items() if id(each) in found}
 
 
 class _Nothing:

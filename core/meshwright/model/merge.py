@@ -2,26 +2,23 @@
 
 Each layer that is wrapped is merged by peft's own code, alone: a copy of its wrapper without memory gets the whole
 tensors of this layer, and gives the base's. So what comes out is what `merge_and_unload` gives, bit for bit, for
-whatever peft can merge, and takes the memory of one layer and of what is added to it.
+whatever peft can merge, and takes the memory of one layer and of what is added to it. But of two tied weights of which
+one is adapted, both are given, as the adapted model computes with them; `merge_and_unload` adds the change to both.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from .._compat.peft import active_copies, base_name, is_adapted, merge_layer, outermost_layers
+from .._compat.peft import active_copies, base_name, is_adapted, merge_layer, wrapped, wrappers
 from ..base.errors import ConfigError, StrategyError
+from ..mesh.mesh import Mesh
 from ..tensors.whole_parameters import Held, whole_parameters
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ..mesh.mesh import Mesh
 
 Adapters: TypeAlias = Literal["apart", "merged"]
 """Whether adapters are given beside the base, by peft's names, or merged into it, by the base's."""
@@ -38,7 +35,7 @@ class Merging:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        layers = dict(outermost_layers(model))
+        layers = {path: layer for path, layer in wrappers(model) if wrapped(layer) is not layer}
         empty = {id(each): _empty(each) for each in model.parameters()}
         # Without memory; what is tied stays so.
         self._layers: dict[str, Any] = copy.deepcopy(layers, dict(empty))
@@ -97,19 +94,28 @@ class Merging:
 
     @torch.no_grad()
     def _made(self, group: list[str], tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-        layers = copy.deepcopy({path: self._layers[path] for path in group})
-        filled = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
-        for path, layer in layers.items():
+        names = [name for name, first in self._first.items() if first in tensors]
+        # What is tied changes in one place alone.
+        values = {name: tensors[self._first[name]] for name in names}
+        values = {name: value if self._first[name] == name else value.clone() for name, value in values.items()}
+        found = {base_name(name): value for name, value in values.items() if name not in self._of_layer}
+        for path in group:
+            layer = copy.deepcopy(self._layers[path])
             for name, _ in list(layer.named_parameters(remove_duplicate=False)):
                 owner, _, leaf = name.rpartition(".")
-                setattr(layer.get_submodule(owner), leaf, filled[self._first[f"{path}.{name}"]])
-        found: dict[int, tuple[str, Tensor]] = {}
-        names = {id(each): base_name(name) for name, each in filled.items()}
-        for path, layer in layers.items():
-            for name, parameter in merge_layer(layer, base_name(path)).named_parameters():
-                # Of what is tied, the first name.
-                found[id(parameter)] = names.get(id(parameter), f"{base_name(path)}.{name}"), parameter.detach()
-        return list(found.values())
+                value = nn.Parameter(values[f"{path}.{name}"], requires_grad=False)
+                setattr(layer.get_submodule(owner), leaf, value)
+            merged = merge_layer(layer, base_name(path)).named_parameters()
+            found |= {f"{base_name(path)}.{name}": each.detach() for name, each in merged}
+        return list(found.items())
+
+
+class Holder(Protocol):
+    """What of a manager is needed to give its parameters."""
+
+    mesh: Mesh
+
+    def parameter_pieces(self) -> Held: ...
 
 
 def merging_of(model: nn.Module) -> Merging | None:
@@ -118,18 +124,13 @@ def merging_of(model: nn.Module) -> Merging | None:
 
 
 def given_parameters(
-    held: Callable[[], Held],
-    mesh: Mesh,
-    merging: Merging | None,
-    *,
-    bucket_bytes: int,
-    dtype: torch.dtype | None,
-    adapters: Adapters,
+    manager: Holder, *, bucket_bytes: int, dtype: torch.dtype | None, adapters: Adapters
 ) -> Iterator[tuple[str, Tensor]]:
     """See `meshwright.tensors.whole_parameters.whole_parameters`; collective like it.
 
     Args:
-        merging: of the model; None: it has no adapters, and is the same merged.
+        manager: whose attribute `merging` tells how adapters of its model are merged; one without such, or with None,
+            has no adapters, and gives the same merged.
         adapters: equal on all ranks.
 
     Raises:
@@ -140,14 +141,16 @@ def given_parameters(
         if adapters not in ("apart", "merged"):
             raise ConfigError(f"adapters={adapters!r} must be 'apart' or 'merged'.")
 
+    held, mesh = manager.parameter_pieces, manager.mesh
+    merging: Merging | None = getattr(manager, "merging", None)
     mesh.world.together(check)
     if adapters == "apart" or merging is None:
         return whole_parameters(held, mesh, bucket_bytes=bucket_bytes, dtype=dtype)
 
     def needed() -> Held:
         pieces = held()
-        if not set(merging.names) <= pieces.keys():
-            missing = sorted(set(merging.names) - pieces.keys())
+        missing = sorted(set(merging.names) - pieces.keys())
+        if missing:
             raise StrategyError(f"{missing[0]} is needed to merge adapters, and not among parameter_pieces.")
         return {name: pieces[name] for name in merging.names}
 

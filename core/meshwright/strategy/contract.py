@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..mesh.mesh import Mesh
-    from ..model.merge import Adapters, Merging
+    from ..model.merge import Adapters
     from ..model.weights import Weights
     from ..tensors.pieces import Sharded
     from ..tensors.state import OptimizerState, ShardedState, TensorKind
@@ -196,8 +196,6 @@ class StrategyManager(ABC):
         The context gives `model_parts`. Training goes on afterwards as if it had not been entered.
         """
 
-    merging: Merging | None = None
-
     def iter_parameters(
         self, *, bucket_bytes: int, dtype: torch.dtype | None = None, adapters: Adapters = "apart"
     ) -> Iterator[tuple[str, Tensor]]:
@@ -206,9 +204,7 @@ class StrategyManager(ABC):
         `adapters="merged"`: those of the base model, adapters merged into them."""
         from ..model.merge import given_parameters
 
-        return given_parameters(
-            self.parameter_pieces, self.mesh, self.merging, bucket_bytes=bucket_bytes, dtype=dtype, adapters=adapters
-        )
+        return given_parameters(self, bucket_bytes=bucket_bytes, dtype=dtype, adapters=adapters)
 
     def parameter_pieces(self) -> Mapping[str, Sharded | None]:
         """This rank's pieces of all parameters, each under the first of its names, in the order of the whole model.
