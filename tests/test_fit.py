@@ -275,7 +275,17 @@ def test_a_callback_that_fails_on_one_rank_ends_all_of_them() -> None:
         ({"steps": 2, "early_stopping": EarlyStopping("a")}, "early_stopping needs evaluations before the end"),
     ],
     ids=[
-        *("no end", "two ends", "no length", "no step", "no microbatch", "start", "sets", "accumulate", "no checkpointer"),
+        *(
+            "no end",
+            "two ends",
+            "no length",
+            "no step",
+            "no microbatch",
+            "start",
+            "sets",
+            "accumulate",
+            "no checkpointer",
+        ),
         *("early stopping of no set", "early stopping never"),
     ],
 )

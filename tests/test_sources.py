@@ -191,7 +191,16 @@ def test_an_array_is_read_in_pieces_of_any_size(
         ),
     ],
     ids=[
-        *("no array", "no colon", "no comma", "comma at the end", "no bracket", "cut off", "more behind it", "no UTF-8"),
+        *(
+            "no array",
+            "no colon",
+            "no comma",
+            "comma at the end",
+            "no bracket",
+            "cut off",
+            "more behind it",
+            "no UTF-8",
+        ),
         *("list in it", "deep", "csv row", "csv header", "csv quote", "csv no UTF-8", "parquet", "gz", "gz cut off"),
         *("zst", "zst cut off"),
     ],
