@@ -143,7 +143,7 @@ def finish(config: RunConfig, plan: Plan, results: list[StepResult], console: Co
     """Write loss curve and summary; show a sample and what to do next."""
     directory = Path(config.output_dir)
     tokenizer = load_tokenizer(plan.data.tokenizer_dir)
-    draw_loss_curve(results, directory / CURVE)
+    draw_loss_curve(results, directory / CURVE, of_tokens=config.objective is None)
     summary = summarized(config, plan, results, vocab_size=len(tokenizer))
     _write(directory / SUMMARY, json.dumps(summary, indent=2) + "\n")
     _say(console, "\n".join(told(summary, config)))
@@ -209,10 +209,9 @@ def told(summary: dict[str, Any], config: RunConfig) -> Iterator[str]:
     """A summary in a few lines."""
     loss, ln_vocab = summary["train_loss"], summary["ln_vocab"]
     losses = "".join(f", {shown(name)} loss {value:.6f}" for name, value in summary["evaluations"].items())
-    yield (
-        f"\ntraining loss {loss:.4f} (mean of the last {summary['train_loss_steps']} steps; {loss / ln_vocab:.2f} x "
-        f"ln(vocabulary)){losses}"
-    )
+    # Beside what a model knows that knows nothing; an objective may measure something else.
+    beside = f"; {loss / ln_vocab:.2f} x ln(vocabulary)" if config.objective is None else ""
+    yield f"\ntraining loss {loss:.4f} (mean of the last {summary['train_loss_steps']} steps{beside}){losses}"
     stopping = config.eval.early_stopping
     if stopping is not None and summary["steps"] < summary["of_steps"]:
         yield (

@@ -170,8 +170,12 @@ def shown(name: str) -> str:
     return f"{'held-out' if of == 'held_out' else of}{suffix}"
 
 
-def draw_loss_curve(results: list[StepResult], path: Path) -> None:
-    """Write a PNG of the losses of training and of each set over steps."""
+def draw_loss_curve(results: list[StepResult], path: Path, *, of_tokens: bool = True) -> None:
+    """Write a PNG of the losses of training and of each set over steps.
+
+    Args:
+        of_tokens: whether they are those of tokens; else of an objective, in what it measures.
+    """
     # The object interface draws without a display and without global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -183,7 +187,7 @@ def draw_loss_curve(results: list[StepResult], path: Path) -> None:
     for name in dict.fromkeys(name for r in results for name in r.evaluations):
         points = [(r.step, r.evaluations[name]) for r in results if name in r.evaluations]
         axes.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.5, label=shown(name))
-    axes.set(xlabel="step", ylabel="loss [nats per token]")
+    axes.set(xlabel="step", ylabel="loss [nats per token]" if of_tokens else "loss")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path)
