@@ -99,8 +99,8 @@ def run_rank(store: Store | None, config: RunConfig) -> None:
 def _say_finished(config: RunConfig) -> None:
     Console().print(
         f"this run has finished: {Path(config.output_dir) / SUMMARY} is there, with the same run file. Nothing was "
-        f"done. Raise steps to go on, or the patience of eval.early_stopping if it has stopped early; or set resume=never "
-        f"and overwrite=true to train anew.",
+        f"done. Raise steps to go on (or, if it has stopped early, the patience of eval.early_stopping), or set "
+        f"resume=never and overwrite=true to train anew.",
         highlight=False,
         soft_wrap=True,
     )
