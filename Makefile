@@ -5,7 +5,7 @@ PLUGINS := -e plugins/fsdp2 -e plugins/ddp -e plugins/megatron_fsdp -e plugins/p
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DISTRIBUTIONS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 
-.PHONY: train test test-full test-zoo test-versions lint types check clean
+.PHONY: train sft test test-full test-zoo test-versions lint types check clean
 
 # What training needs, and what tests, lint and types need beside it.
 .venv/trains: $(DISTRIBUTIONS)
@@ -20,6 +20,13 @@ DISTRIBUTIONS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.t
 train: .venv/trains
 	$(BIN)/meshwright train examples/stdlib.yaml
 	$(BIN)/python examples/load_back.py runs/stdlib
+
+# An adapter that answers questions, on the model of `make train`.
+sft: .venv/trains
+	$(INSTALL) -e '.[data,peft]'
+	test -d runs/stdlib/model || $(MAKE) train
+	$(BIN)/meshwright train examples/sft.yaml
+	$(BIN)/python examples/ask.py runs/sft 'What does os.path.join do?'
 
 # Three tiers, see tests/tiers.py; PART=2/12 makes it the third of twelve parts.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(if $(PART),--part=$(PART))

@@ -35,8 +35,9 @@ from meshwright.mesh.world import World
 from meshwright.strategy.contract import Batch
 from meshwright.strategy.stack import resolve
 from meshwright.train.loop import Loop, train_step
-from meshwright.train.optim import build_scheduler, optimizer_factory
+from meshwright.train.optim import optimizer_factory
 from meshwright.train.run_file import OptimizerConfig, ScheduleConfig
+from meshwright.train.schedules import build_scheduler
 
 VOCAB_SIZE = 2048
 LEARNING_RATE = 1e-4
@@ -107,10 +108,10 @@ def meshwright_step(strategy: str, work: Work, world: World, config: Mapping[str
     config = OptimizerConfig(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, no_decay=[], options={"fused": True})
     optimizer = manager.build_optimizer(optimizer_factory(config))
     scheduler = build_scheduler(ScheduleConfig(name="constant"), optimizer, steps=1)
-    loop = Loop(steps=1, batches=work.batches(mesh.data_rank), max_grad_norm=MAX_GRAD_NORM)
+    loop = Loop(scheduler=scheduler, steps=1, batches=work.batches(mesh.data_rank), max_grad_norm=MAX_GRAD_NORM)
 
     def step(index: int) -> tuple[float, float]:
-        result = train_step(manager, scheduler, loop, index)
+        result = train_step(manager, loop, index)
         return result.loss, result.grad_norm
 
     return step

@@ -9,6 +9,7 @@ import pytest
 from chat_templates import DIRECTORY, learnt, record, template, tokenizer, turns
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import ByT5Tokenizer
 
 from meshwright.base.errors import ConfigError, DataError
 from meshwright.data.chat_template import read_chat_template
@@ -256,6 +257,16 @@ def test_calls_of_tools_are_answers(loss_on):
     ]
 
 
+def test_a_tokenizer_may_have_another_template_for_tools():
+    chosen = tokenizer.__wrapped__("llama3", None)
+    chosen.chat_template = {"default": template("llama3_marked"), "tool_use": template("llama31")}
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    talk = turns("Hi there", "Hello!")
+    found, _ = Encoder(chosen, "messages").encode([record({"messages": talk, "tools": each}) for each in (None, tools)])
+    assert [learnt(chosen, each[0]) for each in found] == [["Hello!<|eot_id|>"]] * 2
+    assert ["Environment: ipython" in chosen.decode(each[0].tokens) for each in found] == [False, True]
+
+
 def test_a_template_does_not_know_what_day_it_is():
     for family, name in (("granite", "granite"), ("llama3", "llama31"), ("smollm3", "smollm3")):
         documents, _ = encoded(family, name, {"messages": turns("Hi there", "Hello!")})
@@ -378,6 +389,9 @@ def test_tokens_are_taken_as_they_are():
     assert document.labelled.tolist() == [True, False, True]
     [document], _ = encoded("llama3", None, {"ids": [5, 6, 7]}, "tokens", fields={"input_ids": "ids"})
     assert document.labelled.all()
+    # Nothing stands before the first token, so it is not learnt.
+    documents, counts = encoded("llama3", None, {"input_ids": [5, 6, 7], "loss_mask": [1, 0, 0]}, "tokens")
+    assert (documents, counts) == ([], Counts(records=1, unlearnt=1))
 
 
 def test_columns_go_with_their_documents():
@@ -467,13 +481,14 @@ def test_what_is_wrong_with_a_conversation_is_told_with_its_place():
         ("gemma", [{"role": "assistant", "content": "Welcome."}, *turns("a", "b")], "TemplateError: Conversation roles"),
         ("broken", turns("a", "b"), "TemplateSyntaxError: .* It breaks at line 2: correct chat_template"),
         ("undefined", turns("a", "b"), "UndefinedError: 'dict object' has no attribute 'name'.*chat_template_kwargs"),
-        ("forgetful", turns("a", "b", system="Be brief."), r"turn 1: the chat template leaves out its content \(system"),
+        ("forgetful", turns("a", "b", system="Be brief."), r"the chat template leaves out the content of turn 1 \(system"),
         ("thoughtless", [*turns("a"), {"role": "assistant", "content": "b", "reasoning_content": "c"}],
-         "turn 2: the chat template leaves out its reasoning_content"),
+         "the chat template leaves out the reasoning_content of turn 2"),
         ("silent", turns("a", "b"), "turn 2: an answer of no tokens"),
         ("unmarked", turns("a", "b"), "an answer of no tokens: .* {% generation %} marks"),
         ("torn", turns("a", "b"), r"it cannot be told where the answer of turn 2 begins: .* writes '<think>\\n'"),
     ],
+    ids=lambda value: value if value in ("gemma", "broken", "undefined", "forgetful", "thoughtless", "silent", "unmarked", "torn") else "",
 )  # fmt: skip
 def test_what_a_template_cannot_write_is_told_with_its_place(name, messages, reason):
     written = {
@@ -488,6 +503,45 @@ def test_what_a_template_cannot_write_is_told_with_its_place(name, messages, rea
     }  # fmt: skip
     with pytest.raises(DataError, match=rf"(?s)\Achats\.jsonl:1: .*{reason}"):
         encoded("deepseek", None, {"messages": messages}, chat_template=written[name])
+
+
+def test_what_a_template_does_not_know_of_is_not_lost_in_silence():
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    with pytest.raises(DataError, match=r"leaves out the tool 'add'\."):
+        encoded("llama3", "llama3", {"messages": turns("Hi there", "Hello!"), "tools": tools})
+    call = {"role": "assistant", "content": "So: ", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    messages = [*turns("Hi there"), call, {"role": "tool", "content": "4"}, *turns("", "It is four.")[1:]]
+    with pytest.raises(DataError, match=r"leaves out the tool_calls of turn 2\."):
+        encoded("llama3", "llama3", {"messages": messages})
+    with pytest.raises(DataError, match=r"leaves out the content of turn 3 \(tool\)"):
+        encoded("deepseek", "deepseek_r1", {"messages": messages}, loss_on="last_answer")
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama3_marked"])
+def test_what_ends_a_turn_is_not_there_twice(name):
+    for messages in (turns("Hi there", "Hello!<|eot_id|>"), turns("Hi there<|eot_id|>", "Hello!")):
+        with pytest.raises(DataError, match=r"turn [12] ends with .*<\|eot_id\|>', but the chat template writes"):
+            encoded("llama3", name, {"messages": messages})
+
+
+@pytest.fixture(scope="module")
+def in_python():
+    """A tokenizer that tells no places of tokens, and adds an eos token to whatever it is called with."""
+    made = ByT5Tokenizer(extra_ids=0)
+    made.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    made.chat_template = template("chatml")
+    return made
+
+
+def test_a_tokenizer_in_python_needs_no_offsets(in_python):
+    [[document]], _ = Encoder(in_python, "messages").encode([record({"messages": TALK})])
+    assert learnt(in_python, document) == LEARNT["chatml", "chatml"][0]
+    assert document.tokens.tolist() == in_python.apply_chat_template(TALK)["input_ids"]
+
+
+def test_an_eos_token_that_the_tokenizer_adds_is_not_added_twice(in_python):
+    found, _ = Encoder(in_python).encode([record({"text": text}) for text in ("Hi there", "Hi there</s>")])
+    assert [in_python.decode(each[0].tokens) for each in found] == ["Hi there</s>"] * 2
 
 
 @pytest.mark.parametrize(
@@ -513,6 +567,27 @@ def test_what_a_template_cannot_write_is_told_with_its_place(name, messages, rea
         ("tokens", {"input_ids": [1, 2], "labels": [2, -100]}, "label 2 of token 0 .* not moved by one"),
         ("tokens", {"input_ids": [1, 2], "loss_mask": [1, 2]}, "loss_mask holds 2"),
     ],
+    ids=[
+        "no field",
+        "no string",
+        "half a character",
+        "half a character in a turn",
+        "no json",
+        "no tools",
+        "no variables",
+        "no completion",
+        "empty completion",
+        "no common prompt",
+        "another prompt",
+        "no rejected",
+        "no ids",
+        "no integers",
+        "unknown id",
+        "negative id",
+        "labels of another length",
+        "labels moved by one",
+        "mask of twos",
+    ],
 )
 def test_what_is_wrong_with_a_record_is_told_with_its_place(source_format, value, reason):
     with pytest.raises(DataError, match=rf"\Achats\.jsonl:1: .*{reason}"):
@@ -537,3 +612,16 @@ def test_a_chat_template_may_be_the_path_of_one():
     path = DIRECTORY / "chatml.jinja"
     assert read_chat_template(str(path)) == path.read_text(encoding="utf-8")
     assert read_chat_template("{{ messages }}") == "{{ messages }}"
+
+
+def test_the_template_of_the_examples_needs_no_tokens_of_its_own():
+    path = DIRECTORY.parents[2] / "examples" / "chat.jinja"
+    chosen, text = tokenizer("base", None), read_chat_template(str(path))
+    [[document]], _ = Encoder(chosen, "messages", chat_template=text).encode([record({"messages": TALK})])
+    assert learnt(chosen, document) == [" Hello!<|endoftext|>", " It is four.<|endoftext|>"]
+    assert chosen.decode(document.tokens) == (
+        "Be brief.\n\nQuestion: Hi there\nAnswer: Hello!<|endoftext|>\nQuestion: What is two and two?\n"
+        "Answer: It is four.<|endoftext|>\n"
+    )
+    asked = chosen.apply_chat_template(TALK[:2], chat_template=text, add_generation_prompt=True, tokenize=False)
+    assert chosen.decode(document.tokens).startswith(asked)

@@ -37,8 +37,8 @@ from meshwright.cli import main as cli
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, full_weights, train_steps
-from meshwright.train.optim import build_scheduler
 from meshwright.train.run_file import OptimizerConfig, ScheduleConfig
+from meshwright.train.schedules import build_scheduler
 
 CASE = Case(steps=2)
 

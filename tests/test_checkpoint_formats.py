@@ -35,8 +35,8 @@ from meshwright.checkpoint.values import flat
 from meshwright.cli import main as cli
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import pool
-from meshwright.train.optim import build_scheduler
 from meshwright.train.run_file import OptimizerConfig, ScheduleConfig
+from meshwright.train.schedules import build_scheduler
 
 FORMAT_1 = Path(__file__).parent / "data" / "checkpoint-format-1.tar.gz"
 """Saved under fsdp2 on two ranks, after two steps of five, by a version that wrote format 1; see `_formula`."""
@@ -216,7 +216,7 @@ def test_a_manifest_names_files_of_the_checkpoint_alone(name: str, saved: Path, 
         read_manifest(directory)
 
 
-@pytest.mark.parametrize("version", [3, 0, "2", None, [2]])
+@pytest.mark.parametrize("version", [4, 0, "2", None, [2]])
 def test_a_newer_format_is_refused_and_named(version: Any, saved: Path, tmp_path: Path) -> None:
     directory = tmp_path / "newer"
     shutil.copytree(saved, directory)
@@ -224,7 +224,7 @@ def test_a_newer_format_is_refused_and_named(version: Any, saved: Path, tmp_path
     # A newer one may have no checksum where this one has it.
     content.pop("sha256")
     (directory / MANIFEST).write_text(json.dumps({**content, "format": version}, indent=1) + "\n")
-    with pytest.raises(CheckpointError, match="reads those up to 2"):
+    with pytest.raises(CheckpointError, match="reads those up to 3"):
         read_manifest(directory)
 
 

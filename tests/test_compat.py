@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from datetime import timedelta
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,6 +19,22 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from meshwright import Mesh, MeshSizes, open_world
+from meshwright._compat.chat_templates import render_marked
+from meshwright._compat.peft import (
+    adapted_on_meta,
+    base_name,
+    file_names,
+    low_rank,
+    merge_layer,
+    saved_copies,
+    stand_in,
+    sum_norms,
+    tuner_layers,
+    with_low_rank,
+    wrapped,
+    wrappers,
+    wrappers_of_parameters,
+)
 from meshwright._compat.torch import (
     TorchDispatchMode,
     all_gather,
@@ -386,3 +404,76 @@ def test_what_is_put_among_a_modules_own_parameters_is_what_its_forward_sees():
     own_parameters(layer)["weight"] = before
     assert layer.weight is before
     assert dict(layer.named_parameters()) == {"weight": before}
+
+
+def test_a_chat_template_tells_which_characters_it_has_marked():
+    template = "{% for m in messages %}[{% generation %}{{ m.content }}{{ end }}{% endgeneration %}]{% endfor %}"
+    messages = [{"role": "assistant", "content": "one"}, {"role": "assistant", "content": ""}]
+    assert render_marked(template, messages, None, {"end": "."}) == ("[one.][.]", [(1, 5), (7, 8)])
+
+
+def test_peft_adapts_models_without_memory_and_merges_layers_by_themselves() -> None:
+    """`adapted_on_meta`, `wrappers` and `merge_layer`: what peft's own loading and `merge_and_unload` rely on."""
+    config = LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    with torch.device("meta"):
+        model = adapted_on_meta(tiny_model(tied=False), {"default": config})
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert sorted(name for name, _ in wrappers(model)) == [
+        "base_model.model.lm_head",
+        *(f"base_model.model.model.layers.{index}.self_attn.q_proj" for index in range(3)),
+    ]
+    layer = dict(wrappers(get_peft_model(tiny_model(tied=False), config)))[
+        "base_model.model.model.layers.1.self_attn.q_proj"
+    ]
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    weight, left, right = (layer.get_parameter(f"{name}.weight").clone() for name in _FACTORS)
+    merged = merge_layer(layer, "q_proj")
+    assert torch.equal(merged.get_parameter("weight"), weight + left @ right * 3)
+
+
+def test_peft_wraps_layers_embeddings_and_parameters_as_low_rank_says() -> None:
+    """The attributes by which adapters are placed along `tp` and `ep`, and the copies that `modules_to_save` makes."""
+    options = {"r": 2, "use_dora": True, "lora_dropout": 0.1, "target_modules": ["embed_tokens", "o_proj"]}
+    model = get_peft_model(tiny_model(tied=False), LoraConfig(**options, modules_to_save=["lm_head"]))
+    layers = {base_name(name): layer for name, layer in tuner_layers(model)}
+    embedding, linear = (low_rank(layers[f"model.{each}"]) for each in ("embed_tokens", "layers.0.self_attn.o_proj"))
+    assert embedding is not None
+    assert linear is not None
+    assert embedding.inner == ("lora_embedding_A.default",)
+    assert embedding.outer == ("lora_embedding_B.default", "lora_magnitude_vector.default.weight")
+    assert linear.inner == ("lora_A.default.weight",)
+    assert linear.outer == ("lora_B.default.weight", "lora_magnitude_vector.default.weight")
+    assert [type(each) for each in linear.dropouts] == [nn.Dropout]
+    assert saved_copies(model, "base_model.model.lm_head")[1] == "base_model.model.lm_head.modules_to_save.default"
+    (magnitude,) = linear.magnitudes
+    asked: list[int] = []
+    sum_norms(magnitude, lambda squares: asked.append(1) or 4 * squares, lambda: True)  # type: ignore[func-returns-value]
+    value = model(input_ids=torch.arange(4)[None]).logits
+    assert asked == [1]
+    assert value.isfinite().all()
+
+
+def test_peft_stacks_the_adapters_of_experts_as_ranks_of_experts_take_them() -> None:
+    config = LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"], target_modules=[])
+    model = get_peft_model(case_model("mixtral", tied=None, seed=0, dtype=torch.float64), config)
+    (_, layer), *_ = tuner_layers(model)
+    assert wrappers_of_parameters(model, wrapped(layer))[0] is layer
+    nn.init.normal_(layer.lora_B["default"].weight)
+    weight = layer.get_param().detach()
+    expected = weight + layer.get_delta_weight("default")
+    torch.testing.assert_close(with_low_rank(layer, weight[1:3], 1), expected[1:3], rtol=0, atol=1e-14)
+
+
+def test_peft_tells_the_names_in_an_adapters_file_and_copies_stand_ins_without_memory() -> None:
+    model = get_peft_model(tiny_model(tied=False), LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    names = file_names(model)
+    path = "base_model.model.model.layers.0.self_attn.q_proj"
+    assert names[f"{path}.lora_magnitude_vector"] == f"{path}.lora_magnitude_vector.default.weight"
+    assert names[f"{path}.lora_A.weight"] == f"{path}.lora_A.default.weight"
+    copied = copy.deepcopy(stand_in(nn.Parameter(torch.empty(1000, 1000))))
+    assert copied.untyped_storage().nbytes() == 4
+    assert copied.isnan().all()
+
+
+_FACTORS = ("base_layer", "lora_B.default", "lora_A.default")

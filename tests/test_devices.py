@@ -20,8 +20,8 @@ from meshwright.testing.case import share
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager
 from meshwright.train.loop import Loop, fit
-from meshwright.train.optim import build_scheduler
 from meshwright.train.run_file import ScheduleConfig
+from meshwright.train.schedules import build_scheduler
 
 CASE = Case(steps=2, sequences=4, microbatches=2)
 OFFLOADED = {"offload_policy": {"pin_memory": False}}
@@ -90,11 +90,12 @@ def _walk(manager: StrategyManager, devices: TwoDevices) -> list[tuple[str, str]
             steps=2 * number + 2,
             start=2 * number,
             batches=lambda step: share(CASE, step, mesh.data_rank, mesh.data_size),
-            held_out=share(CASE, 7, mesh.data_rank, mesh.data_size),
+            held_out={"held_out": share(CASE, 7, mesh.data_rank, mesh.data_size)},
+            scheduler=scheduler,
             max_grad_norm=0.1 if number % 2 else None,
             grad_norm_type=norm_type,
         )
-        for result in fit(manager, scheduler, loop):
+        for result in fit(manager, loop):
             assert math.isfinite(result.loss + result.grad_norm)
         norm = manager.clip_grad_norm(1.0, norm_type)
         assert (float(norm), devices.of(norm)) == (0.0, ACCELERATOR)

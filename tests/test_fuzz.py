@@ -34,7 +34,7 @@ from typer.testing import CliRunner
 from meshwright.base.errors import MeshwrightError
 from meshwright.base.validation import validated
 from meshwright.cli import main as cli
-from meshwright.data import corpus, load_tokenizer, prepare
+from meshwright.data import load_tokenizer, prepare, sources
 from meshwright.files.parsing import as_yaml, parse_yaml
 from meshwright.launch import local as launch
 from meshwright.mesh.sizes import Degrees
@@ -288,7 +288,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OddRunFiles:
     monkeypatch.setattr(launch, "launch", _start)
     monkeypatch.setattr(run, "guarded", _start)
     # All of the standard library would take half a minute.
-    monkeypatch.setattr(corpus, "_stdlib_paths", lambda: [tmp_path / "0.txt", tmp_path / "1.txt"])
+    monkeypatch.setattr(sources, "_stdlib_paths", lambda: [tmp_path / "0.txt", tmp_path / "1.txt"])
     kinds = {bool: "boolean", int: "integer", float: "number"}
 
     def fields(values: Mapping[str, Any], *above: str) -> dict[tuple[str, ...], dict[str, Any]]:

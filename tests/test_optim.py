@@ -11,7 +11,6 @@ from torch import nn
 
 from meshwright.base.errors import ConfigError
 from meshwright.train.optim import (
-    build_scheduler,
     can_fuse,
     decay_groups,
     fused_where_it_pays,
@@ -19,6 +18,7 @@ from meshwright.train.optim import (
     try_optimization,
 )
 from meshwright.train.run_file import OptimizerConfig, ScheduleConfig
+from meshwright.train.schedules import build_scheduler
 
 
 def named() -> list[tuple[str, nn.Parameter]]:

@@ -98,6 +98,7 @@ def test_the_test_of_the_readme_tries_every_cell() -> None:
     [
         "README.md",
         "CONTRIBUTING.md",
+        "docs/fit.md",
         "docs/objectives.md",
         "docs/write-a-strategy.md",
         "docs/coverage.md",

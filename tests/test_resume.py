@@ -31,7 +31,7 @@ def _run_file(workplace: Path, name: str, **changes: Any) -> Path:
     values = yaml.safe_load((workplace / "run.yaml").read_text())
     # Dropout, so that random numbers are seen to go on, too.
     values["model"]["attention_dropout"] = 0.2
-    values |= {"steps": STEPS, "sample": {"prompt": None}, "eval": {"every": 5, "sequences": 4}}
+    values |= {"steps": STEPS, "sample": None, "eval": {"every": 5, "sequences": 4}}
     values |= {"checkpoint": {"every": 3}, "output_dir": str(workplace / name), "schedule": {"warmup_steps": 4}}
     values |= changes
     path = workplace / f"{name}.yaml"

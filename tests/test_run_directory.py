@@ -28,12 +28,13 @@ from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import pool
 from meshwright.train.fate import check_restarts
-from meshwright.train.optim import build_scheduler, decay_groups, set_schedule
+from meshwright.train.optim import decay_groups
 from meshwright.train.output import locked
 from meshwright.train.plan import data_and_model_config
 from meshwright.train.report import as_record, read_metrics
 from meshwright.train.run import run_rank
 from meshwright.train.run_file import RunConfig, ScheduleConfig, load_run
+from meshwright.train.schedules import build_scheduler, set_schedule
 
 STEPS, EVERY, TOLERANCE = 8, 2, 1e-9
 
@@ -81,7 +82,7 @@ class Place:
     def file(self, **changes: Any) -> Path:
         values = yaml.safe_load((self.workplace / "run.yaml").read_text())
         values |= {"strategy": "single", "strategy_config": {}, "nproc": 1, "output_dir": str(self.out)}
-        values |= {"steps": STEPS, "sample": {"prompt": None}, "eval": {"sequences": 2}, "timeout_s": 4}
+        values |= {"steps": STEPS, "sample": None, "eval": {"sequences": 2}, "timeout_s": 4}
         values |= {"checkpoint": {"every": EVERY, "keep_last": None, "asynchronous": False}}
         values |= {"optimizer": {"lr": 1e-2, "weight_decay": 0.1}, "schedule": {"warmup_steps": 1}}
         values["model"]["dtype"] = "float64"

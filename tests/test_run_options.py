@@ -1,6 +1,7 @@
 """Each option that changes a run acts: a run under another value is told from one under the values below.
 
-Options of RunConfig, OptimizerConfig, ScheduleConfig, EvalConfig, SampleConfig, CheckpointConfig and DataConfig.
+Options of RunConfig, OptimizerConfig, OptimizerGroup, EMAConfig, ScheduleConfig, EvalConfig, EarlyStoppingConfig,
+SampleConfig, CheckpointConfig, KeepBestConfig, SaveOnConfig and DataConfig.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def _facts(place: Place, output: str) -> dict[str, Any]:
         "sample": output.partition("\nsample\n")[2].partition("\nwritten")[0],
         "checkpoints": place.steps(),
         "sums": [line.get("sums") for line in metrics],
+        "averaged": [line.get("evaluations", {}).get("held_out_ema") for line in metrics],
+        "written": sorted(path.name for path in place.out.iterdir() if not path.name.startswith(".")),
     }
 
 
@@ -91,9 +94,17 @@ def _inside(key: str, **changes: Any) -> dict[str, Any]:
         (_inside("optimizer", weight_decay=0.0), ["losses"]),
         (_inside("optimizer", no_decay=["*"]), ["losses"]),
         (_inside("optimizer", options={"betas": [0.5, 0.9]}), ["losses"]),
+        (_inside("optimizer", groups=[{"match": ["*norm*"], "lr": 0.5}]), ["losses"]),
+        (_inside("optimizer", groups=[{"matrices": True, "name": "Muon"}]), ["losses"]),
+        ({"ema": {"decay": 0.5}}, ["averaged", "written"]),
+        ({"ema": {"decay": 0.5, "evaluate": False}}, ["written"]),
+        ({"ema": {"decay": 0.5, "export": False}}, ["averaged"]),
         (_inside("schedule", name="linear"), ["rates", "losses"]),
         (_inside("schedule", warmup_steps=3), ["rates", "losses"]),
         (_inside("schedule", options={"num_cycles": 2.0}), ["rates", "losses"]),
+        ({"steps": None, "epochs": 0.0625}, ["rates", "losses"]),
+        (_inside("schedule", warmup_steps=0, warmup_ratio=0.75), ["rates", "losses"]),
+        (_inside("eval", early_stopping={"patience": 1, "min_delta": 99.0}, every=1), ["losses", "evaluated"]),
         (_inside("eval", every=None), ["evaluated"]),
         (_inside("eval", sequences=1), ["held out"]),
         (_inside("sample", prompt="3 is "), ["sample"]),
@@ -102,6 +113,9 @@ def _inside(key: str, **changes: Any) -> dict[str, Any]:
         (_inside("checkpoint", every=None), ["checkpoints"]),
         (_inside("checkpoint", keep_last=2), ["checkpoints"]),
         (_inside("checkpoint", keep_every=2), ["checkpoints"]),
+        (_inside("checkpoint", keep_best={"n": 2}), ["checkpoints"]),
+        (_inside("checkpoint", keep_last=4, every=None, save_on=[{"time": "0.001s"}]), ["checkpoints"]),
+        ({"sample": None}, ["sample"]),
     ],
     ids=str,
 )
@@ -149,10 +163,11 @@ def test_a_run_goes_on_with_its_objective_and_tells_of_another_one(workplace: Pa
 @pytest.mark.parametrize(
     ("objective", "text"),
     [
-        ({"name": "dpo"}, "objective 'dpo' needs reference_log_probs beside the tokens"),
+        ({"name": "dpo"}, "objective 'dpo' takes rows 2 by 2"),
         ("orpo", "objective 'orpo' takes rows 2 by 2"),
-        ({"name": "reward"}, "objective 'reward' takes rows 2 by 2"),
-        ({"name": "value", "clip": None}, "objective 'value' needs returns beside the tokens"),
+        ({"name": "reward"}, "objective 'reward' is over the outputs of another head"),
+        ({"name": "value", "clip": None}, "objective 'value' is over the outputs of another head"),
+        ({"name": "unlikelihood"}, "objective 'unlikelihood' needs negatives beside the tokens"),
     ],
     ids=str,
 )

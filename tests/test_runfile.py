@@ -230,7 +230,7 @@ def test_merged_mappings_may_change_a_key(run_file):
     [
         ("stratgy: ddp", "stratgy: unknown key. Did you mean 'strategy'?"),
         ("dp_replicate: 2", "dp_replicate: unknown key. Did you mean 'dp_replicate_size'?"),
-        ("optimizer: {learning_rate: 1}", "optimizer.learning_rate: unknown key. Allowed: lr, name, "),
+        ("optimizer: {learning_rate: 1}", "optimizer.learning_rate: unknown key. Allowed: groups, lr, name, "),
         ("optimizer: {wieght_decay: 1}", "optimizer.wieght_decay: unknown key. Did you mean 'weight_decay'?"),
         ("schedule: {warmup: 1}", "schedule.warmup: unknown key. Did you mean 'warmup_steps'?"),
         ("eval: {evry: 1}", "eval.evry: unknown key. Did you mean 'every'?"),
@@ -282,6 +282,24 @@ def test_an_unknown_key_at_any_level_is_an_error_with_the_nearest_one(more, line
         (f"resume: {'a' * 300}", "resume: is too long for a path"),
         ("data: {cache_dir: ~nobody_here/x}", "data.cache_dir: names the home directory of a user who is unknown here"),
         ("schedule: {warmup_steps: 11}", "as a whole: schedule.warmup_steps=11 is more than steps=10"),
+        ("epochs: 2", "as a whole: give either steps or epochs"),
+        ("epochs: 0", "epochs: Input should be greater than 0 (got 0)"),
+        ("schedule: {warmup_steps: 2, warmup_ratio: 0.1}", "schedule: warmup_steps=2 and warmup_ratio=0.1 say"),
+        ("schedule: {warmup_ratio: 2}", "schedule.warmup_ratio: Input should be less than or equal to 1 (got 2)"),
+        ("eval: {early_stopping: {patience: 2}}", "as a whole: eval.early_stopping needs evaluations before the end"),
+        (
+            "eval: {every: 2, early_stopping: {set: wiki}}",
+            "as a whole: eval.early_stopping.set='wiki' is no set of this run. Known: held_out",
+        ),
+        ("eval: {every: 2, early_stopping: {min_delta: -1}}", "eval.early_stopping.min_delta: Input should be greater"),
+        (
+            "checkpoint: {keep_best: {set: wiki}}\ndata: {eval_sets: {news: {files: a.txt}}}",
+            "as a whole: checkpoint.keep_best.set='wiki' is no set of this run. Known: held_out, news",
+        ),
+        ("checkpoint: {keep_best: {n: 0}}", "checkpoint.keep_best.n: Input should be greater than or equal to 1"),
+        ("checkpoint: {save_on: [{time: 20}]}", "checkpoint.save_on.0.time: Input should be a valid string (got 20)"),
+        ("checkpoint: {save_on: [{time: 20d}]}", "checkpoint.save_on.0.time: String should match pattern"),
+        ("checkpoint: {save_on: [{steps: 20}]}", "checkpoint.save_on.0.steps: unknown key"),
     ],
 )
 def test_a_bad_value_is_an_error_that_names_key_rule_and_value(more, line, run_file):
@@ -309,7 +327,7 @@ def test_a_model_needs_exactly_one_source(model, text, run_file):
 
 def test_every_missing_key_is_told_at_once(run_file):
     text = refusal(run_file("strategy: ddp", base=""))
-    for key in ("model", "steps", "batch_size"):
+    for key in ("model", "batch_size"):
         assert f"\n  {key}: required, but not given." in text
 
 

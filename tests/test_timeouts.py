@@ -73,7 +73,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("hang")
     values = yaml.safe_load(write_run(directory).read_text())
     values |= {"steps": 2, "timeout_s": TIMEOUT_S, "eval": {"every": 1, "sequences": 2}, "overwrite": True}
-    values |= {"checkpoint": {"every": 2, "asynchronous": False}, "resume": "never", "sample": {"prompt": None}}
+    values |= {"checkpoint": {"every": 2, "asynchronous": False}, "resume": "never", "sample": None}
     (directory / "run.yaml").write_text(yaml.safe_dump(values))
     return directory
 

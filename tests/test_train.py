@@ -13,25 +13,26 @@ import pytest
 import torch
 
 from meshwright import (
+    Checkpointer,
     DataError,
     Loop,
-    Registry,
     StepResult,
     TrainingError,
     count_tokens,
     fit,
+    get_registry,
     hookimpl,
     load_checkpoint,
-    save_checkpoint,
 )
+from meshwright.checkpoint.manifest import step_directory
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager, build_with_optimizer, full_weights
-from meshwright.train.ahead import step_seed
 from meshwright.train.loop import train_step
-from meshwright.train.optim import build_scheduler
 from meshwright.train.run_file import ScheduleConfig
+from meshwright.train.schedules import build_scheduler
+from meshwright.train.seeds import step_seed
 
 STEPS = 6
 
@@ -51,7 +52,9 @@ def _loop(manager: StrategyManager, case: Case, **changes: Any) -> Loop:
     def batches(step: int) -> Any:
         return share(case, step, mesh.data_rank, mesh.data_size)
 
-    return Loop(**{"steps": STEPS, "batches": batches, "held_out": batches(99), "eval_every": 4, **changes})
+    return Loop(
+        **{"steps": STEPS, "batches": batches, "held_out": {"held_out": batches(99)}, "eval_every": 4, **changes}
+    )
 
 
 def _scheduler(manager: StrategyManager) -> Any:
@@ -61,9 +64,9 @@ def _scheduler(manager: StrategyManager) -> Any:
 def _fit(strategy: str) -> tuple[list[StepResult], list[StepResult]]:
     case = Case(microbatches=3)
     manager = build_manager(strategy, {}, {}, case)
-    registry, recorder = Registry(plugins=[]), Recorder()
+    registry, recorder = get_registry(), Recorder()
     with registry.observing(recorder):
-        results = fit(manager, _scheduler(manager), _loop(manager, case), registry)
+        results = fit(manager, _loop(manager, case, scheduler=_scheduler(manager)))
     registry.hook.on_step_end(result=results[0])
     return results, recorder.seen
 
@@ -94,15 +97,15 @@ def _fit_in_parts() -> list[float]:
     case = Case()
     manager = build_manager("fsdp2", {}, {}, case)
     scheduler = _scheduler(manager)
-    first = fit(manager, scheduler, _loop(manager, case, steps=3, held_out=()))
-    second = fit(manager, scheduler, _loop(manager, case, start=3, held_out=()))
+    first = fit(manager, _loop(manager, case, scheduler=scheduler, steps=3, held_out={}))
+    second = fit(manager, _loop(manager, case, scheduler=scheduler, start=3, held_out={}))
     return [r.loss for r in [*first, *second]]
 
 
 def _fit_at_once() -> list[float]:
     case = Case()
     manager = build_manager("fsdp2", {}, {}, case)
-    return [r.loss for r in fit(manager, _scheduler(manager), _loop(manager, case, held_out=()))]
+    return [r.loss for r in fit(manager, _loop(manager, case, scheduler=_scheduler(manager), held_out={}))]
 
 
 def test_a_run_in_two_parts_is_the_run_at_once() -> None:
@@ -117,7 +120,7 @@ def _seeds() -> list[int]:
         found.append(torch.initial_seed())
         return share(case, step, manager.mesh.data_rank, manager.mesh.data_size)
 
-    fit(manager, _scheduler(manager), _loop(manager, case, steps=3, seed=5, batches=batches, held_out=()))
+    fit(manager, _loop(manager, case, scheduler=_scheduler(manager), steps=3, seed=5, batches=batches, held_out={}))
     return found
 
 
@@ -153,14 +156,14 @@ def _poisoned() -> tuple[str, bool, int]:
     case = Case()
     manager = build_manager("fsdp2", {}, {}, case)
     scheduler = _scheduler(manager)
-    fit(manager, scheduler, _loop(manager, case, steps=2, held_out=()))
+    fit(manager, _loop(manager, case, scheduler=scheduler, steps=2, held_out={}))
     before = full_weights(manager)
     if manager.mesh.rank == 1:
         # One rank's parameter goes bad: the loss of all ranks shows it at once.
         with torch.no_grad():
             next(manager.model_parts[0].parameters()).to_local().fill_(math.nan)
     with pytest.raises(TrainingError) as caught:
-        fit(manager, scheduler, _loop(manager, case, start=2, held_out=()))
+        fit(manager, _loop(manager, case, scheduler=scheduler, start=2, held_out={}))
     after = full_weights(manager)
     same = all(torch.equal(after[name], before[name]) for name in before if "embed_tokens" not in name)
     return str(caught.value), same, caught.value.exit_code
@@ -192,7 +195,7 @@ def test_reporter_writes_a_line_of_json_per_step_and_prints_where_no_bar_fits(tm
     screen = StringIO()
     with Reporter(tmp_path / "m.jsonl", log_every=2, console=Console(file=screen, width=200)) as reporter:
         for step in (1, 2, 3):
-            reporter.on_step_end(_result(step, held_out_loss=0.7 if step == 3 else None))
+            reporter.on_step_end(_result(step, evaluations={"held_out": 0.7} if step == 3 else {}))
     records = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records] == [1, 2, 3]
     assert records[1]["loss"] == 1.25
@@ -223,7 +226,7 @@ def test_loss_curve_is_a_picture_that_shows_the_losses(tmp_path: Path) -> None:
 
     from meshwright.train.report import draw_loss_curve
 
-    draw_loss_curve([_result(1), _result(2), _result(3, held_out_loss=1.0)], tmp_path / "full.png")
+    draw_loss_curve([_result(1), _result(2), _result(3, evaluations={"held_out": 1.0})], tmp_path / "full.png")
     draw_loss_curve([_result(1)], tmp_path / "short.png")
     full, short = (image.imread(tmp_path / name) for name in ("full.png", "short.png"))
     assert full.shape == short.shape
@@ -248,17 +251,17 @@ def _drawn(*, ahead: bool) -> tuple[list[Any], list[float]]:
         def on_step_end(self, result: StepResult) -> None:
             told.append(result.loss)
 
-    loop = _loop(manager, case, seed=5, batches=batches, held_out=())
-    scheduler, registry = _scheduler(manager), Registry(plugins=[])
+    loop = _loop(manager, case, seed=5, batches=batches, held_out={})
+    registry, loop = get_registry(), replace(loop, scheduler=_scheduler(manager))
 
     def alone() -> None:
         for step in range(STEPS):
             torch.manual_seed(step_seed(5, step, manager.mesh.data_rank))
             drawn = batches(step)
             plain = replace(loop, seed=None, batches=lambda _, drawn=drawn: drawn)
-            registry.hook.on_step_end(result=train_step(manager, scheduler, plain, step))
+            registry.hook.on_step_end(result=train_step(manager, plain, step))
 
-    run = functools.partial(fit, manager, scheduler, loop, registry) if ahead else alone
+    run = functools.partial(fit, manager, loop) if ahead else alone
     with registry.observing(Told()), pytest.raises(KeyError, match="no more data"):
         run()
     return [each for each in told if isinstance(each, str)], [each for each in told if isinstance(each, float)]
@@ -291,7 +294,7 @@ def _order() -> list[str]:
     case = Case()
     watched: Any = _Order(build_manager("ddp", {}, {}, case))
     scheduler = _scheduler(watched.manager)
-    fit(watched, scheduler, _loop(watched.manager, case, steps=2, held_out=()))
+    fit(watched, _loop(watched.manager, case, scheduler=scheduler, steps=2, held_out={}))
     return [each for each in watched.calls if each not in ("mesh", "last_sums")]
 
 
@@ -313,14 +316,13 @@ def _in_part(strategy: str, config: dict[str, Any], sizes: dict[str, int], direc
     schedule = ScheduleConfig(name="linear", warmup_steps=2)
     scheduler, later, steps = (build_scheduler(schedule, optimizer, STEPS) for _, optimizer in built)
 
-    def save(step: int) -> None:
-        save_checkpoint(first, f"{directory}/{step}", step=step, scheduler=scheduler)
-
-    whole = fit(first, scheduler, _loop(first, case, eval_every=2, save=save, save_every=3, seed=1))
-    load_checkpoint(again, f"{directory}/3", scheduler=later)
-    part = fit(again, later, _loop(again, case, eval_every=2, start=3, seed=1))
-    loop = _loop(plain, case, seed=1)
-    alone = [train_step(plain, steps, loop, step) for step in range(STEPS)]
+    with Checkpointer(first, directory, asynchronous=False) as checkpointer:
+        saving = {"checkpointer": checkpointer, "save_every": 3}
+        whole = fit(first, _loop(first, case, scheduler=scheduler, eval_every=2, seed=1, **saving))
+    manifest = load_checkpoint(again, step_directory(Path(directory), 3), scheduler=later)
+    part = fit(again, _loop(again, case, scheduler=later, eval_every=2, seed=1).going_on(manifest))
+    loop = _loop(plain, case, scheduler=steps, seed=1)
+    alone = [train_step(plain, loop, step) for step in range(STEPS)]
 
     def told(results: list[StepResult], *without: str) -> list[dict[str, Any]]:
         return [
@@ -329,7 +331,7 @@ def _in_part(strategy: str, config: dict[str, Any], sizes: dict[str, int], direc
 
     weights, others = full_weights(first), full_weights(again)
     assert all(torch.equal(weights[name], others[name]) for name in weights)
-    return told(whole), told(part), (told(whole, "held_out_loss"), told(alone, "held_out_loss"))
+    return told(whole), told(part), (told(whole, "evaluations"), told(alone, "evaluations"))
 
 
 @pytest.mark.parametrize(
@@ -346,7 +348,7 @@ def test_a_run_whose_steps_begin_ahead_goes_on_where_it_was_and_is_the_run_with_
 ) -> None:
     for whole, part, (ahead, alone) in pool(ranks).run(_in_part, strategy, config, sizes, str(tmp_path)):
         assert len({each["num_tokens"] for each in whole}) > 1
-        assert [each["held_out_loss"] is not None for each in whole] == [False, True] * 3
+        assert ["held_out" in each["evaluations"] for each in whole] == [False, True] * 3
         assert part == whole[3:]
         assert ahead == alone
 
@@ -355,7 +357,7 @@ def _undrawn(kind: str, culprits: tuple[int, ...]) -> tuple[str, int]:
     """What a rank is told where some ranks have nothing sound for the third step; and what was trained until then."""
     case = Case()
     manager = build_manager("fsdp2", {}, {}, case)
-    registry, recorder = Registry(plugins=[]), Recorder()
+    registry, recorder = get_registry(), Recorder()
 
     def batches(step: int) -> Any:
         good = share(case, step, manager.mesh.data_rank, manager.mesh.data_size)
@@ -369,7 +371,7 @@ def _undrawn(kind: str, culprits: tuple[int, ...]) -> tuple[str, int]:
 
     try:
         with registry.observing(recorder):
-            fit(manager, _scheduler(manager), _loop(manager, case, batches=batches), registry)
+            fit(manager, _loop(manager, case, scheduler=_scheduler(manager), batches=batches))
     except Exception as error:
         # Ranks can go on together.
         mine = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)

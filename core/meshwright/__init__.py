@@ -57,14 +57,20 @@ if TYPE_CHECKING:
     from .strategy.spec import StrategySpec as StrategySpec
     from .strategy.stack import Stack as Stack
     from .strategy.stack import resolve as resolve
+    from .train.ema import EMA as EMA
     from .train.from_pretrained import from_config as from_config
     from .train.from_pretrained import from_pretrained as from_pretrained
+    from .train.loop import Callback as Callback
     from .train.loop import Loop as Loop
     from .train.loop import fit as fit
     from .train.optim import optimizer_factory as optimizer_factory
-    from .train.run_file import OptimizerConfig as OptimizerConfig
+    from .train.optimizer_config import EMAConfig as EMAConfig
+    from .train.optimizer_config import OptimizerConfig as OptimizerConfig
+    from .train.optimizer_config import OptimizerGroup as OptimizerGroup
+    from .train.optimizers import Optimizers as Optimizers
     from .train.run_file import RunConfig as RunConfig
     from .train.run_file import load_run as load_run
+    from .train.watch import EarlyStopping as EarlyStopping
 
 _MODULE_OF = {
     "BatchError": "base.errors",
@@ -112,13 +118,19 @@ _MODULE_OF = {
     "list_strategies": "strategy.registry",
     "Stack": "strategy.stack",
     "resolve": "strategy.stack",
+    "EMA": "train.ema",
     "from_config": "train.from_pretrained",
     "from_pretrained": "train.from_pretrained",
+    "Callback": "train.loop",
+    "EarlyStopping": "train.watch",
     "Loop": "train.loop",
     "StepResult": "strategy.contract",
     "fit": "train.loop",
     "optimizer_factory": "train.optim",
-    "OptimizerConfig": "train.run_file",
+    "EMAConfig": "train.optimizer_config",
+    "OptimizerConfig": "train.optimizer_config",
+    "OptimizerGroup": "train.optimizer_config",
+    "Optimizers": "train.optimizers",
     "RunConfig": "train.run_file",
     "load_run": "train.run_file",
 }

@@ -51,9 +51,10 @@ OWNERS = {
     "meshwright_pipeline.config": ["PipelineConfig"],
     "meshwright.single.config": ["SingleConfig"],
     "meshwright.mesh.sizes": ["MeshSizes"],
-    "meshwright.train.run_file": [
-        *("RunConfig", "OptimizerConfig", "ScheduleConfig", "EvalConfig", "SampleConfig"),
-        *("CheckpointConfig", "ResumeConfig"),
+    "meshwright.train.run_file": ["RunConfig", "ScheduleConfig", "ResumeConfig"],
+    "meshwright.train.optimizer_config": ["OptimizerConfig", "OptimizerGroup", "EMAConfig"],
+    "meshwright.train.run_sections": [
+        *("EvalConfig", "EarlyStoppingConfig", "SampleConfig", "CheckpointConfig", "KeepBestConfig", "SaveOnConfig"),
     ],
     "meshwright.data.config": ["DataConfig"],
 }

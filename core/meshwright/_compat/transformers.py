@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -161,3 +162,16 @@ def is_left_out_of_files(model: nn.Module, name: str) -> bool:
     """
     patterns = getattr(model, "_keys_to_ignore_on_save", None) or []
     return any(re.search(pattern, name) for pattern in patterns)
+
+
+def save_code(model: nn.Module, directory: Path) -> None:
+    """Write the files of a model's class, if they came with it, and note them in its configuration.
+
+    As `save_pretrained` does it for a whole model; which classes are such is told by a private name.
+    """
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if getattr(base, "_auto_class", None) is not None:
+        from transformers.dynamic_module_utils import custom_object_save
+
+        directory.mkdir(exist_ok=True)
+        custom_object_save(base, directory, config=base.config)

@@ -20,7 +20,7 @@ from ..base.errors import CheckpointError, CheckpointWriteError
 from ..mesh.world import new_group
 from ..strategy.contract import StrategyManager
 from .agreement import Agreement
-from .directory import remove_leftovers, retain
+from .directory import EVALUATIONS, remove_leftovers, retain
 from .manifest import step_directory
 from .saving import Saving, own_group, told
 
@@ -74,6 +74,8 @@ class Checkpointer:
         root: directory of the checkpoints, which are named by their steps.
         keep_last: how many to keep, whole ones of no later step than the one just saved; None keeps all.
         keep_every: those of steps that are multiples of it are kept, too.
+        keep_best: so many are kept, too, of those with the lowest loss.
+        best_of: name of the set of which that loss is; see `evaluations` of `save`.
         asynchronous: whether training goes on while one is written.
         on_error: whether a checkpoint that cannot be written ends the training, or is told in a warning. Either way
             those that were there are.
@@ -87,6 +89,8 @@ class Checkpointer:
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        keep_best: int | None = None,
+        best_of: str = "held_out",
         asynchronous: bool = True,
         on_error: OnError = "stop",
         tokenizer: Any = None,
@@ -94,6 +98,7 @@ class Checkpointer:
         self._manager = manager
         self._root = Path(root)
         self._keep_last, self._keep_every = keep_last, keep_every
+        self.keep_best, self.best_of = keep_best, best_of
         self._asynchronous = asynchronous
         self._on_error = on_error
         self._tokenizer = tokenizer
@@ -104,8 +109,18 @@ class Checkpointer:
         if manager.mesh.rank == 0:
             remove_leftovers(self._root)
 
-    def save(self, step: int, *, scheduler: LRScheduler | None = None, extra: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        *,
+        scheduler: LRScheduler | None = None,
+        extra: Mapping[str, Any] | None = None,
+        evaluations: Mapping[str, float] | None = None,
+    ) -> None:
         """Save the state after `step` steps; see `save_checkpoint`. Collective.
+
+        Args:
+            evaluations: losses of this state by the names of sets; they go into `extra`.
 
         Raises:
             CheckpointError: this one, or the one before it, could not be written and `on_error` is "stop".
@@ -120,7 +135,7 @@ class Checkpointer:
                 step=step,
                 scheduler=scheduler,
                 tokenizer=self._tokenizer,
-                extra=extra,
+                extra={**(extra or {}), EVALUATIONS: dict(evaluations or {})},
                 agreement=self._agreement,
             )
         except CheckpointError as error:
@@ -168,7 +183,14 @@ class Checkpointer:
         try:
             saving.write()
             if self._manager.mesh.rank == 0:
-                retain(self._root, newest=step, keep_last=self._keep_last, keep_every=self._keep_every)
+                retain(
+                    self._root,
+                    newest=step,
+                    keep_last=self._keep_last,
+                    keep_every=self._keep_every,
+                    keep_best=self.keep_best,
+                    of_set=self.best_of,
+                )
         except CheckpointError as error:
             self._error = error
         except Exception as error:

@@ -15,6 +15,7 @@ This module imports no torch.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -27,6 +28,8 @@ from .manifest import MANIFEST, Manifest, beside, digest, read_manifest, steps_i
 
 HUGGING_FACE = "huggingface"
 """Where a checkpoint has the model's configuration and the tokenizer."""
+EVALUATIONS = "evaluations"
+"""Where `extra` of a checkpoint has the losses of its state, by set."""
 _ABANDONED = re.compile(r"abandoned-(\d+)")
 
 
@@ -53,6 +56,8 @@ def commit(writing: Path, final: Path, manifest: Manifest) -> None:
     """
     content = asdict(manifest)
     version = content.pop("format")
+    if manifest.base is None:
+        del content["base"]
     with (writing / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(text_of({"format": version, "sha256": digest(content), **content}))
         file.flush()
@@ -117,7 +122,15 @@ def remove_leftovers(root: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def retain(root: Path, *, newest: int, keep_last: int | None, keep_every: int | None) -> None:
+def retain(
+    root: Path,
+    *,
+    newest: int,
+    keep_last: int | None,
+    keep_every: int | None = None,
+    keep_best: int | None = None,
+    of_set: str = "",
+) -> None:
     """Remove older checkpoints.
 
     Args:
@@ -126,17 +139,32 @@ def retain(root: Path, *, newest: int, keep_last: int | None, keep_every: int | 
             nor is removed.
         keep_last: how many to keep; None keeps all. Only whole ones count, and only whole ones are removed.
         keep_every: those of steps that are multiples of it are kept, too.
+        keep_best: so many are kept, too, of those with the lowest loss.
+        of_set: name of the set that the loss is of.
     """
     if keep_last is None:
         return
+    whole = [(step, path) for step, path in steps_in(root) if step <= newest and _is_whole(path)]
+    best = {step for _, step, _ in best_of([path for _, path in whole], of_set, keep_best or 0)}
     kept = 0
-    for step, path in steps_in(root):
-        if step > newest or (kept >= keep_last and keep_every is not None and step % keep_every == 0):
+    for step, path in whole:
+        if kept >= keep_last and (step in best or (keep_every is not None and step % keep_every == 0)):
             continue
-        if _is_whole(path):
-            kept += 1
-            if kept > keep_last:
-                remove(path)
+        kept += 1
+        if kept > keep_last:
+            remove(path)
+
+
+def best_of(checkpoints: Sequence[Path], name: str, count: int) -> list[tuple[float, int, Path]]:
+    """Loss, step and directory of so many checkpoints with the lowest losses of a set, by what they themselves tell;
+    the best first, of equal ones the earlier. Those that have no such loss, or a loss that is not finite, are none."""
+    found = []
+    for path in checkpoints if count else ():
+        manifest = _manifest_of(path)
+        loss = None if manifest is None else manifest.extra.get(EVALUATIONS, {}).get(name)
+        if manifest is not None and isinstance(loss, int | float) and math.isfinite(loss):
+            found.append((float(loss), manifest.step, path))
+    return sorted(found)[:count]
 
 
 def set_aside(root: Path, *, after: int, copies: Sequence[Path] = ()) -> Path | None:
@@ -173,11 +201,15 @@ def set_aside(root: Path, *, after: int, copies: Sequence[Path] = ()) -> Path | 
 
 def _is_whole(directory: Path) -> bool:
     """Whether a checkpoint has all that its manifest names, in size; not so where that cannot be read."""
+    return _manifest_of(directory) is not None
+
+
+def _manifest_of(directory: Path) -> Manifest | None:
+    """What a checkpoint tells of itself; None where it is not whole, or cannot be read."""
     try:
-        read_manifest(directory)
+        return read_manifest(directory)
     except CheckpointError:
-        return False
-    return True
+        return None
 
 
 def _sync(directory: Path) -> None:

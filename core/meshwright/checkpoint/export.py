@@ -2,19 +2,20 @@
 
 The files are what `save_pretrained` would write: safetensors with an index, in the format of published models, which
 transformers converts to the names and shapes of its modules when it loads. Each rank writes files of its own. A rank
-holds one file's tensors at a time.
+holds one file's tensors at a time. Of a checkpoint of adapters the first rank writes what peft would: see
+`adapter_files`.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -22,16 +23,12 @@ from torch import Tensor, nn
 
 from .._compat.transformers import is_left_out_of_files, saved_together, to_saved_format
 from ..base.errors import CheckpointError, ConfigError
-from ..files.parsing import reason
 from ..mesh.world import World
-from ..model.build import check_brings_no_code
-from ..tensors.pieces import Sharded, tensor_pieces
-from .directory import HUGGING_FACE
+from ..tensors.state import TensorKind
+from .adapter_files import AdapterFiles
 from .loading import checked
-from .manifest import Manifest, read_manifest, verify
-from .payload import read_tensors
-from .read_index import read_index
-from .values import MODEL
+from .manifest import read_manifest, verify
+from .stored_model import StoredModel, model_on_meta
 
 LEAST_FILE_BYTES = 64_000_000
 """Ranks share the work in files of at least this size."""
@@ -61,6 +58,7 @@ def export_checkpoint(
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: str | int = "5GB",
+    average: bool = False,
     world: World | None = None,
 ) -> None:
     """Write the model of a checkpoint, its configuration and its tokenizer as a Hugging Face directory.
@@ -72,58 +70,103 @@ def export_checkpoint(
         output: a directory that is missing or empty.
         dtype: of the weights; None: as they were saved.
         max_shard_size: of a file, in bytes or as "5GB"; memory is bounded by it.
+        average: of the weights in their place, rounded to their dtype; see `meshwright.train.ema`.
         world: ranks that share the work, and a file system; None: this process alone.
 
     Raises:
-        CheckpointError: the checkpoint is not whole, has no configuration, or is not of the model that it names.
+        CheckpointError: the checkpoint is not whole, has no configuration or no average, or is not of the model that
+            it names.
         ConfigError: the output is in the way, or a size is none.
     """
     checkpoint, output = Path(checkpoint), Path(output)
     rank, size = (world.rank, world.size) if world is not None else (0, 1)
 
-    def plan() -> _Export:
+    def plan() -> Export | AdapterFiles:
         if world is None:
             manifest = read_manifest(checkpoint)
             verify(checkpoint, manifest, list(manifest.files))
         else:
             manifest = checked(checkpoint, world)
         if rank == 0:
-            _check_empty(output)
-        return _Export(checkpoint, manifest, dtype, as_bytes(max_shard_size), ranks=size)
+            check_empty(output)
+        stored = StoredModel(checkpoint, manifest, average=average)
+        if manifest.base is not None:
+            return AdapterFiles(stored, dtype, model_on_meta(stored, adapted=True))
+        return Export(
+            model_on_meta(stored),
+            stored,
+            stored.described,
+            dtype,
+            as_bytes(max_shard_size),
+            ranks=size,
+            where=f"the checkpoint {checkpoint}",
+        )
 
     export = plan() if world is None else world.together(plan)
+    with written_whole(output, world) as writing:
+        for name in list(export.files)[rank::size]:
+            export.write(name, writing / name)
+        if world is not None:
+            world.reduce_ints([0])
+        if rank == 0:
+            export.describe(writing)
+
+
+@contextmanager
+def written_whole(output: Path, world: World | None = None) -> Iterator[Path]:
+    """A directory to write into, which gets its name when the context is left, and not before. Collective."""
     writing = output.resolve().with_name(f"{output.resolve().name}.writing")
-    if rank == 0:
+    first = world is None or world.rank == 0
+    if first:
         # What an interrupted one has left.
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
     if world is not None:
         world.reduce_ints([0])
-    for name, file in list(export.files.items())[rank::size]:
-        export.write(file, writing / name)
-    if world is not None:
-        world.reduce_ints([0])
-    if rank == 0:
-        export.describe(writing)
+    yield writing
+    if first:
         writing.rename(output.resolve())
     if world is not None:
         world.reduce_ints([0])
 
 
-class _Export:
-    """What there is to be written."""
+class Tensors(Protocol):
+    """The values of a model's parameters and buffers."""
+
+    @property
+    def kinds(self) -> Mapping[str, TensorKind]:
+        """Shape and dtype of each, by its name in the model."""
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """All of one, on the CPU, in this dtype."""
+
+
+class Export:
+    """What there is to be written of a whole model.
+
+    Args:
+        model: on the meta device, as it is written; its class gives names, shapes and ties.
+        tensors: its values.
+        described: files to be copied: source and place in the directory.
+        dtype: of the weights; None: as the tensors have it.
+        limit: bytes of a file.
+        ranks: that share the files.
+        where: how to name the source of the tensors in errors.
+    """
 
     def __init__(
-        self, checkpoint: Path, manifest: Manifest, dtype: torch.dtype | None, limit: int, *, ranks: int
+        self,
+        model: nn.Module,
+        tensors: Tensors,
+        described: Sequence[tuple[Path, str]],
+        dtype: torch.dtype | None,
+        limit: int,
+        *,
+        ranks: int,
+        where: str,
     ) -> None:
-        self._checkpoint = checkpoint
-        self._described = [name for name in manifest.files if PurePath(name).parts[0] == HUGGING_FACE]
-        self._dtype = dtype
-        self._index = read_index(checkpoint, manifest)
-        self._stored = {
-            name.removeprefix(MODEL): kind for name, kind in self._index.kinds.items() if name.startswith(MODEL)
-        }
-        self._model = _model_on_meta(checkpoint, self._described, self._stored)
+        self._model, self._tensors, self._described = model, tensors, described
+        self._dtype, self._where = dtype, where
         self._source = self._sources()
         self.files = self._planned(limit, ranks)
 
@@ -137,11 +180,12 @@ class _Export:
             for name, value in state.items()
             if name not in tied and not is_left_out_of_files(self._model, name)
         }
-        shapes = {name: self._stored[source][0] for name, source in sources.items() if source in self._stored}
+        kinds = self._tensors.kinds
+        shapes = {name: kinds[source][0] for name, source in sources.items() if source in kinds}
         for name, value in state.items():
             if name in sources and shapes.get(name) != value.shape:
                 raise CheckpointError(
-                    f"the checkpoint {self._checkpoint} is not of the model that its configuration gives: {name} is "
+                    f"{self._where} is not of the model that its configuration gives: {name} is "
                     f"{tuple(value.shape)} there, and {tuple(shapes[name]) if name in shapes else 'missing'} here."
                 )
         return sources
@@ -162,25 +206,21 @@ class _Export:
 
     def _sizes(self, group: list[str]) -> dict[str, int]:
         """Bytes of what a group becomes."""
-        made = to_saved_format(self._model, {name: self._empty(name, "meta") for name in group})
+        made = to_saved_format(self._model, {name: self._empty(name) for name in group})
         return {name: tensor.nbytes for name, tensor in made.items()}
 
-    def _empty(self, name: str, device: str) -> Tensor:
-        shape, dtype = self._stored[self._source[name]]
-        if self._dtype is not None and dtype.is_floating_point:
-            dtype = self._dtype
-        return torch.empty(shape, dtype=dtype, device=device)
+    def _empty(self, name: str) -> Tensor:
+        return torch.empty(self._tensors.kinds[self._source[name]][0], dtype=self._dtype_of(name), device="meta")
 
-    def write(self, file: _File, path: Path) -> None:
-        """Read a file's tensors from the checkpoint and write them."""
+    def _dtype_of(self, name: str) -> torch.dtype:
+        dtype = self._tensors.kinds[self._source[name]][1]
+        return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
+
+    def write(self, name: str, path: Path) -> None:
+        """Read a file's tensors and write them."""
         tensors: dict[str, Tensor] = {}
-        for group in file.groups:
-            read = {name: self._empty(name, "cpu") for name in group}
-            state = {
-                f"{MODEL}{self._source[name]}": Sharded(tensor.shape, tensor.dtype, tuple(tensor_pieces(tensor)))
-                for name, tensor in read.items()
-            }
-            read_tensors(self._checkpoint, self._index, state)
+        for group in self.files[name].groups:
+            read = {each: self._tensors.read(self._source[each], self._dtype_of(each)) for each in group}
             made = to_saved_format(self._model, read)
             tensors.update({name: tensor.contiguous() for name, tensor in made.items()})
         save_file(tensors, path, metadata={"format": "pt"})
@@ -194,14 +234,13 @@ class _Export:
                 "weight_map": {name: path for path, file in self.files.items() for name in file.sizes},
             }
             (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        for name in self._described:
-            place = output / PurePath(name).relative_to(HUGGING_FACE)
-            if place.name != "config.json":
-                place.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(self._checkpoint / name, place)
+        for source, name in self._described:
+            if name != "config.json":
+                (output / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, output / name)
         model: Any = self._model
         model.config.architectures = [type(model).__name__]
-        floating = {self._empty(name, "meta").dtype for name in self._source}
+        floating = {self._dtype_of(name) for name in self._source}
         dtype = next((each for each in sorted(floating, key=str) if each.is_floating_point), torch.float32)
         model.config.dtype = str(dtype).removeprefix("torch.")
         model.config.save_pretrained(output)
@@ -222,62 +261,11 @@ def as_bytes(size: str | int) -> int:
     return count
 
 
-def _model_on_meta(checkpoint: Path, described: Sequence[str], stored: Collection[str]) -> nn.Module:
-    """The model whose tensors have been stored: a causal LM, or one with a head over tokens or sequences."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+def check_empty(output: Path) -> None:
+    """Refuse an output that is in the way.
 
-    directory = checkpoint / HUGGING_FACE
-    if f"{HUGGING_FACE}/config.json" not in described:
-        raise CheckpointError(
-            f"the checkpoint {checkpoint} has no configuration of a Hugging Face model, so it cannot be exported."
-        )
-    check_brings_no_code(directory / "config.json")
-    try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        build: Any = functools.partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            # That of the text part of a multimodal type, which the auto class takes as a part of the whole only.
-            known: list[Any] = [each for each in MODEL_FOR_CAUSAL_LM_MAPPING.values() if isinstance(each, type)]
-            build = next((each for each in known if each.config_class is type(config)), build)
-        with torch.device("meta"):
-            model: nn.Module = build(config)
-            if not model.state_dict().keys() >= set(stored):
-                model = _with_other_head(config, stored) or model
-    except Exception as error:
-        # Each configuration and each model class fails in its own way.
-        raise CheckpointError(
-            f"transformers cannot build the model of the checkpoint {checkpoint}: {reason(error)}"
-        ) from error
-    unknown = sorted(set(stored) - model.state_dict().keys())
-    if unknown:
-        raise CheckpointError(
-            f"the checkpoint {checkpoint} is not of the model that its configuration gives: {type(model).__name__} has "
-            f"no {', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}."
-        )
-    return model
-
-
-def _with_other_head(config: Any, stored: Collection[str]) -> nn.Module | None:
-    """The model with a head over tokens or sequences that has these tensors; on the device of the context."""
-    from transformers import (
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-        AutoModelForSequenceClassification,
-        AutoModelForTokenClassification,
-    )
-
-    autos: list[tuple[Any, Any]] = [
-        (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoModelForTokenClassification),
-        (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification),
-    ]
-    for mapping, auto in autos:
-        if type(config) in mapping:
-            model: nn.Module = auto.from_config(config, trust_remote_code=False)
-            if model.state_dict().keys() == set(stored):
-                return model
-    return None
-
-
-def _check_empty(output: Path) -> None:
+    Raises:
+        ConfigError: it holds something.
+    """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} is there already and not empty. Name another directory.")

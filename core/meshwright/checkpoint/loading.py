@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..base.errors import CheckpointError, TornCheckpointError
 from ..mesh.world import World
+from ..model.adapted import FromBase, base_of, left_out
 from ..strategy.contract import StrategyManager
 from ..tensors.pieces import Sharded
 from ..tensors.state import TensorKind
@@ -20,7 +21,7 @@ from .optimizer import read_optimizer
 from .payload import read_tensors
 from .read_index import read_index
 from .schedule import load_schedule
-from .values import MODEL, decoded, flat, random_to_load, set_random_state
+from .values import AVERAGES, MODEL, decoded, flat, random_to_load, set_random_state
 
 
 def load_checkpoint(
@@ -45,7 +46,8 @@ def load_checkpoint(
         What the checkpoint tells about itself.
 
     Raises:
-        CheckpointError: it is not whole, or not of this model; on all ranks, before anything is changed.
+        CheckpointError: it is not whole, or not of this model, or lacks the averages that the manager keeps; on all
+            ranks, before anything is changed.
         StrategyError: the optimizer is another; the same.
     """
     directory, world = Path(directory), manager.mesh.world
@@ -53,7 +55,9 @@ def load_checkpoint(
     index = world.together(lambda: read_index(directory, manifest))
     stored = index.kinds
     mine = manager.sharded_state()
-    _check_model(directory, mine.model, stored, world)
+    _check_base(directory, manifest, base_of(manager.model_parts))
+    _check_model(directory, mine.model, stored, left_out(manager.model_parts), world)
+    _check_averages(directory, mine.averages, stored, world)
     has_optimizer = mine.optimizer is not None
     saved = world.together(lambda: read_optimizer(directory, manifest, stored) if has_optimizer else None)
     if saved is not None and keep_settings:
@@ -63,7 +67,8 @@ def load_checkpoint(
     with manager.loading(saved) as target:
         same_mesh = manifest.mesh == asdict(manager.mesh.degrees)
         random = random_to_load(stored, dist.get_rank()) if same_mesh else {}
-        world.together(lambda: read_tensors(directory, index, {**flat(target), **random}))
+        wanted = {name: each for name, each in flat(target).items() if name in stored}
+        world.together(lambda: read_tensors(directory, index, {**wanted, **random}))
     for sharded in random.values():
         set_random_state(sharded.pieces[0].tensor)
     if scheduler is not None and manifest.scheduler is not None:
@@ -125,12 +130,38 @@ def checked(directory: Path, world: World) -> Manifest:
     return manifest
 
 
-def _check_model(directory: Path, model: Mapping[str, Sharded], stored: Mapping[str, TensorKind], world: World) -> None:
-    """Raise on all ranks where the checkpoint is not of this model."""
+def _check_base(directory: Path, manifest: Manifest, known: FromBase | None) -> None:
+    """Raise on all ranks where the checkpoint is of adapters on another base than this model's."""
+    saved = manifest.base
+    if saved is None or (known is not None and known.base.fingerprint == saved.get("fingerprint")):
+        return
+    own = "the model has none that is known" if known is None else f"the model's is {known.base}"
+    path = saved.get("path")
+    raise CheckpointError(
+        f"the checkpoint {directory} holds adapters alone. Their base is {path} (fingerprint "
+        f"{str(saved.get('fingerprint'))[:12]}), and {own}. Load it into that base with the same adapters, for "
+        f"instance by from_pretrained({path!r}, peft=...); or merge it: meshwright export --merge {directory} OUT."
+    )
+
+
+def _check_model(
+    directory: Path,
+    model: Mapping[str, Sharded],
+    stored: Mapping[str, TensorKind],
+    may_lack: Collection[str],
+    world: World,
+) -> None:
+    """Raise on all ranks where the checkpoint is not of this model.
+
+    Args:
+        may_lack: names of what comes from the model's base.
+    """
     error: str | None = None
     shapes = {name.removeprefix(MODEL): shape for name, (shape, _) in stored.items() if name.startswith(MODEL)}
     for name, sharded in model.items():
         if name not in shapes:
+            if name in may_lack:
+                continue
             error = f"it lacks {name}"
             break
         if shapes[name] != sharded.shape:
@@ -142,3 +173,17 @@ def _check_model(directory: Path, model: Mapping[str, Sharded], stored: Mapping[
         error = f"it holds {', '.join(unknown[:3])}{' and more' if unknown[3:] else ''}, which the model has not"
     message = f"the checkpoint {directory} is not of this model: {error}. Build the model that it was saved from."
     world.raise_together(None if error is None else CheckpointError(message))
+
+
+def _check_averages(
+    directory: Path, averages: Mapping[str, Sharded], stored: Mapping[str, TensorKind], world: World
+) -> None:
+    """Raise on all ranks where the checkpoint has not the averages of what is trained."""
+    names = [name for name in averages if f"{AVERAGES}{name}" not in stored]
+    has_any = any(name.startswith(AVERAGES) for name in stored)
+    lacks = f"lacks the average of {names[0]}" if names and has_any else "has no average of the weights"
+    message = (
+        f"the checkpoint {directory} {lacks}. Load it before the average is begun (mw.EMA), which then begins with its "
+        f"weights; in a run file: resume: {{from: ..., allow: [ema]}}."
+    )
+    world.raise_together(CheckpointError(message) if names else None)

@@ -14,8 +14,8 @@ from typing import Any
 from ..base.errors import CheckpointError, TornCheckpointError
 
 MANIFEST = "checkpoint.json"
-FORMAT = 2
-"""Of what is written; those before it are read, too."""
+FORMAT, OF_ADAPTERS = 2, 3
+"""Of what is written: of whole models, and of adapters without their base. Those before them are read, too."""
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -62,6 +62,7 @@ class Manifest:
         extra: what the caller has added; values of JSON.
         files: by name, relative to the checkpoint.
         format: of the checkpoint.
+        base: of a checkpoint that holds adapters alone: see `meshwright.model.adapted.Base`.
     """
 
     step: int
@@ -74,6 +75,7 @@ class Manifest:
     extra: dict[str, Any] = field(default_factory=dict)
     files: dict[str, StoredFile] = field(default_factory=dict)
     format: int = FORMAT
+    base: dict[str, Any] | None = None
 
 
 def digests(directory: Path, names: Sequence[str]) -> dict[str, StoredFile]:
@@ -107,10 +109,10 @@ def _manifest(directory: Path) -> Manifest:
         content = json.loads(text)
         is_whole = text == text_of(content)
         version = content.pop("format")
-        if version not in range(1, FORMAT + 1):
+        if version not in range(1, OF_ADAPTERS + 1):
             raise CheckpointError(
-                f"{directory} has format {version!r}, but this meshwright reads those up to {FORMAT}. Load it with the "
-                f"version that has written it: {content.get('versions')}."
+                f"{directory} has format {version!r}, but this meshwright reads those up to {OF_ADAPTERS}. Load it "
+                f"with the version that has written it: {content.get('versions')}."
             )
         checksum = content.pop("sha256")
         if not is_whole or checksum != digest(content):
@@ -119,6 +121,8 @@ def _manifest(directory: Path) -> Manifest:
             content["has_optimizer"] = None not in (content.pop("groups"), content.pop("values"))
         files = {_plain_name(name): StoredFile(**each) for name, each in content.pop("files").items()}
         manifest = Manifest(**content, files=files, format=version)
+        if (manifest.base is None) is (version == OF_ADAPTERS):
+            raise ValueError("only one of adapters names a base")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise broken(directory, f"{MANIFEST} was altered or cut off ({error})") from None
     for name, stored in manifest.files.items():

@@ -15,17 +15,18 @@ import transformers
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from .._compat.transformers import save_code
 from ..base.errors import CheckpointError, CheckpointWriteError
 from ..base.version import __version__
 from ..mesh.world import new_group
+from ..model.adapted import adapter_configs, adapter_folder, base_of, left_out
 from ..strategy.contract import StrategyManager
 from ..tensors.ownership import Rectangle
 from ..tensors.pieces import Sharded
-from ..tensors.state import ShardedState
 from .agreement import Agreement
 from .directory import HUGGING_FACE, begin, commit, discard
 from .index import INDEX, payload_name
-from .manifest import Manifest, StoredFile, digests
+from .manifest import FORMAT, OF_ADAPTERS, Manifest, StoredFile, digests
 from .optimizer import settings_name, settings_of
 from .payload import write_tensors
 from .schedule import note_rates
@@ -62,7 +63,10 @@ class Saving:
             note_rates(scheduler)
         state = manager.sharded_state()
         if not with_optimizer:
-            state = ShardedState(state.model)
+            state = replace(state, optimizer=None)
+        parts = manager.model_parts
+        known, skipped = base_of(parts), left_out(parts)
+        state.model = {name: each for name, each in state.model.items() if name not in skipped}
         tensors = {**flat(state), f"{RANDOM}{dist.get_rank()}": random_state()}
         share = (agreement or Agreement()).share(tensors, state.optimizer, group)
         self._index = share.index_json
@@ -83,10 +87,13 @@ class Saving:
                 "meshwright": __version__,
             },
             has_optimizer=state.optimizer is not None,
+            format=FORMAT if known is None else OF_ADAPTERS,
+            base=None if known is None else known.base.told(),
             **told_settings,
         )
         self._writing = directory.with_name(f"{directory.name}.writing")
-        self._describing = [getattr(manager.model_parts[0], "config", None), tokenizer]
+        self._describing = [getattr(parts[0], "config", None), tokenizer]
+        self._model, self._adapters = parts[0], adapter_configs(parts[0])
         self._world.together(lambda: begin(self._final) if self._world.rank == 0 else None)
 
     def detach(self) -> None:
@@ -123,9 +130,12 @@ class Saving:
             (self._writing / name).write_bytes(text)
         names = list(texts)
         if rank == 0:
+            save_code(self._model, self._writing / HUGGING_FACE)
             for each in self._describing:
                 if each is not None:
                     each.save_pretrained(self._writing / HUGGING_FACE)
+            for name, each in self._adapters.items():
+                each.save_pretrained(self._writing / HUGGING_FACE / adapter_folder(name))
             found = (self._writing / HUGGING_FACE).rglob("*")
             names += sorted(path.relative_to(self._writing).as_posix() for path in found if path.is_file())
         payload = payload_name(rank)

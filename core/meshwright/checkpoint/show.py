@@ -62,7 +62,7 @@ def _columns(manifest: Manifest, index: Index) -> tuple[str, ...]:
         degrees or "one rank",
         f"{sum(each.shape.numel() for each in model.values()):,}",
         ", ".join(dtypes),
-        _megabytes(model.values()),
+        _megabytes(model.values()) + (f", adapters over {manifest.base['path']}" if manifest.base is not None else ""),
         _megabytes(optimizer) if manifest.has_optimizer else "none",
     )
 

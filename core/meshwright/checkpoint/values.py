@@ -14,7 +14,7 @@ from ..tensors.pieces import Piece, Sharded
 from ..tensors.state import ShardedState, TensorKind
 from .index import dtype_name, dtype_named
 
-MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random."
+MODEL, OPTIMIZER, AVERAGES, RANDOM = "model.", "optimizer.", "ema.", "random."
 """What the names of stored tensors begin with."""
 
 
@@ -23,11 +23,13 @@ def flat(state: ShardedState) -> dict[str, Sharded]:
     tensors = {f"{MODEL}{name}": sharded for name, sharded in state.model.items()}
     for name, values in (state.optimizer.tensors if state.optimizer is not None else {}).items():
         tensors.update({f"{OPTIMIZER}{name}.{key}": sharded for key, sharded in values.items()})
+    tensors.update({f"{AVERAGES}{name}": sharded for name, sharded in state.averages.items()})
     return tensors
 
 
 def plain(values: Any) -> Any:
-    """Values as those of JSON: tensors without dims are written out, tuples become lists.
+    """Values as those of JSON: tensors are written out, whole numbers of any dims and others without dims; tuples
+    become lists.
 
     Raises:
         CheckpointError: there is something else among them.
@@ -44,8 +46,8 @@ def plain(values: Any) -> Any:
 
 
 def _encoded(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dim() == 0:
-        return {"$tensor": value.item(), "dtype": dtype_name(value.dtype)}
+    if isinstance(value, Tensor) and (value.dim() == 0 or not value.is_floating_point()):
+        return {"$tensor": value.tolist(), "dtype": dtype_name(value.dtype)}
     if isinstance(value, Mapping):
         return {key: _encoded(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

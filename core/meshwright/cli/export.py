@@ -18,12 +18,41 @@ def export(
         str | None, typer.Option(help="float32, bfloat16 ... for the weights; as they were saved otherwise.")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Of a file, such as 5GB; memory is bounded by it.")] = "5GB",
+    ema: Annotated[
+        bool, typer.Option("--ema", help="The average of the weights in their place, which the run has kept (ema).")
+    ] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of adapters, or of an adapter's directory: the whole model that they make.")
+    ] = False,
+    trust_remote_code: Annotated[
+        str | None, typer.Option(help="The digest of the model's own code, which the error without it tells.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="With --merge: where the base is, if it is not where it was in training.")
+    ] = None,
 ) -> None:
-    """Write the model of a checkpoint as a Hugging Face directory, with one process and no network."""
+    """Write the model of a checkpoint as a Hugging Face directory, with one process and no network.
+
+    Of a checkpoint of adapters it is their directory, as peft has it; with --merge the whole model.
+    """
     with told(traceback=False):
-        from ..checkpoint.export import export_checkpoint
+        from ..base.errors import ConfigError
         from ..files.class_paths import dtype as dtype_of
 
         chosen = None if dtype is None else dtype_of(dtype)
-        export_checkpoint(checkpoint, output, dtype=chosen, max_shard_size=max_shard_size)
+        if base is not None and not merge:
+            raise ConfigError("--base is of --merge: what is written without it holds no base. Leave it out.")
+        if trust_remote_code is not None:
+            from ..checkpoint.directory import HUGGING_FACE
+            from ..model.remote_code import trust_code
+
+            trust_code(checkpoint / HUGGING_FACE, trust_remote_code, commit=None, where="--trust-remote-code")
+        if merge:
+            from ..checkpoint.merging import merge_adapter
+
+            merge_adapter(checkpoint, output, base=base, dtype=chosen, max_shard_size=max_shard_size, average=ema)
+        else:
+            from ..checkpoint.export import export_checkpoint
+
+            export_checkpoint(checkpoint, output, dtype=chosen, max_shard_size=max_shard_size, average=ema)
     sys.stdout.write(f"written {output}\n")

@@ -11,6 +11,7 @@ import typer
 from typer.main import get_group
 
 from ..strategy.registry import Failure, Registry, get_registry
+from . import data
 from .check import check
 from .checkpoint import show
 from .errors import told
@@ -28,10 +29,13 @@ app = typer.Typer(
 )
 checkpoints = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
 checkpoints.command()(show)
+data_commands = typer.Typer(help="Look at the data of a run.", no_args_is_help=True)
+data_commands.command()(data.show)
 app.command()(train)
 app.command()(strategies)
 app.command()(check)
 app.add_typer(checkpoints, name="checkpoint")
+app.add_typer(data_commands, name="data")
 app.command()(export)
 app.command()(schema)
 

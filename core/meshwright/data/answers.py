@@ -10,6 +10,7 @@ they were given, and one up to each of the others.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class Answers:
             answers = answers[-1:]
         # What stands behind the last answer is neither learnt nor read.
         whole = conversation.until(answers[-1] + 1)
-        if self._template.is_marked:
+        if self._template.marks(whole):
             return [self._marked(whole, answers[0])]
         return list(self._unfolded(whole, answers))
 
@@ -149,19 +150,31 @@ class Answers:
             parts["tool_calls"] = str((call.get("function") or call).get("name", ""))
         for name, value in parts.items():
             if value.strip() not in written:
-                raise _left_out(conversation, number, name)
+                raise _left_out(conversation, f"the {name} of turn {number}")
 
     def _check_turns(self, conversation: Conversation, text: str) -> None:
-        """Refuse a template that leaves out turns which are not answers."""
+        """Refuse a template that leaves out tools, or turns that are no answers; and turns with an end of their own."""
+        for tool in conversation.tools:
+            name = str((tool.get("function") or tool).get("name", ""))
+            if name not in text:
+                raise _left_out(conversation, f"the tool {name!r}")
         for number, message in enumerate(conversation.messages, start=1):
-            if message["role"] in ("system", "developer", "user") and message["content"].strip() not in text:
-                raise _left_out(conversation, number, f"content ({message['role']})")
+            content = message.get("content", "").strip()
+            # Some templates write results of tools as JSON.
+            if message["role"] != ANSWERS and content not in text and json.dumps(content)[1:-1] not in text:
+                raise _left_out(conversation, f"the content of turn {number} ({message['role']})")
+            ended = rf"{re.escape(content)}\s*(?:{self._template.special})"
+            if self._template.ends(content) and re.search(ended, text):
+                raise DataError(
+                    f"{conversation.where}: turn {number} ends with {content[-20:]!r}, but the chat template writes "
+                    "what ends a turn itself. Remove such tokens from the records: they hold what was said alone."
+                )
 
 
-def _left_out(conversation: Conversation, number: int, what: str) -> DataError:
+def _left_out(conversation: Conversation, what: str) -> DataError:
     return DataError(
-        f"{conversation.where}: turn {number}: the chat template leaves out its {what}. Remove it from the record, or "
-        "set chat_template to one that writes it."
+        f"{conversation.where}: the chat template leaves out {what}. Remove it from the record, or set chat_template "
+        "to one that writes it."
     )
 
 

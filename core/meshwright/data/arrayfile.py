@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-_HEADER_BYTES = 128
+HEADER_BYTES = 128
 _CHUNK = 1 << 20
 
 
@@ -28,7 +28,7 @@ class ArrayFile:
         self.dtype = dtype
         self._count = 0
         self._file = path.open("w+b")
-        self._file.write(bytes(_HEADER_BYTES))
+        self._file.write(bytes(HEADER_BYTES))
 
     def __len__(self) -> int:
         return self._count
@@ -77,10 +77,10 @@ class ArrayFile:
         self._file.close()
 
     def _seek(self, place: int) -> None:
-        self._file.seek(_HEADER_BYTES + place * self.dtype.itemsize)
+        self._file.seek(HEADER_BYTES + place * self.dtype.itemsize)
 
     def _header(self) -> bytes:
         start = np.lib.format.magic(1, 0)
         text = repr({"descr": self.dtype.str, "fortran_order": False, "shape": (self._count,)}).encode("latin1")
-        size = _HEADER_BYTES - len(start) - 2
+        size = HEADER_BYTES - len(start) - 2
         return start + size.to_bytes(2, "little") + text.ljust(size - 1) + b"\n"

@@ -48,7 +48,6 @@ class ChatTemplate:
     """The template of a tokenizer, or another one, with the tokenizer's special tokens.
 
     Attributes:
-        is_marked: it says by `{% generation %}` what is learnt.
         special: the special tokens, as a regular expression of alternatives.
         added: these, and other tokens that stand apart from text.
     """
@@ -66,11 +65,14 @@ class ChatTemplate:
             )
         self._tokenizer = tokenizer
         self._given = template
-        self.is_marked = bool(_MARK.search(self._text(tools=True)))
         tokens = tokenizer.added_tokens_decoder.values()
         special = {*tokenizer.all_special_tokens, *(token.content for token in tokens if token.special)}
         self.special = _any_of(special)
         self.added = _any_of(special | {token.content for token in tokens})
+
+    def marks(self, conversation: Conversation) -> bool:
+        """Whether the template says by `{% generation %}` what is learnt; there may be another one for tools."""
+        return _MARK.search(self._text(bool(conversation.tools))) is not None
 
     def write(self, conversation: Conversation, *, ask: bool = False) -> str:
         """The text of a conversation; `ask`: with what asks for an answer at its end.

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ..base.errors import DataError
-from .arrayfile import ArrayFile
+from .arrayfile import HEADER_BYTES, ArrayFile
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,15 @@ def open_documents(directory: Path, split: str, columns: tuple[str, ...], group:
         OSError, ValueError: they are not there, or no arrays.
     """
     paths = _Paths(directory, split)
-    labelled = np.load(paths.labelled, mmap_mode="r") if paths.labelled.exists() else None
-    found = {name: np.load(paths.column(place), mmap_mode="r") for place, name in enumerate(columns)}
-    tokens, ends = np.load(paths.tokens, mmap_mode="r"), np.load(paths.ends, mmap_mode="r")
-    return Documents(tokens, ends, labelled, found, group)
+    labelled = _mapped(paths.labelled) if paths.labelled.exists() else None
+    found = {name: _mapped(paths.column(place)) for place, name in enumerate(columns)}
+    return Documents(_mapped(paths.tokens), _mapped(paths.ends), labelled, found, group)
+
+
+def _mapped(path: Path) -> np.ndarray:
+    """The array of a file; one without values, which cannot be mapped everywhere, is read."""
+    array: np.ndarray = np.load(path, mmap_mode="r" if path.stat().st_size > HEADER_BYTES else None)
+    return array
 
 
 class DocumentsFile:

@@ -76,8 +76,8 @@ def find_entry(root: Path, source: FoundSource, how: Tokenizing, tokenizer_dir: 
 def tokenizer_key(directory: Path) -> dict[str, str]:
     """What changes whenever a tokenizer does: a digest of each of its files."""
     return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(directory.glob("*"))
+        path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted([*directory.glob("*"), *directory.glob("additional_chat_templates/*")])
         if path.is_file() and path.suffix in _TOKENIZER_FILES and not path.name.endswith(".index.json")
     }
 
@@ -107,7 +107,12 @@ def _build(directory: Path, source: FoundSource, how: Tokenizing, tokenizer_dir:
     # An unusable tokenizer is found before the source is read.
     tokenizer = load_tokenizer(tokenizer_dir)
     group = 2 if source.config.format == "preference" else 1
-    counts = _write_sides(directory, source, how, tokenizer)
+    try:
+        counts = _write_sides(directory, source, how, tokenizer)
+    except DataError:
+        # What seems broken may be what is still written.
+        source.check_unchanged()
+        raise
     source.check_unchanged()
     columns = tuple(source.config.columns)
     meta = _Meta(

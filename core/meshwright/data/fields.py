@@ -69,6 +69,7 @@ class Fields:
         value = self.need(record, field)
         if not isinstance(value, str):
             self.refuse(record, field, value, "must hold a string")
+        check_text(value, record.where, f"field {self.name(field)!r}")
         return value
 
     def refuse(self, record: Record, field: str, value: Any, rule: str) -> NoReturn:

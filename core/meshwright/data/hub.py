@@ -16,6 +16,7 @@ from .progress import Meter
 if TYPE_CHECKING:
     from .config import SourceConfig
 
+_ROWS = 256
 _SAVED = ("state.json", "dataset_dict.json")
 """What `save_to_disk` leaves: of one split, and of several."""
 
@@ -95,8 +96,18 @@ def _why_not_opened(config: SourceConfig, directory: Path | None, error: Excepti
 
 
 def files_of(dataset: Any) -> list[Path]:
-    """The files that hold a dataset, which change whenever it does."""
-    return [Path(entry["filename"]) for entry in dataset.cache_files]
+    """The files that hold a dataset, which change whenever it does.
+
+    Raises:
+        DataError: it is held in memory.
+    """
+    found = [Path(entry["filename"]) for entry in dataset.cache_files]
+    if not found:
+        raise DataError(
+            "the dataset is held in memory, not in files by which its changes are seen. Leave "
+            "HF_DATASETS_IN_MEMORY_MAX_SIZE out, or save it with `save_to_disk` and name the directory."
+        )
+    return found
 
 
 def rows(config: SourceConfig, meter: Meter, dataset: Any = None) -> Iterator[tuple[Any, str]]:
@@ -109,9 +120,10 @@ def rows(config: SourceConfig, meter: Meter, dataset: Any = None) -> Iterator[tu
     found = open_dataset(config) if dataset is None else dataset
     try:
         meter.total = len(found)
-        for number, row in enumerate(found):
-            meter.done = number
-            yield row, place_of_row(config, number)
+        for batch in found.iter(_ROWS):
+            for values in zip(*batch.values(), strict=True):
+                yield dict(zip(batch, values, strict=True)), place_of_row(config, meter.done)
+                meter.done += 1
     except OSError as error:
         raise DataError(f"the dataset {config.dataset!r} cannot be read: {error}.") from error
 

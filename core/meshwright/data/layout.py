@@ -10,7 +10,7 @@ import numpy as np
 from ..strategy.contract import IGNORED_LABEL
 from .documents import Documents
 
-_FILL = 0
+FILL = 0
 """The token of padding; nothing sees it, and any vocabulary has it."""
 
 
@@ -41,7 +41,7 @@ class Layout:
 
     def tokens(self) -> dict[str, np.ndarray]:
         found = self._documents.tokens[self._source].astype(np.int64)
-        input_ids = np.full(self._shape, _FILL, np.int64)
+        input_ids = np.full(self._shape, FILL, np.int64)
         input_ids[self.at] = found
         labels = np.full(self._shape, IGNORED_LABEL, np.int64)
         learnt = self.places > 0

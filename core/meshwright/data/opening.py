@@ -19,6 +19,8 @@ from .progress import Meter
 
 COMPRESSED = (".gz", ".zst")
 _CHUNK = 1 << 20
+_COMPRESSED_CHUNK = 1 << 14
+"""Of what may become many times as much."""
 
 
 def kind_of(path: Path) -> str:
@@ -71,7 +73,7 @@ class _Zst(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._content:
-            compressed = self._rest or self._file.read(_CHUNK)
+            compressed = self._rest or self._file.read(_COMPRESSED_CHUNK)
             if not compressed:
                 if self._frame is not None:
                     raise EOFError("a frame of Zstandard has no end")

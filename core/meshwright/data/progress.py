@@ -11,6 +11,8 @@ from typing import BinaryIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+CONSOLE = Console(stderr=True)
+"""What shows that work goes on shares one, or it would be drawn over what another shows."""
 _EVERY_S = 0.2
 
 
@@ -59,7 +61,6 @@ class Bar:
 @contextmanager
 def progress(name: str, meter: Meter) -> Iterator[Bar]:
     """A bar that is there as long as the context; none where the errors do not go to a terminal."""
-    console = Console(stderr=True)
     columns = (
         TextColumn("tokenizing {task.description}", markup=False),
         BarColumn(),
@@ -67,5 +68,5 @@ def progress(name: str, meter: Meter) -> Iterator[Bar]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+    with Progress(*columns, console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as shown:
         yield Bar(shown, name if len(name) < 40 else f"...{name[-36:]}", meter)

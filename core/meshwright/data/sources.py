@@ -85,6 +85,9 @@ def find_source(config: SourceConfig) -> FoundSource:
         directory = hub.directory_of(config)
         if directory is not None:
             return FoundSource(config, tuple(_found(path) for path in sorted(directory.rglob("*")) if path.is_file()))
+        if config.streaming:
+            # Nothing is to be downloaded before it is read.
+            return FoundSource(config, ())
         dataset = hub.open_dataset(config)
         return FoundSource(config, tuple(_found(path) for path in hub.files_of(dataset)), dataset)
     patterns = [config.files] if isinstance(config.files, str) else config.files or []

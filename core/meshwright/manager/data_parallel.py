@@ -18,6 +18,7 @@ from ..mesh.world import same_timeout
 from ..model.budget import BudgetedBlocks, choose, without_choice
 from ..model.knapsack import ONE_STAGE
 from ..model.layout import ModelLayout
+from ..model.merge import merging_of
 from ..model.offload import OffloadedBlocks
 from ..model.weights import Weights, fill, materialize
 from ..step.agreement import agree, announce
@@ -69,6 +70,7 @@ class DataParallelManager(Duties):
         check_trainable(model, may_be_frozen=self.in_pipeline, router_loss=True)
         if not self.in_pipeline:
             self.check_model(model)
+            self.merging = merging_of(model)
         check_reduce_dtype(model, self.sums_dtype)
         self.layout = model_layout(model)
         config = getattr(model, "config", None)

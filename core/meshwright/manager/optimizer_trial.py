@@ -27,7 +27,9 @@ from ..base.errors import MeshwrightError, StrategyError
 from ..mesh.world import World
 from ..strategy.contract import OptimizerFactory
 from ..tensors.state import Parts
-from ..train.optim import needs_closure, reason
+from ..train.optim import needs_closure
+from ..train.optimizers import members_of
+from ..train.schedules import reason
 
 _EXACT = 1e-6
 _ROUNDED = 0.05
@@ -92,21 +94,22 @@ def check_optimizer(optimizer: Optimizer, parts: Parts, world: World) -> None:
     Raises:
         StrategyError: on all ranks alike; names the optimizer.
     """
-    cls = type(optimizer)
-    kinds = _kinds(optimizer, parts)
+    kinds = [(type(member), *each) for member in members_of(optimizer) for each in _kinds(member, parts)]
 
     def check_alone() -> None:
-        if needs_closure(cls):
-            raise StrategyError(
-                f"{cls.__name__} needs a closure that runs the model again, and a step here is one pass. {_INSTEAD}."
-            )
-        for kind, settings in kinds:
+        for cls in map(type, members_of(optimizer)):
+            if needs_closure(cls):
+                raise StrategyError(
+                    f"{cls.__name__} needs a closure that runs the model again, and a step here is one pass. "
+                    f"{_INSTEAD}."
+                )
+        for cls, kind, settings in kinds:
             if not kind.is_joint:
                 _try(cls, kind, settings)
 
     # Ranks may have different pieces.
     world.together(check_alone)
-    for kind, settings in kinds:
+    for cls, kind, settings in kinds:
         if kind.is_joint:
             _try(cls, kind, settings)
 

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
+import torch
 from pydantic import BaseModel
 from torch import nn
 from torch.optim import Optimizer
 
+from ..base.errors import StrategyError
 from ..mesh.mesh import Mesh
+from ..model.layout import ModelLayout
 from ..step.axis import Axis
 from ..strategy.contract import OptimizerFactory, StrategyManager
+from ..tensors.averages import Averages
 from ..tensors.pieces import Sharded
 from ..tensors.state import (
     DTENSORS,
@@ -32,6 +37,7 @@ from ..tensors.state import (
     sharded_model,
     sharded_optimizer,
 )
+from ..train.optimizer_groups import Trained, for_model, what_is_trained
 from .call_order import require_model, require_optimizer
 from .optimizer_trial import call_factory, check_optimizer
 
@@ -41,16 +47,20 @@ class StatefulManager(StrategyManager):
 
     Attributes:
         model: the Hugging Face model, unwrapped; its parameters may have been sharded in place.
+        layout: the model's structure as it was before sharding.
         parameter_names: fully qualified names of what the optimizer trains, as it is after sharding.
         axes: along which ranks share microbatches or the model, beside those of data; a strategy adds them when it
             shards, in the order in which they divide a microbatch.
         parts: how parameters and optimizer state are divided over ranks, for strategies that use no DTensors.
+        averages: what `keep_averages` has begun.
     """
 
     model: nn.Module
+    layout: ModelLayout
     parameter_names: Mapping[nn.Parameter, str]
     axes: list[Axis]
     parts: Parts = DTENSORS
+    averages: Averages | None = None
 
     def __init__(self, config: BaseModel, mesh: Mesh) -> None:
         self.config = config
@@ -84,7 +94,8 @@ class StatefulManager(StrategyManager):
         self._require_model()
         named = self.named_trainable()
         self.parameter_names = {parameter: name for name, parameter in named}
-        optimizer = self.mesh.world.together(lambda: call_factory(factory, named))
+        trained = self.what_is_trained()
+        optimizer = self.mesh.world.together(lambda: call_factory(for_model(factory, trained), named))
         check_optimizer(optimizer, self.parts, self.mesh.world)
         self._optimizer = optimizer
         optimizer.register_step_pre_hook(lambda *_: self.settle())
@@ -94,6 +105,14 @@ class StatefulManager(StrategyManager):
         """What the optimizer trains, by name, as `parts` knows it; for strategies to replace that train parts of their
         own."""
         return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+
+    def what_is_trained(self) -> dict[str, Trained]:
+        """What is known of the parameters that the optimizer trains, by name."""
+
+        def shape(parameter: nn.Parameter) -> torch.Size:
+            return self.parts.shape(parameter, parameter)
+
+        return what_is_trained(self.model, self.layout, self.named_trainable(), shape)
 
     def settle(self) -> None:
         """Called before the optimizer steps."""
@@ -111,6 +130,37 @@ class StatefulManager(StrategyManager):
     @property
     def optimizer(self) -> Optimizer:
         return require_optimizer(self._optimizer)
+
+    # -- averages of what is trained
+
+    def keep_averages(self) -> Sequence[Averages]:
+        """See `meshwright.train.ema.Averaging`.
+
+        Raises:
+            StrategyError: there is no optimizer, or there are averages already.
+        """
+        require_optimizer(self._optimizer)
+        if self.averages is not None:
+            raise StrategyError("this manager keeps an average of its weights already. Use that one.")
+        self.averages = Averages(self.parameter_names, self.parts)
+        return [self.averages]
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The averages in the place of the weights; as after loading them. Collective.
+
+        Raises:
+            StrategyError: none are kept.
+        """
+        if self.averages is None:
+            raise StrategyError("this manager keeps no average of its weights. Make one first (mw.EMA).")
+        with self.loading(None):
+            exchanged = self.averages.exchange()
+        try:
+            yield
+        finally:
+            with self.loading(None):
+                exchanged.undo()
 
     # -- state
 
@@ -138,7 +188,10 @@ class StatefulManager(StrategyManager):
     def sharded_state(self) -> ShardedState:
         self._require_model()
         optimizer = self._optimizer and sharded_optimizer(self._optimizer, self.parameter_names, self.parts)
-        return ShardedState(sharded_model(self.model, self.parts), optimizer)
+        return ShardedState(sharded_model(self.model, self.parts), optimizer, self._sharded_averages())
+
+    def _sharded_averages(self) -> dict[str, Sharded]:
+        return self.averages.sharded() if self.averages is not None else {}
 
     def parameter_pieces(self) -> dict[str, Sharded | None]:
         self._require_model()
@@ -147,12 +200,12 @@ class StatefulManager(StrategyManager):
     @contextmanager
     def loading(self, optimizer: OptimizerState[TensorKind] | None) -> Iterator[ShardedState]:
         self._require_model()
-        model = sharded_model(self.model, self.parts)
+        state = ShardedState(sharded_model(self.model, self.parts), averages=self._sharded_averages())
         if optimizer is None:
-            yield ShardedState(model)
+            yield state
         else:
             with loading_optimizer(self.optimizer, self.parameter_names, optimizer, self.parts) as target:
-                yield ShardedState(model, target)
+                yield replace(state, optimizer=target)
         self.after_loading()
 
     def after_loading(self) -> None:

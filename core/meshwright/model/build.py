@@ -16,10 +16,11 @@ from ..base.errors import ModelError, nearest
 from ..files.parsing import read_json_object, reason
 from .drawn_weights import DeferredModel
 from .pretrained import open_pretrained
+from .remote_code import check_needs_no_code
 from .weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-OWN_KEYS = ("path", "model_type", "checkpoint", "dtype", "allow_pickle")
+OWN_KEYS = ("path", "revision", "model_type", "checkpoint", "dtype", "allow_pickle", "trust_remote_code", "peft")
 """Keys of the run file's section that are no fields of the configuration."""
 MAX_LAYERS = 10_000
 
@@ -58,8 +59,22 @@ def model_config(section: Mapping[str, Any], *, tokenizer: Any, seq_len: int, di
     return config
 
 
-def build_model(section: Mapping[str, Any], config: Any, *, seed: int) -> tuple[nn.Module, Weights | None]:
+def build_model(
+    section: Mapping[str, Any],
+    config: Any,
+    *,
+    seed: int,
+    directory: Path | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[nn.Module, Weights | None]:
     """Make the run's model, the same on every rank.
+
+    Args:
+        section: the run file's `model`.
+        config: of Hugging Face.
+        seed: of new weights.
+        directory: where the section's `path` is; None: it is one.
+        dtype: of the parameters; None: the section's.
 
     Returns:
         The model with its parameters on the meta device, and their values: those at the section's `path`, a
@@ -71,9 +86,10 @@ def build_model(section: Mapping[str, Any], config: Any, *, seed: int) -> tuple[
     """
     if "path" not in section:
         return new_model_on_meta(config, dtype_of(section), seed)
-    path = Path(section["path"]).expanduser()
+    path = directory or Path(section["path"]).expanduser()
     allow_pickle = bool(section.get("allow_pickle", False))
-    model, weights = open_pretrained(path, config, dtype=dtype_of(section), allow_pickle=allow_pickle, seed=seed)
+    wanted = dtype or dtype_of(section)
+    model, weights = open_pretrained(path, config, dtype=wanted, allow_pickle=allow_pickle, seed=seed)
     if weights.missing:
         raise ModelError(
             f"model.path={section['path']!r} lacks {len(weights.missing)} weights of the model, which would start at "
@@ -193,6 +209,11 @@ def config_from_directory(
 
     if not path.is_dir():
         raise ModelError(f"{where}.path={str(path)!r} is not a directory. Give a local Hugging Face model directory.")
+    if with_weights and (path / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{str(path)!r} holds an adapter, not a whole model. Give its base as {where}.path and go on from it "
+            f"({where}.peft.adapter={path}); or merge it: meshwright export --merge {path} OUT."
+        )
     if not (path / "config.json").is_file():
         raise ModelError(f"{str(path)!r} holds no config.json, so it is no Hugging Face model directory.")
     if with_weights and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
@@ -204,9 +225,10 @@ def config_from_directory(
         wrong = f"{path / 'config.json'} is no model configuration: {error}"
         raise ModelError(f"{wrong}. Write or copy it again.") from None
     check_brings_no_code(path / "config.json", set_anew=fields)
+    check_needs_no_code(path)
 
     def load(**changes: Any) -> Any:
-        # Code that comes with a model is never run: transformers would ask on the terminal.
+        # See [Note: trust]; transformers would ask on the terminal.
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **changes)
 
     config = _made(load, {})
@@ -244,10 +266,16 @@ def check_brings_no_code(path: Path, *, set_anew: Iterable[str] = ()) -> None:
 
 
 def _check_causal_lm(config_cls: type, model_type: str) -> None:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     if config_cls not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"the model type {model_type!r} has no causal language model in transformers.")
+        hint = ""
+        if config_cls in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            hint = (
+                " It is multimodal, and its text part alone is no model there (that of others, such as gemma3 and "
+                "llama4, is): load it with AutoModelForImageTextToText, and save its text model as one of its own type."
+            )
+        raise ModelError(f"the model type {model_type!r} has no causal language model in transformers.{hint}")
 
 
 def _check_fields(config: Any, fields: Mapping[str, Any], where: str = "model") -> None:

@@ -42,6 +42,19 @@ def is_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
+def leave_on_meta(model: nn.Module) -> None:
+    """Plain parameters without values in place of all, tied as they are."""
+    plain: dict[int, nn.Parameter] = {}
+    kept = []  # ids are of objects that live
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) not in plain:
+                kept.append(parameter)
+                values = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                plain[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            setattr(module, name, plain[id(parameter)])
+
+
 def deferred_weights(model: nn.Module, mesh: Mesh) -> DeferredModel:
     """The values that the class of a model on the meta device draws, equal on all ranks. Collective.
 

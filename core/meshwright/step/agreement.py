@@ -110,6 +110,11 @@ def announce(microbatches: Sequence[Batch], mesh: Mesh, terms: Terms) -> Tensor:
     return TokenCount.of(Announced(microbatches, terms, answer))
 
 
+def defects_told(num_tokens: Tensor) -> bool:
+    """Whether any rank may have found something wrong with the step that a count of tokens announces."""
+    return not isinstance(num_tokens, TokenCount) or num_tokens.announced.answer().defects > 0
+
+
 def agree(microbatches: Sequence[Batch], num_tokens: Tensor | None, mesh: Mesh, terms: Terms) -> Agreed:
     """Make sure that all ranks can run this step, by one message, or by that which has announced it. Collective.
 

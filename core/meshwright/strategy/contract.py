@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..mesh.mesh import Mesh
+    from ..model.merge import Adapters
     from ..model.weights import Weights
     from ..tensors.pieces import Sharded
     from ..tensors.state import OptimizerState, ShardedState, TensorKind
@@ -195,12 +196,15 @@ class StrategyManager(ABC):
         The context gives `model_parts`. Training goes on afterwards as if it had not been entered.
         """
 
-    def iter_parameters(self, *, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def iter_parameters(
+        self, *, bucket_bytes: int, dtype: torch.dtype | None = None, adapters: Adapters = "apart"
+    ) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, on every rank, one after the other, in bounded memory: what an inference engine is fed
-        with; see `meshwright.tensors.whole_parameters.whole_parameters`. Collective, and so is each step of it."""
-        from ..tensors.whole_parameters import whole_parameters
+        with; see `meshwright.tensors.whole_parameters.whole_parameters`. Collective, and so is each step of it.
+        `adapters="merged"`: those of the base model, adapters merged into them."""
+        from ..model.merge import given_parameters
 
-        return whole_parameters(self.parameter_pieces, self.mesh, bucket_bytes=bucket_bytes, dtype=dtype)
+        return given_parameters(self, bucket_bytes=bucket_bytes, dtype=dtype, adapters=adapters)
 
     def parameter_pieces(self) -> Mapping[str, Sharded | None]:
         """This rank's pieces of all parameters, each under the first of its names, in the order of the whole model.
@@ -270,10 +274,14 @@ class StepResult:
     seconds: float
     """Duration of the step, without evaluation."""
     rank: int
-    held_out_loss: float | None = None
-    """Mean over the held-out tokens [nats], in steps that evaluate."""
     sums: Mapping[str, float] = field(default_factory=dict)
     """See `StrategyManager.last_sums`; of the step."""
+    evaluations: Mapping[str, float] = field(default_factory=dict)
+    """Loss of each set by name, as `loss` is, in steps that evaluate."""
+
+    @property
+    def held_out_loss(self) -> float | None:
+        return self.evaluations.get("held_out")
 
     @property
     def tokens_per_second(self) -> float:

@@ -101,11 +101,12 @@ class ShardedState:
 
     Attributes:
         model: parameters, each under the first of its names, and persistent buffers.
-        optimizer: None where there is none.
+        optimizer, averages: None, and nothing, where there are none; averages by name, see `tensors.averages`.
     """
 
     model: dict[str, Sharded]
     optimizer: OptimizerState[Sharded] | None = None
+    averages: dict[str, Sharded] = field(default_factory=dict)
 
 
 def sharded_model(model: nn.Module, parts: Parts) -> dict[str, Sharded]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +43,7 @@ class Case:
         unshard_after: hold the full parameters for a moment after each step, and compare them with those that
             `iter_parameters` gives.
         schedule: of the learning rate; None: constant.
+        adapter: fields of peft's `LoraConfig`, for a model with an adapter, which alone trains; see `adapters`.
         route: which sequences take the branch of the "routed" model: "steps" (in no sequence of the second step) or
             "ranks" (in those of the first half only); None: by chance.
     """
@@ -65,6 +68,7 @@ class Case:
     unshard_after: bool = False
     schedule: ScheduleConfig | None = None
     route: str | None = None
+    adapter: Mapping[str, Any] | None = None
 
     def __hash__(self) -> int:
         return hash(repr(self))

@@ -25,7 +25,9 @@ from ..mesh.world import open_world
 from ..step.agreement import count_tokens
 from ..strategy.contract import OptimizerFactory, StrategyManager
 from ..strategy.stack import resolve
-from ..train.optim import build_scheduler, optimizer_factory
+from ..train.optim import optimizer_factory
+from ..train.schedules import build_scheduler
+from .adapters import adapted_model
 from .case import Case, Difference, Outcome, global_batch, share
 from .models import case_model
 from .pool import pool
@@ -68,6 +70,8 @@ def build_with_optimizer(
     manager = stack.build(Mesh(degrees, world))
     dtype = getattr(torch, case.dtype)
     model = case_model(case.model_type, tied=case.tied, seed=seed, dtype=dtype, layers=case.layers)
+    if case.adapter is not None:
+        model = adapted_model(model, case.adapter, seed=seed)
     for name, parameter in model.named_parameters():
         if any(fnmatchcase(name, pattern) for pattern in case.frozen):
             parameter.requires_grad_(False)

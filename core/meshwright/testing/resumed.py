@@ -13,9 +13,9 @@ from typing import Any
 
 from ..checkpoint import load_checkpoint, save_checkpoint
 from ..train.loop import Loop, train_step
-from ..train.optim import build_scheduler
 from ..train.rates import groups_stepped
 from ..train.run_file import ScheduleConfig
+from ..train.schedules import build_scheduler
 from .case import Case, Outcome, share
 from .parity import build_with_optimizer, full_weights
 from .pool import pool
@@ -56,17 +56,18 @@ def train_resumed(
     loop = Loop(
         steps=case.steps,
         batches=lambda step: share(case, step, *place),
+        scheduler=scheduler,
         max_grad_norm=case.max_norm,
         grad_norm_type=case.norm_type,
     )
     if source is not None:
         # A step of its own first, so that there is state to be replaced.
-        train_step(manager, scheduler, loop, 99)
+        train_step(manager, loop, 99)
         load_checkpoint(manager, source, scheduler=scheduler)
     results, stepped = [], []
     for step in steps:
         with groups_stepped() as groups:
-            results.append(train_step(manager, scheduler, loop, step))
+            results.append(train_step(manager, loop, step))
         stepped.append({_settings(group) for group in groups if group["params"]})
     if target is not None:
         save_checkpoint(manager, target, step=steps.stop, scheduler=scheduler)

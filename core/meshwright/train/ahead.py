@@ -9,24 +9,33 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..base.errors import BatchError, MeshwrightError
+from ..step.agreement import defects_told
 from ..strategy.contract import Batch, Objective, StrategyManager
+from .batches import Passes, end_together
+from .seeds import step_seed
 
 
 @dataclass(frozen=True)
 class _Drawn:
-    """A step that has begun: its microbatches, or the error in drawing them; and the generator's state behind that."""
+    """A step that has begun: its microbatches, or the error in drawing them; and where drawing has got to.
+
+    Attributes:
+        generator: the state of torch's generator behind it.
+        state: see `Passes.state`.
+    """
 
     step: int
     microbatches: Sequence[Batch]
     num_tokens: Tensor
     error: Exception | None
-    state: Tensor
+    generator: Tensor
+    state: dict[str, Any] | None
 
 
 class Ahead:
@@ -34,10 +43,13 @@ class Ahead:
 
     Args:
         manager: that trains.
-        batches: `batches(step)` gives this rank's microbatches of a step.
+        batches: `batches(step)` gives this rank's microbatches of a step; of the same kind on all ranks.
         steps: number of the last step.
         seed: of the run; None: random numbers go on as they are.
         objective: that the microbatches are for.
+
+    Attributes:
+        state: of `Passes`, behind the step that was taken last.
     """
 
     def __init__(
@@ -52,6 +64,7 @@ class Ahead:
         self._manager, self._batches, self._steps, self._seed = manager, batches, steps, seed
         self._objective = objective
         self._drawn: _Drawn | None = None
+        self.state: dict[str, Any] | None = None
 
     def begin(self, step: int) -> None:
         """Draw a step, counted from 0, and tell the other ranks of it, without waiting for them. Collective."""
@@ -65,14 +78,19 @@ class Ahead:
             torch.default_generator.manual_seed(self._seed_of(step, self._seed))
         microbatches: Sequence[Batch] = ()
         error: Exception | None = None
+        state = None
         try:
-            microbatches = self._batches(step)
+            drawn = self._batches(step)
+            if isinstance(self._batches, Passes):
+                state = self._batches.state()
+            microbatches = drawn
         except Exception as caught:
             error = caught
-        state = torch.get_rng_state()
+        generator = torch.get_rng_state()
         torch.set_rng_state(before)
         # Of none, the others hear that there is something wrong.
-        return _Drawn(step, microbatches, self._manager.announce(microbatches, objective=self._objective), error, state)
+        num_tokens = self._manager.announce(microbatches, objective=self._objective)
+        return _Drawn(step, microbatches, num_tokens, error, generator, state)
 
     def take(self, step: int) -> tuple[Sequence[Batch], Tensor]:
         """The microbatches of a step, and `num_tokens` for them; seeds all generators. Collective.
@@ -83,13 +101,22 @@ class Ahead:
         drawn, self._drawn = self._drawn, None
         if drawn is None or drawn.step != step:
             drawn = self._begun(step)
+        while self._ends(drawn):
+            drawn = self._begun(step)
+        self.state = drawn.state
         if self._seed is not None:
             torch.manual_seed(self._seed_of(step, self._seed))
-        torch.set_rng_state(drawn.state)
+        torch.set_rng_state(drawn.generator)
         if drawn.error is not None:
             self._tell(drawn.error, step)
             raise drawn.error
         return drawn.microbatches, drawn.num_tokens
+
+    def _ends(self, drawn: _Drawn) -> bool:
+        """Whether a pass has ended, so that the step is to be drawn from the next. Collective."""
+        if not isinstance(self._batches, Passes) or not defects_told(drawn.num_tokens):
+            return False
+        return end_together(drawn.error, self._manager.mesh, drawn.step)
 
     def _tell(self, error: Exception, step: int) -> None:
         world = self._manager.mesh.world
@@ -102,9 +129,3 @@ class Ahead:
 
     def _seed_of(self, step: int, seed: int) -> int:
         return step_seed(seed, step, self._manager.mesh.data_rank)
-
-
-def step_seed(seed: int, step: int, data_rank: int) -> int:
-    """The seed of a step's random numbers: its own for each data rank, equal where ranks share a batch."""
-    state = np.random.SeedSequence(seed, spawn_key=(step, data_rank)).generate_state(1, np.uint64)
-    return int(state[0] >> np.uint64(1))

@@ -6,13 +6,17 @@ import json
 import os
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from ..base.errors import CheckpointError, ConfigError
 from ..checkpoint import read_manifest, steps_in
-from .files import CHECKPOINTS, MODEL, RUN, SUMMARY
+from .files import AVERAGED_MODEL, CHECKPOINTS, MODEL, RUN, SUMMARY
 from .run_file import RunConfig, load_run
+from .run_sections import EvalConfig
 
 NEVER, AUTO = "never", "auto"
+_WATCH: dict[str, Any] = {"eval": EvalConfig()}
+"""What says when a run stops early."""
 
 
 class Fate(Enum):
@@ -33,8 +37,8 @@ def check_restarts(config: RunConfig) -> None:
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if not restarts.isdecimal() or restarts == "0":
         return
-    if config.checkpoint.every is None:
-        wrong, remedy = "the run saves no checkpoints to go on from", "Set checkpoint.every"
+    if not config.checkpoint.saves:
+        wrong, remedy = "the run saves no checkpoints to go on from", "Set checkpoint.every, or checkpoint.save_on"
     elif config.resumption.source == NEVER:
         wrong, remedy = "resume=never would start anew, and remove what has been done", "Set resume=auto"
     else:
@@ -45,8 +49,11 @@ def check_restarts(config: RunConfig) -> None:
     )
 
 
-def check_output(config: RunConfig) -> Fate:
+def check_output(config: RunConfig, steps: int | None) -> Fate:
     """Decide what becomes of the output directory; nothing is changed.
+
+    Args:
+        steps: of the run; None: not known yet, so that nothing is refused that hangs on them.
 
     Raises:
         ConfigError: it cannot be written, or holds what may not be replaced.
@@ -60,13 +67,13 @@ def check_output(config: RunConfig) -> Fate:
         raise ConfigError(f"output_dir={config.output_dir!r} lies below {existing}, which is a file. Name another.")
     if not os.access(existing, os.W_OK):
         raise ConfigError(f"output_dir={config.output_dir!r} cannot be written: {existing} is read-only for you.")
-    fate = _fate(config, directory)
+    fate = _fate(config, directory, steps)
     if fate is Fate.REPLACE:
         _check_not_needed(config, directory)
     return fate
 
 
-def _fate(config: RunConfig, directory: Path) -> Fate:
+def _fate(config: RunConfig, directory: Path, steps: int | None) -> Fate:
     source = config.resumption.source
     if is_finished(config):
         return Fate.DONE
@@ -81,16 +88,12 @@ def _fate(config: RunConfig, directory: Path) -> Fate:
     finished = (directory / SUMMARY).exists()
     if source == AUTO and not finished:
         has_checkpoints = bool(steps_in(directory / CHECKPOINTS))
-        if has_checkpoints or (config.checkpoint.every is not None and (directory / RUN).exists()):
+        if has_checkpoints or (config.checkpoint.saves and (directory / RUN).exists()):
             return Fate.GO_ON
-    if source == AUTO and finished and config.steps > (done := _steps_done(directory)):
-        if steps_in(directory / CHECKPOINTS):
-            return Fate.GO_ON
-        raise ConfigError(
-            f"steps={config.steps}, but the run in output_dir={config.output_dir!r} has finished with {done} and has "
-            f"left no checkpoint to go on from. To train anew, name another directory, or set resume=never and "
-            f"overwrite=true to replace it."
-        )
+    if source == AUTO and finished:
+        fate = _fate_of_finished(config, directory, steps)
+        if fate is not None:
+            return fate
     if not _holds_something(directory):
         return Fate.BEGIN
     if not config.overwrite:
@@ -99,6 +102,27 @@ def _fate(config: RunConfig, directory: Path) -> Fate:
             f"overwrite=true to replace them."
         )
     return Fate.REPLACE
+
+
+def _fate_of_finished(config: RunConfig, directory: Path, steps: int | None) -> Fate | None:
+    """Whether a finished run is to go on; None where it is not."""
+    if steps is None:
+        return Fate.GO_ON
+    has_checkpoints = bool(steps_in(directory / CHECKPOINTS))
+    summary, before = _read_summary(directory), _run_before(directory)
+    if steps > (done := summary["of_steps"]):
+        if has_checkpoints:
+            return Fate.GO_ON
+        raise ConfigError(
+            f"steps={steps}, but the run in output_dir={config.output_dir!r} has finished with {done} and has "
+            f"left no checkpoint to go on from. To train anew, name another directory, or set resume=never and "
+            f"overwrite=true to replace it."
+        )
+    # It has stopped early, and may be told to be more patient.
+    stopped = summary["steps"] < done
+    if stopped and has_checkpoints and before is not None and _trains(before, **_WATCH) == _trains(config, **_WATCH):
+        return Fate.GO_ON
+    return None
 
 
 def is_finished(config: RunConfig) -> bool:
@@ -112,9 +136,9 @@ def is_finished(config: RunConfig) -> bool:
     return source == AUTO or before.resumption.source == source
 
 
-def _trains(config: RunConfig) -> RunConfig:
-    """A run without what does not say how it trains."""
-    return config.model_copy(update={"overwrite": False, "resume": AUTO})
+def _trains(config: RunConfig, **without: Any) -> RunConfig:
+    """A run without what does not say how it trains, and without what else is to be left out."""
+    return config.model_copy(update={"overwrite": False, "resume": AUTO, **without})
 
 
 def _holds_something(directory: Path) -> bool:
@@ -159,10 +183,12 @@ def _named(checkpoint: Path) -> str | None:
         return None
 
 
-def _steps_done(directory: Path) -> int:
-    """Steps of the finished run in a directory."""
+def _read_summary(directory: Path) -> dict[str, Any]:
+    """Of the finished run in a directory: `steps` done `of_steps`, both whole numbers, and what else it tells."""
     try:
-        return int(json.loads((directory / SUMMARY).read_text(encoding="utf-8"))["steps"])
+        summary = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
+        done = int(summary["steps"])
+        return {**summary, "steps": done, "of_steps": int(summary.get("of_steps", done))}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{directory / SUMMARY} cannot be read: {error!r}. Remove it, if the run has not finished; it then goes on "
@@ -172,11 +198,12 @@ def _steps_done(directory: Path) -> int:
 
 def _check_not_needed(config: RunConfig, directory: Path) -> None:
     """Refuse to replace what the run begins with."""
-    for name in (MODEL, CHECKPOINTS):
+    for name in (MODEL, AVERAGED_MODEL, CHECKPOINTS):
         replaced = (directory / name).resolve()
         for key, path in (
             ("model.path", config.model.get("path")),
             ("model.checkpoint", config.model.get("checkpoint")),
+            ("model.peft.adapter", (config.model.get("peft") or {}).get("adapter")),
             ("data.tokenizer", config.data.tokenizer),
         ):
             if path is not None and replaced in (source := Path(path).expanduser().resolve(), *source.parents):

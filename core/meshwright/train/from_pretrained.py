@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -23,11 +24,15 @@ from ..base.validation import validated
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import MeshSizes
 from ..mesh.world import World, open_world
+from ..model.adapted import Base
+from ..model.adapter_options import AdapterOptions, adapt, adapter_options
 from ..model.build import as_dtype, config_from_directory, config_from_mapping, new_model_on_meta
-from ..model.pretrained import PretrainedWeights, find_directory, open_pretrained
+from ..model.pretrained import PretrainedWeights, commit_of, find_on_all, open_pretrained
+from ..model.remote_code import is_commit, trust_code
 from ..model.weights import Weights
 from ..strategy.contract import StrategyManager
 from ..strategy.stack import Stack, resolve
+from .run_model import base_at
 
 
 class Sizes(TypedDict, total=False):
@@ -54,6 +59,8 @@ def from_pretrained(
     seed: int = 0,
     revision: str | None = None,
     allow_pickle: bool = False,
+    trust_remote_code: str | None = None,
+    peft: Any = None,
     **sizes: Unpack[Sizes],
 ) -> StrategyManager:
     """Load a Hugging Face model under a strategy, each rank reading from the files what it holds.
@@ -70,6 +77,11 @@ def from_pretrained(
         seed: of weights that the directory lacks.
         revision: branch, tag or commit on the hub.
         allow_pickle: read `.bin` files where there are no safetensors.
+        trust_remote_code: the commit on the hub whose code is run, or of a directory the digest of its code; None runs
+            none.
+        peft: adapters to train instead of the model: a configuration of peft, or a mapping as a run file has it, such
+            as `{"type": "lora", "r": 16, "target_modules": "all-linear"}`; see docs/adapters.md. Checkpoints hold the
+            adapters alone.
         sizes: `dp_size=..., dp_replicate_size=..., tp_size=..., pp_size=..., cp_size=..., ep_size=...`.
 
     Returns:
@@ -83,21 +95,9 @@ def from_pretrained(
             model.
     """
 
-    def load() -> tuple[nn.Module, PretrainedWeights]:
-        wanted = as_dtype(dtype)
-        directory = find_directory(path, revision=revision, allow_pickle=allow_pickle)
-        loaded = hf_config
-        if loaded is None or isinstance(loaded, Mapping):
-            loaded = config_from_directory(directory, loaded or {}, where="hf_config")
-        return open_pretrained(directory, loaded, dtype=wanted, allow_pickle=allow_pickle, seed=seed)
-
     stack, mesh = _placed(strategy, sizes, config, wrapper_config, world, device)
-    manager = stack.build(mesh)
-    model, weights = mesh.world.together(load)
-    check_same_weights(weights, mesh.world)
-    tell(weights, mesh.world, stacklevel=3)
-    manager.parallelize(model, weights)
-    return manager
+    wanted = _Wanted(path, hf_config, dtype, seed, revision, allow_pickle, trust_remote_code, peft)
+    return _loaded(stack.build(mesh), wanted)
 
 
 def from_config(
@@ -110,6 +110,7 @@ def from_config(
     device: str | torch.device | None = None,
     world: World | None = None,
     seed: int = 0,
+    peft: Any = None,
     **sizes: Unpack[Sizes],
 ) -> StrategyManager:
     """Make a Hugging Face model with new weights under a strategy: those that transformers draws after
@@ -119,6 +120,7 @@ def from_config(
 
     Args:
         hf_config: a Hugging Face configuration, or a mapping of its fields with `model_type` among them.
+        peft: as there; but the base is known to nobody, so that checkpoints hold the whole model.
 
     Raises:
         MeshwrightError: as `from_pretrained`.
@@ -127,13 +129,75 @@ def from_config(
     def build() -> tuple[nn.Module, Weights | None]:
         given = config_from_mapping(hf_config, where="hf_config") if isinstance(hf_config, Mapping) else hf_config
         wanted = as_dtype(dtype) or getattr(given, "dtype", None) or torch.float32
-        return new_model_on_meta(given, wanted, seed)
+        if adapters is not None and adapters.base_dtype is not None:
+            wanted = adapters.base_dtype
+        model, weights = new_model_on_meta(given, wanted, seed)
+        return (model, weights) if adapters is None else adapt(model, weights, adapters, None, seed=seed, where="peft")
 
     stack, mesh = _placed(strategy, sizes, config, wrapper_config, world, device)
     manager = stack.build(mesh)
+    adapters = mesh.world.together(lambda: _adapters(peft))
     model, weights = mesh.world.together(build)
     manager.parallelize(model, weights)
     return manager
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Arguments of `from_pretrained` that say which model it is."""
+
+    path: str | Path
+    hf_config: Any
+    dtype: torch.dtype | str | None
+    seed: int
+    revision: str | None
+    allow_pickle: bool
+    trusted: str | None
+    peft: Any
+
+    @property
+    def files(self) -> dict[str, Any]:
+        """Which of a model's files are to be there."""
+        at = self.trusted if is_commit(self.trusted) else None
+        return {
+            "revision": self.revision or at,
+            "allow_pickle": self.allow_pickle,
+            "code": self.trusted is not None,
+        }
+
+
+def _loaded(manager: StrategyManager, wanted: _Wanted) -> StrategyManager:
+    """Let a manager have its model. Collective."""
+    world = manager.mesh.world
+    adapters = world.together(lambda: _adapters(wanted.peft))
+    directory = find_on_all(wanted.path, world, **wanted.files)
+
+    def load() -> tuple[nn.Module, PretrainedWeights, Base | None]:
+        if wanted.trusted is not None:
+            commit = commit_of(wanted.path, directory)
+            trust_code(directory, wanted.trusted, commit=commit, where="trust_remote_code")
+        hf_config = wanted.hf_config
+        if hf_config is None or isinstance(hf_config, Mapping):
+            hf_config = config_from_directory(directory, hf_config or {}, where="hf_config")
+        dtype = (adapters and adapters.base_dtype) or as_dtype(wanted.dtype)
+        allow_pickle = wanted.allow_pickle
+        model, weights = open_pretrained(directory, hf_config, dtype=dtype, allow_pickle=allow_pickle, seed=wanted.seed)
+        base = None if adapters is None else base_at(wanted.path, directory, allow_pickle=allow_pickle)
+        return model, weights, base
+
+    model, weights, base = world.together(load)
+    check_same_weights(weights, world, base)
+    tell(weights, world, stacklevel=4)
+    if adapters is None:
+        manager.parallelize(model, weights)
+        return manager
+    options = adapters
+    manager.parallelize(*world.together(lambda: adapt(model, weights, options, base, seed=wanted.seed, where="peft")))
+    return manager
+
+
+def _adapters(peft: Any) -> AdapterOptions | None:
+    return None if peft is None else adapter_options(peft, where="peft")
 
 
 def _placed(
@@ -154,19 +218,20 @@ def _placed(
     return stack, Mesh(degrees, joined)
 
 
-def check_same_weights(weights: PretrainedWeights, world: World) -> None:
+def check_same_weights(weights: PretrainedWeights, world: World, base: Base | None = None) -> None:
     """Refuse directories that differ between nodes, as far as names, shapes and dtypes tell. Collective.
+
+    Args:
+        base: of adapters, whose fingerprint tells more.
 
     Raises:
         ModelError: on all ranks.
     """
-    mine = weights.fingerprint()
-    least = world.reduce_ints([mine], dist.ReduceOp.MIN)[0]
-    most = world.reduce_ints([mine], dist.ReduceOp.MAX)[0]
-    if least != most:
+    mine = [weights.fingerprint(), 0 if base is None else int(base.fingerprint[:15], 16)]
+    if world.reduce_ints(mine, dist.ReduceOp.MIN) != world.reduce_ints(mine, dist.ReduceOp.MAX):
         raise ModelError(
-            "ranks find different weights under the same path: names, shapes or dtypes differ. Copy the same directory "
-            "to every node, or put it on a file system that they share."
+            "ranks find different weights under the same path: names, shapes, dtypes or values differ. Copy the same "
+            "directory to every node, or put it on a file system that they share."
         )
 
 

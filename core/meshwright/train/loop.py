@@ -4,98 +4,239 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..base.errors import TrainingError
+from ..base.errors import ConfigError, MeshwrightError, TrainingError
+from ..checkpoint import Checkpointer, Manifest
+from ..checkpoint.values import decoded
 from ..step.agreement import count_tokens
 from ..strategy.contract import Batch, Objective, StepResult, StrategyManager
-from ..strategy.registry import Registry, get_registry
+from ..strategy.registry import get_registry
+from .agreed import agree_on
 from .ahead import Ahead
+from .batches import Passes, states_of_ranks, steps_in_a_pass
+from .ema import EMA
+from .optimizer_config import AVERAGED
 from .rates import check_rates, groups_stepped
+from .watch import STATE, EarlyStopping, Watch
+
+Callback: TypeAlias = "Callable[[StepResult], bool | None]"
+"""Called on its rank after each step; True asks to stop after it, which all ranks then do."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """How long to train and what to do at each step.
+    """What to train on, how long, and what to do at each step. All but data and callbacks is equal on all ranks.
 
     Attributes:
-        steps: number of the last step.
-        batches: `batches(step)` gives this rank's microbatches of a step, counted from 0.
+        batches: `batches(step)` gives this rank's microbatches of a step, counted from 0; or a DataLoader or any other
+            iterable of microbatches, see [Note: passes] in `train.batches`. A microbatch is a mapping of tensors, see
+            `StrategyManager.forward_backward`, on the CPU or on the device.
+        steps: number of the last step. Either this or `epochs`.
+        epochs: how often to go through an iterable that has a length.
+        accumulate: microbatches of a step, of an iterable.
+        scheduler: sets the rates of the manager's optimizer; None: they stay as they are.
+        objective: what is minimized, and evaluated; None: the token loss.
         max_grad_norm: limit of the total gradient norm; None: measure only.
         grad_norm_type: p of the norm.
-        held_out: this rank's microbatches of the held-out split; empty: no evaluation.
+        held_out: this rank's microbatches of each set to evaluate on, by its name; equally many on each rank. They are
+            read once, and held.
+        ema: averages of the weights, which are evaluated on each set, too, as "NAME_ema", unless its config says
+            otherwise. They are updated whether it is given here or not.
         eval_every: steps between evaluations; None: only after the last.
-        start: steps already done, for a run that goes on.
+        early_stopping: when to stop before; None: never.
+        callbacks: called in order after each step. Ranks may have others; they may issue collectives if all have them.
+        checkpointer: saves after the last step, after a step that is among the best by what its `keep_best` says, and
+            as the next two say.
+        save_every: steps between checkpoints.
+        save_after_s: seconds since the last one, by the clock of the first rank.
+        extra: `extra(step)` gives further values of JSON for the checkpoint after so many steps.
+        start: steps already done, for a run that goes on; see `going_on`.
+        state: what `fit` has put into the checkpoint that the run goes on from.
         seed: random numbers of a step (dropout) follow from it, the step and the data rank alone, so that a run that
             goes on draws what it would have drawn; None: the generators go on as they are.
-        save: `save(step)` after so many steps have been done, on all ranks; may be collective.
-        save_every: steps between calls of it; it is called after the last step, too.
-        objective: what is minimized, and evaluated; None: the token loss.
+        clock: tells seconds.
     """
 
-    steps: int
-    batches: Callable[[int], Sequence[Batch]]
+    batches: Callable[[int], Sequence[Batch]] | Iterable[Batch]
+    steps: int | None = None
+    epochs: int | None = None
+    accumulate: int = 1
+    scheduler: LRScheduler | None = None
+    objective: Objective | None = None
     max_grad_norm: float | None = 1.0
     grad_norm_type: float = 2.0
-    held_out: Sequence[Batch] = ()
+    held_out: Mapping[str, Iterable[Batch]] = field(default_factory=dict)
+    ema: EMA | None = None
     eval_every: int | None = None
-    start: int = 0
-    seed: int | None = None
-    save: Callable[[int], None] | None = None
+    early_stopping: EarlyStopping | None = None
+    callbacks: Sequence[Callback] = ()
+    checkpointer: Checkpointer | None = None
     save_every: int | None = None
-    objective: Objective | None = None
+    save_after_s: float | None = None
+    extra: Callable[[int], Mapping[str, Any]] | None = None
+    start: int = 0
+    state: Mapping[str, Any] | None = None
+    seed: int | None = None
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def num_steps(self) -> int:
+        """Number of the last step.
+
+        Raises:
+            ConfigError: neither `steps` nor `epochs` tells it, or both do.
+        """
+        if (self.steps is None) == (self.epochs is None):
+            raise ConfigError(f"give either steps or epochs, not steps={self.steps} and epochs={self.epochs}.")
+        if self.steps is not None:
+            return self.steps
+        each = steps_in_a_pass(self.batches, self.accumulate)
+        if each is None:
+            raise ConfigError(
+                f"epochs={self.epochs} needs batches that have a length, which {type(self.batches).__name__} has not. "
+                f"Give steps."
+            )
+        return each * int(self.epochs or 0)
+
+    @property
+    def evaluated_sets(self) -> list[str]:
+        """Names of the losses that an evaluation gives."""
+        averaged = self.ema is not None and self.ema.config.evaluate
+        return [*self.held_out, *(f"{name}{AVERAGED}" for name in self.held_out if averaged)]
+
+    def going_on(self, manifest: Manifest) -> Loop:
+        """The loop from a checkpoint on that has been loaded, which `fit` has saved or which was saved by hand."""
+        return replace(self, start=manifest.step, state=decoded(manifest.extra.get(STATE)))
 
     def evaluates_after(self, done: int) -> bool:
-        """Whether the held-out loss is computed after so many steps."""
-        return bool(self.held_out) and _is_due(done, self.eval_every, self.steps)
-
-    def saves_after(self, done: int) -> bool:
-        """Whether `save` is called after so many steps."""
-        return self.save is not None and _is_due(done, self.save_every, self.steps)
+        """Whether the sets are evaluated after so many steps."""
+        return bool(self.held_out) and _is_due(done, self.eval_every, self.num_steps)
 
 
 def _is_due(done: int, every: int | None, steps: int) -> bool:
     return done == steps or (every is not None and done % every == 0)
 
 
-def fit(
-    manager: StrategyManager, scheduler: LRScheduler, loop: Loop, registry: Registry | None = None
-) -> list[StepResult]:
-    """Train until `loop.steps` and tell every step to the hook `on_step_end`.
+def fit(manager: StrategyManager, loop: Loop) -> list[StepResult]:
+    """Train until the last step, or until a callback or `early_stopping` ends it; collective.
+
+    After each step sets that are due are evaluated, then the hook `on_step_end` of plugins and then the callbacks are
+    told, then a checkpoint that is due is saved.
+
+    Returns:
+        Of the steps from `loop.start` on.
 
     Raises:
-        BatchError: a step's microbatches do not fit together (on all ranks).
+        BatchError: a step's microbatches do not fit together, or batches end on some ranks alone (on all ranks).
+        ConfigError: the loop cannot be run, or ranks have different ones (on all ranks); nothing was trained.
         TrainingError: loss or gradient is not finite (on all ranks); the parameters are those before that step. Or an
-            optimizer stepped with another learning rate than the schedule's.
+            optimizer stepped with another learning rate than the schedule's. Or a callback of another rank has failed.
+        CheckpointError: as of `Checkpointer.save`.
     """
-    registry = registry or get_registry()
-    held_out_tokens = count_tokens(loop.held_out, manager.mesh, loop.objective) if loop.held_out else None
-    results = []
-    ahead = _ahead(manager, loop)
-    for step in range(loop.start, loop.steps):
-        result = train_step(manager, scheduler, loop, step, ahead)
-        if held_out_tokens is not None and loop.evaluates_after(step + 1):
-            held_out_loss = float(
-                manager.eval_loss(loop.held_out, num_tokens=held_out_tokens, objective=loop.objective)
+    return _Course(manager, loop).run()
+
+
+class _Course:
+    """One call of `fit`."""
+
+    def __init__(self, manager: StrategyManager, loop: Loop) -> None:
+        self.manager, self.world = manager, manager.mesh.world
+        agreed = agree_on(loop, manager.mesh)
+        self.loop = loop = replace(loop, steps=agreed.steps, epochs=None)
+        self.is_asked = agreed.has_callbacks or loop.save_after_s is not None
+        self.watch = Watch(loop.early_stopping, loop.checkpointer, loop.state)
+        self.sets = {name: list(batches) for name, batches in loop.held_out.items()}
+        self.tokens = {name: count_tokens(each, manager.mesh, loop.objective) for name, each in self.sets.items()}
+        self.ahead = _ahead(manager, loop)
+        self.saved_at = loop.clock()
+
+    def run(self) -> list[StepResult]:
+        results: list[StepResult] = []
+        for step in range(self.loop.start, self.loop.num_steps):
+            if self.watch.is_exhausted:
+                # It was before the run was interrupted.
+                break
+            result = train_step(self.manager, self.loop, step, self.ahead)
+            if self.loop.evaluates_after(result.step):
+                result = replace(result, evaluations=self.evaluated())
+            is_best = self.watch.note(result)
+            get_registry().hook.on_step_end(result=result)
+            results.append(result)
+            stops, is_late = self.asked(result) if self.is_asked else (False, False)
+            stops = stops or self.watch.is_exhausted
+            if stops or is_best or is_late or _is_due(result.step, self.loop.save_every, self.loop.num_steps):
+                self.save(result)
+            if stops:
+                break
+        return results
+
+    def evaluated(self) -> dict[str, float]:
+        """The loss of each set, and that of the averaged weights."""
+        losses, ema = self.losses(), self.loop.ema
+        if ema is not None and ema.config.evaluate:
+            with ema.in_place():
+                losses |= {f"{name}{AVERAGED}": loss for name, loss in self.losses().items()}
+        return losses
+
+    def losses(self) -> dict[str, float]:
+        return {
+            name: float(
+                self.manager.eval_loss(batches, num_tokens=self.tokens[name], objective=self.loop.objective),
             )
-            result = StepResult(**{**vars(result), "held_out_loss": held_out_loss})
-        registry.hook.on_step_end(result=result)
-        results.append(result)
-        if loop.save is not None and loop.saves_after(step + 1):
-            loop.save(step + 1)
-    return results
+            for name, batches in self.sets.items()
+        }
+
+    def asked(self, result: StepResult) -> tuple[bool, bool]:
+        """Whether a callback of any rank asks to stop, and whether a checkpoint is due by the clock. Collective."""
+        error: Exception | None = None
+        wishes = []
+        try:
+            wishes = [callback(result) for callback in self.loop.callbacks]
+        except Exception as caught:
+            error = caught
+        after = self.loop.save_after_s
+        is_late = after is not None and self.world.rank == 0 and self.loop.clock() - self.saved_at >= after
+        wanted, late, failed = self.world.reduce_ints([any(wishes), is_late, error is not None])
+        if failed:
+            _tell(self.manager, error, result.step)
+        return bool(wanted), bool(late)
+
+    def save(self, result: StepResult) -> None:
+        loop = self.loop
+        if loop.checkpointer is None:
+            return
+        state = self.watch.state()
+        if not callable(loop.batches):
+            state["batches"] = states_of_ranks(self.ahead.state, self.manager.mesh)
+        extra = {**(loop.extra(result.step) if loop.extra is not None else {}), STATE: state}
+        loop.checkpointer.save(result.step, scheduler=loop.scheduler, extra=extra, evaluations=result.evaluations)
+        self.saved_at = loop.clock()
+
+
+def _tell(manager: StrategyManager, error: Exception | None, step: int) -> None:
+    """Have all ranks raise what a callback of some has; it raises what it did not expect with its own traceback."""
+    world = manager.mesh.world
+    if error is None or isinstance(error, MeshwrightError):
+        world.raise_any(error)
+    with suppress(MeshwrightError):
+        world.raise_any(TrainingError(f"a callback fails after step {step}: {type(error).__name__}: {error}"))
+    raise error
 
 
 def _ahead(manager: StrategyManager, loop: Loop) -> Ahead:
-    return Ahead(manager, loop.batches, steps=loop.steps, seed=loop.seed, objective=loop.objective)
+    batches = loop.batches
+    if not callable(batches):
+        batches = Passes.of(loop, manager.mesh)
+    return Ahead(manager, batches, steps=loop.num_steps, seed=loop.seed, objective=loop.objective)
 
 
-def train_step(
-    manager: StrategyManager, scheduler: LRScheduler, loop: Loop, step: int, ahead: Ahead | None = None
-) -> StepResult:
+def train_step(manager: StrategyManager, loop: Loop, step: int, ahead: Ahead | None = None) -> StepResult:
     """Run one optimizer step, counted from 0; see `fit`.
 
     Args:
@@ -115,14 +256,19 @@ def train_step(
             f"step {step + 1}: the loss is {loss_value} and the gradient norm {norm_value}. The parameters were not "
             f"changed by this step. Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the step's data."
         )
-    scheduled = scheduler.get_last_lr()
+    scheduler = loop.scheduler
+    if scheduler is None:
+        scheduled = [group["lr"] for group in manager.optimizer.param_groups]
+    else:
+        scheduled = scheduler.get_last_lr()
     with groups_stepped() as stepped:
         manager.optimizer_step()
     check_rates(scheduled, stepped, step=step + 1)
-    scheduler.step()
+    if scheduler is not None:
+        scheduler.step()
     return StepResult(
         step=step + 1,
-        steps=loop.steps,
+        steps=loop.num_steps,
         loss=loss_value,
         grad_norm=norm_value,
         learning_rate=float(scheduled[0]),

@@ -12,16 +12,18 @@ import copy
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._compat.peft import adapted_on_meta, inject
 from ..base.errors import ModelError
 from ..data.config import Packing
 from ..mesh.sizes import Degrees
+from ..model.adapter_options import AdapterOptions, check_names
 from ..model.build import new_model
 from ..step.forward_options import forward_options
 from ..step.token_loss import split_targets
@@ -30,13 +32,24 @@ from ..strategy.contract import Batch
 from ..strategy.spec import ModelSize
 from ..strategy.stack import Stack
 from .apart import check_kept_apart
+from .optimizer_config import OptimizerGroup
+from .optimizer_groups import check_model
 
 _PARAMETERS, _WORK = 1e7, 1e9
 """Parameters, and parameters times tokens, up to which a model is trained: below a second, and 100 MB."""
 _NOISE = 0.02
 
 
-def try_model(config: Any, dtype: torch.dtype, *, seq_len: int, device: torch.device, degrees: Degrees) -> ModelSize:
+def try_model(
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    seq_len: int,
+    device: torch.device,
+    degrees: Degrees,
+    adapters: AdapterOptions | None = None,
+    groups: Sequence[OptimizerGroup] = (),
+) -> ModelSize:
     """Make the model of a Hugging Face configuration and let it compute; the random state stays as it was.
 
     Args:
@@ -44,21 +57,31 @@ def try_model(config: Any, dtype: torch.dtype, *, seq_len: int, device: torch.de
         seq_len: tokens of the sequence to be tried.
         device: that ranks will use; nothing is put there.
         degrees: of the run.
+        adapters: to be trained instead of the model.
+        groups: of the optimizer; with adapters they are left to the ranks, which know what these are called.
 
     Returns:
         What the model holds.
 
     Raises:
         ModelError: transformers cannot write, make or train it.
+        ConfigError: a group has no parameter of it.
     """
     config = copy.deepcopy(config)
     with torch.random.fork_rng(devices=[]), _quiet():
         with torch.device("meta"):
             model = new_model(config, dtype, 0)
         _try_saving(model)
-        size = model_size(model, model_layout(model))
+        if adapters is not None:
+            check_names(adapters.config, model, where="model.peft")
+            model = adapted_on_meta(model, {"default": copy.deepcopy(adapters.config)})
+        layout = model_layout(model)
+        size = model_size(model, layout)
+        if adapters is None:
+            check_model(groups, model, layout)
         if can_be_tried(size, seq_len=seq_len, device=device, degrees=degrees):
-            _train(new_model(config, dtype, 0), seq_len)
+            small = new_model(config, dtype, 0)
+            _train(small if adapters is None else inject(small, copy.deepcopy(adapters.config)), seq_len)
     return size
 
 

@@ -1,14 +1,10 @@
-"""Optimizers and learning-rate schedules from a run file.
-
-Any optimizer of torch.optim, with weight decay by parameter name; any schedule of transformers.get_scheduler that
-follows from the step number alone.
-"""
+"""Optimizers from a run file: any of torch.optim or of your own, or several of them, with decay by parameter name."""
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,35 +12,171 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from ..base.errors import ConfigError, nearest
+from ..base.errors import ConfigError, StrategyError, nearest
+from ..files.class_paths import import_class_from_path
 from ..strategy.contract import OptimizerFactory
 from .arguments import check_arguments
+from .optimizer_groups import Trained, group_numbers
+from .optimizers import Optimizers, members_of
 from .run_file import OptimizerConfig, ScheduleConfig
+from .schedules import build_scheduler, check_schedule, reason
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """How the parameters of one group are stepped.
+
+    Attributes:
+        where: in the run file.
+        cls, lr, weight_decay, options: of the optimizer.
+        no_decay: patterns of names that are not decayed.
+    """
+
+    where: str
+    cls: type[Optimizer]
+    lr: float
+    weight_decay: float
+    no_decay: tuple[str, ...]
+    options: Mapping[str, Any]
+
+    def make(self, named: Sequence[tuple[str, nn.Parameter]], trained: Mapping[str, Trained]) -> Optimizer:
+        """The optimizer of some parameters.
+
+        Args:
+            trained: what is known of them in whole.
+
+        Raises:
+            ConfigError: it refuses them, or its options.
+            StrategyError: it has pieces of them, and refuses these.
+        """
+        cls = self.cls
+        # The groups say who is decayed; an optimizer's own default (0.01 for AdamW) must not decay the others.
+        decay = {"weight_decay": 0.0} if "weight_decay" in inspect.signature(cls).parameters else {}
+        groups = decay_groups(named, self.weight_decay, self.no_decay)
+        options = {**self.options, **fused_where_it_pays(cls, self.options, [p for _, p in named])}
+        make: Callable[..., Optimizer] = cls
+        try:
+            return make(groups, lr=self.lr, **decay, **options)
+        except Exception as error:
+            # Each optimizer checks its arguments in its own way.
+            if any(parameter.dim() != trained[name].dims for name, parameter in named):
+                raise StrategyError(
+                    f"{self.where}: {cls.__name__} refuses the pieces of parameters that it has under this strategy: "
+                    f"{reason(error)}. Use AdamW, Adam, SGD, Adagrad or another optimizer that treats every element "
+                    f"alike, or a strategy or options under which it has whole parameters (fsdp2, or ddp without "
+                    f"use_distributed_optimizer)."
+                ) from error
+            told = "" if self.where == "optimizer" else f"{self.where}: "
+            raise ConfigError(f"{told}optimizer {cls.__name__!r} refuses its parameters or options: {error}") from error
+
+    def tried(self, given: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> Optimizer:
+        """The optimizer of copies of some parameters, after two steps.
+
+        Args:
+            device: of the run.
+
+        Raises:
+            ConfigError: it cannot be made, cannot step, or makes values that are not finite.
+        """
+        # One that only a CPU refuses is left to the ranks, each of which tries it with its own device.
+        left = {"capturable"} if device.type != "cpu" else set()
+        settings = replace(self, options={key: value for key, value in self.options.items() if key not in left})
+        named = [(name, nn.Parameter(parameter.detach().clone())) for name, parameter in given]
+        made = settings.make(named, {name: Trained(parameter.dim(), is_matrix=False) for name, parameter in named})
+        told = f"{self.where}: optimizer {self.cls.__name__!r}"
+        try:
+            for _ in range(2):
+                for _, parameter in named:
+                    parameter.grad = torch.ones_like(parameter)
+                made.step()
+        except Exception as error:
+            raise ConfigError(
+                f"{told} cannot step with lr={self.lr} and options {self.options}: {reason(error)}. Change them, or "
+                f"use another optimizer."
+            ) from error
+        if not all(bool(parameter.isfinite().all()) for _, parameter in named):
+            raise ConfigError(
+                f"{told} with lr={self.lr} and options {self.options} makes parameters infinite or NaN in its first "
+                f"two steps. Lower the rate, or change the options."
+            )
+        return made
+
+
+class ConfiguredOptimizer:
+    """The factory of `optimizer_factory`.
+
+    Called without `for_model`, it knows of the parameters that it is given alone, and of no blocks.
+    """
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._config = config
+        self._settings = _settings(config)
+
+    def __call__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        named = list(named_parameters)
+        for number, group in enumerate(self._config.groups):
+            if group.matrices:
+                raise ConfigError(
+                    f"optimizer.groups[{number}].matrices needs the model, whose blocks tell what its matrices are, "
+                    f"and this factory was told of none. Give it to manager.build_optimizer as it is, not within "
+                    f"another function; or name the matrices by match."
+                )
+        return self.for_model({name: Trained(p.dim(), is_matrix=False) for name, p in named})(named)
+
+    def for_model(self, trained: Mapping[str, Trained]) -> OptimizerFactory:
+        """The factory for a model of which these are trained; see `optimizer_groups.for_model`."""
+        numbers = group_numbers(self._config.groups, trained)
+
+        def factory(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+            named = list(named_parameters)
+            of_group = [[each for each in named if numbers[each[0]] == number] for number in range(len(self._settings))]
+            made = [
+                settings.make(mine, trained) for settings, mine in zip(self._settings, of_group, strict=True) if mine
+            ]
+            if not made:
+                # It says itself that there is nothing.
+                made = [self._settings[-1].make(named, trained)]
+            return made[0] if len(made) == 1 else Optimizers(made)
+
+        return factory
 
 
 def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
     """Return a factory for `StrategyManager.build_optimizer`.
 
     Raises:
-        ConfigError: no such optimizer, an argument that it does not take, or one that needs a closure.
+        ConfigError: no such optimizer, an argument that it does not take, or one that needs a closure. When it is
+            called: a group that no parameter is of.
     """
-    cls = _optimizer_class(config)
-    # The groups say who is decayed; an optimizer's own default (0.01 for AdamW) must not decay the others.
-    decay = {"weight_decay": 0.0} if "weight_decay" in inspect.signature(cls).parameters else {}
+    return ConfiguredOptimizer(config)
 
-    def factory(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-        named = list(named_parameters)
-        groups = decay_groups(named, config.weight_decay, config.no_decay)
-        options = {**config.options, **fused_where_it_pays(cls, config.options, [p for _, p in named])}
-        try:
-            return cls(groups, lr=config.lr, **decay, **options)
-        except Exception as error:
-            # Each optimizer checks its arguments in its own way.
-            raise ConfigError(f"optimizer {config.name!r} refuses its parameters or options: {error}") from error
 
-    return factory
+def _settings(config: OptimizerConfig) -> list[_Settings]:
+    """Those of each group, and then those of the rest."""
+    return [*(_of_group(config, number) for number in range(len(config.groups))), _of_rest(config)]
+
+
+def _of_rest(config: OptimizerConfig) -> _Settings:
+    cls = optimizer_class(config.name, "optimizer.name")
+    _check_options(cls, config.name, config.options, config.weight_decay, "optimizer")
+    return _Settings("optimizer", cls, config.lr, config.weight_decay, tuple(config.no_decay), config.options)
+
+
+def _of_group(config: OptimizerConfig, number: int) -> _Settings:
+    """What a group says, and the top level where it says nothing."""
+    group, where = config.groups[number], f"optimizer.groups[{number}]"
+    name = group.name or config.name
+    cls = optimizer_class(name, f"{where}.name")
+    is_other = cls is not optimizer_class(config.name, "optimizer.name")
+    options = group.options if is_other else {**config.options, **group.options}
+    # Who gives a decay for some parameters means these.
+    says_decay = group.weight_decay is not None
+    decay = group.weight_decay if group.weight_decay is not None else config.weight_decay
+    _check_options(cls, name, options, decay, where)
+    no_decay = () if says_decay else tuple(config.no_decay)
+    lr = config.lr if group.lr is None else group.lr
+    return _Settings(where, cls, lr, decay, no_decay, options)
 
 
 def fused_where_it_pays(
@@ -90,47 +222,12 @@ def try_optimization(optimizer: OptimizerConfig, schedule: ScheduleConfig, steps
     Raises:
         ConfigError: the optimizer or the schedule cannot be used as configured.
     """
-    if device.type != "cpu":
-        # Refused on a CPU alone; each rank tries it with its own device.
-        known = {key: value for key, value in optimizer.options.items() if key != "capturable"}
-        optimizer = optimizer.model_copy(update={"options": known})
-    stand_in = [("weight", nn.Parameter(torch.ones(2, 2))), ("bias", nn.Parameter(torch.ones(2)))]
-    made = optimizer_factory(optimizer)(stand_in)
-    try:
-        for _ in range(2):
-            for _, parameter in stand_in:
-                parameter.grad = torch.ones_like(parameter)
-            made.step()
-    except Exception as error:
-        raise ConfigError(
-            f"optimizer {optimizer.name!r} cannot step with lr={optimizer.lr} and options {optimizer.options}: "
-            f"{reason(error)}. Change them, or use another optimizer."
-        ) from error
-    if not all(bool(parameter.isfinite().all()) for _, parameter in stand_in):
-        raise ConfigError(
-            f"optimizer {optimizer.name!r} with lr={optimizer.lr} and options {optimizer.options} makes parameters "
-            f"infinite or NaN in its first two steps. Lower the rate, or change the options."
-        )
-    _check_rates(schedule, build_scheduler(schedule, made, steps), steps)
-
-
-def _check_rates(config: ScheduleConfig, scheduler: LRScheduler, steps: int) -> None:
-    """Refuse a schedule that has no usable rate at its ends, or at some steps between them."""
-    sampled = {*range(0, steps, max(1, steps // 64)), 1, config.warmup_steps, steps - 1, steps}
-    for step in sorted(sampled):
-        try:
-            rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
-            usable = all(math.isfinite(rate) and rate >= 0 for rate in rates)
-        except Exception as error:
-            raise ConfigError(
-                f"schedule {config.name!r} with options {config.options} has no rate after step {step} of {steps}: "
-                f"{reason(error)}. Change the options."
-            ) from error
-        if not usable:
-            raise ConfigError(
-                f"schedule {config.name!r} with options {config.options} gives the rates {rates} after step {step} of "
-                f"{steps}, which must be finite and not below 0. Change the options."
-            )
+    stand_in = [("weight", nn.Parameter(torch.ones(2, 2)))]
+    if not optimizer.groups:
+        # One of several may be for matrices alone.
+        stand_in.append(("bias", nn.Parameter(torch.ones(2))))
+    for settings in _settings(optimizer):
+        check_schedule(schedule, build_scheduler(schedule, settings.tried(stand_in, device), steps), steps)
 
 
 def decay_groups(
@@ -154,108 +251,67 @@ def decay_groups(
 def split_by_mesh(optimizer: Optimizer) -> None:
     """Let no parameter group that is stepped as a whole (`foreach`, `fused`) hold DTensors of several meshes, which
     torch cannot stack. In place; groups keep their settings."""
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        meshes: dict[Any, list[nn.Parameter]] = {}
-        for parameter in group["params"]:
-            is_whole = group.get("foreach") or group.get("fused")
-            mesh = parameter.device_mesh if is_whole and isinstance(parameter, DTensor) else None
-            meshes.setdefault(mesh, []).append(parameter)
-        groups += [{**group, "params": parameters} for parameters in meshes.values()]
-    optimizer.param_groups[:] = groups
+    for member in members_of(optimizer):
+        groups: list[dict[str, Any]] = []
+        for group in member.param_groups:
+            meshes: dict[Any, list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                is_whole = group.get("foreach") or group.get("fused")
+                mesh = parameter.device_mesh if is_whole and isinstance(parameter, DTensor) else None
+                meshes.setdefault(mesh, []).append(parameter)
+            groups += [{**group, "params": parameters} for parameters in meshes.values()]
+        member.param_groups[:] = groups
 
 
-def build_scheduler(config: ScheduleConfig, optimizer: Optimizer, steps: int) -> LRScheduler:
-    """Make the learning-rate schedule over `steps` optimizer steps.
+def optimizer_class(name: str, where: str) -> type[Optimizer]:
+    """The optimizer of a name in torch.optim, or at an import path that is on the allow-list.
+
+    Args:
+        where: how to name the source in errors.
 
     Raises:
-        ConfigError: no such schedule, a missing or unknown argument, or a schedule that follows a metric.
+        ConfigError: there is none, or it needs a closure.
     """
-    from transformers import SchedulerType, get_scheduler
-
-    # These two are driven by a metric at each step, not by the step number.
-    known = sorted(each.value for each in SchedulerType if each.value not in ("reduce_lr_on_plateau", "greedy"))
-    if config.name not in known:
-        raise ConfigError(f"schedule {config.name!r} is not one of {', '.join(known)}.{nearest(config.name, known)}")
-    _check_schedule_is_heeded(config)
-    try:
-        return get_scheduler(
-            config.name,
-            optimizer,
-            num_warmup_steps=config.warmup_steps,
-            num_training_steps=steps,
-            scheduler_specific_kwargs=dict(config.options),
-        )
-    except Exception as error:
-        # Each schedule checks its options in its own way, or at its first value.
-        raise ConfigError(f"schedule {config.name!r} refuses its options {config.options}: {error}") from error
-
-
-def set_schedule(scheduler: LRScheduler, step: int) -> None:
-    """Put a schedule of `build_scheduler`, and the rates of its optimizer, where they are after so many steps."""
-    state = scheduler.state_dict()
-    rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
-    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-    scheduler.load_state_dict({**state, "last_epoch": step, "_step_count": step + 1, "_last_lr": rates})
-
-
-def _check_schedule_is_heeded(config: ScheduleConfig) -> None:
-    """Refuse what get_scheduler would drop without a word."""
-    if config.name == "constant" and config.warmup_steps:
-        raise ConfigError(
-            f"schedule 'constant' knows no warm-up, but schedule.warmup_steps={config.warmup_steps}. "
-            f"Set schedule.name=constant_with_warmup, or warmup_steps=0."
-        )
-    if config.name in ("constant", "constant_with_warmup") and config.options:
-        raise ConfigError(
-            f"schedule {config.name!r} takes no options, but schedule.options holds {', '.join(config.options)}. "
-            f"Remove them, or use another schedule."
-        )
-    for name, value in config.options.items():
-        # None of the schedules has a switch, and their arithmetic makes zero of what is not finite.
-        if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
-            raise ConfigError(f"schedule.options.{name}={value!r} is no finite number. Change it, or leave it out.")
-
-
-def _optimizer_class(config: OptimizerConfig) -> type[Optimizer]:
-    known: dict[str, type[Optimizer]] = {
-        name: cls
-        for name, cls in vars(torch.optim).items()
-        if inspect.isclass(cls) and issubclass(cls, Optimizer) and cls is not Optimizer
-    }
-    cls = known.get(config.name)
-    if cls is None:
-        raise ConfigError(
-            f"optimizer {config.name!r} is not in torch.optim.{nearest(config.name, known)} "
-            f"Known: {', '.join(sorted(known))}."
-        )
-    if needs_closure(cls):
-        raise ConfigError(f"optimizer {config.name!r} needs a closure that runs the model again; use another one.")
-    arguments = [name for name in inspect.signature(cls).parameters if name not in ("self", "params")]
-    given = {**config.options, **({"weight_decay": config.weight_decay} if config.weight_decay else {})}
-    for name in given:
-        if name not in arguments:
+    if "." in name:
+        found = import_class_from_path(name)
+        if not issubclass(found, Optimizer):
+            raise ConfigError(f"{where}={name!r} is no optimizer. Name a subclass of torch.optim.Optimizer.")
+    else:
+        known: dict[str, type[Optimizer]] = {
+            name: cls
+            for name, cls in vars(torch.optim).items()
+            if inspect.isclass(cls) and issubclass(cls, Optimizer) and cls is not Optimizer
+        }
+        if name not in known:
             raise ConfigError(
-                f"optimizer {config.name!r} takes no argument {name!r}.{nearest(name, arguments)} "
+                f"optimizer {name!r} is not in torch.optim.{nearest(name, known)} Known: {', '.join(sorted(known))}. "
+                f"Name one of your own by its import path, such as 'my_package.Lion'."
+            )
+        found = known[name]
+    cls: type[Optimizer] = found
+    if needs_closure(cls):
+        raise ConfigError(f"optimizer {name!r} needs a closure that runs the model again; use another one.")
+    return cls
+
+
+def _check_options(cls: type[Optimizer], name: str, options: Mapping[str, Any], decay: float, where: str) -> None:
+    """Refuse what an optimizer does not take."""
+    parameters = inspect.signature(cls).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    arguments = [each for each in parameters if each not in ("self", "params")]
+    for key in ["lr", *options, *(["weight_decay"] if decay else [])]:
+        if key not in arguments and not takes_any:
+            raise ConfigError(
+                f"optimizer {name!r} takes no argument {key!r}.{nearest(key, arguments)} "
                 f"It takes: {', '.join(arguments)}."
             )
-    for name in ("lr", "weight_decay"):
-        if name in config.options:
-            raise ConfigError(f"optimizer.options holds {name!r}, which has a key of its own: set optimizer.{name}.")
-    check_arguments(cls, config.options, where="optimizer.options")
-    return cls
+    for key in ("lr", "weight_decay"):
+        if key in options:
+            raise ConfigError(f"{where}.options holds {key!r}, which has a key of its own: set {where}.{key}.")
+    check_arguments(cls, options, where=f"{where}.options")
 
 
 def needs_closure(cls: type[Optimizer]) -> bool:
     """Whether steps need a function that runs the model again."""
     closure = inspect.signature(cls.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def reason(error: Exception) -> str:
-    """An error of an optimizer or schedule in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".:")

@@ -11,27 +11,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from filelock import FileLock, Timeout
 from rich.console import Console
 
 from ..base.errors import ConfigError
-from ..checkpoint import export_checkpoint, save_checkpoint
-from ..checkpoint.directory import put_in_place
+from ..checkpoint import export_checkpoint, save_checkpoint, steps_in
+from ..checkpoint.directory import best_of, put_in_place
 from ..data import load_tokenizer
+from ..data.chat_template import read_chat_template
 from ..files.parsing import as_yaml
 from ..strategy.contract import StepResult, StrategyManager
-from .files import CHECKPOINTS, CURVE, HOLDER, LOCK, METRICS, MODEL, RUN, SUMMARY
-from .report import draw_loss_curve
+from .files import AVERAGED_MODEL, CHECKPOINTS, CURVE, HOLDER, LOCK, METRICS, MODEL, REFERENCE, RUN, SUMMARY
+from .report import draw_loss_curve, shown
 from .run_file import RunConfig, as_plain
-from .sample import generate_sample
+from .run_sections import HELD_OUT
+from .sample import generate_sample, load_trained
 
 if TYPE_CHECKING:
     from .plan import Plan
 
-_CHECKPOINT_OF_MODEL, _NEW_MODEL = f"{MODEL}.checkpoint", f"{MODEL}.writing"
+_CHECKPOINT_OF_MODEL, _NEW_MODEL, _NEW_AVERAGED = f"{MODEL}.checkpoint", f"{MODEL}.writing", f"{AVERAGED_MODEL}.writing"
 AVERAGED_STEPS = 20
 """Training loss is told as the mean over this many last steps."""
 
@@ -87,12 +89,12 @@ def prepare_output(config: RunConfig, *, replaces: bool) -> None:
     directory = Path(config.output_dir)
     try:
         if replaces:
-            for name in (CHECKPOINTS, MODEL):
+            for name in (CHECKPOINTS, MODEL, AVERAGED_MODEL):
                 if (directory / name).is_dir():
                     shutil.rmtree(directory / name)
-            for name in (METRICS, CURVE):
+            for name in (METRICS, CURVE, REFERENCE):
                 (directory / name).unlink(missing_ok=True)
-        for name in (_CHECKPOINT_OF_MODEL, _NEW_MODEL):
+        for name in (_CHECKPOINT_OF_MODEL, _NEW_MODEL, _NEW_AVERAGED):
             shutil.rmtree(directory / name, ignore_errors=True)
         # As long as there is a summary, the directory is that of the run that has finished.
         (directory / SUMMARY).unlink(missing_ok=True)
@@ -108,16 +110,33 @@ def _write(path: Path, text: str) -> None:
     new.replace(path)
 
 
-def export(manager: StrategyManager, config: RunConfig, plan: Plan) -> None:
-    """Write the model as a Hugging Face directory, every rank a part of it. Collective."""
-    world, directory = manager.mesh.world, Path(config.output_dir)
-    checkpoint, model = directory / _CHECKPOINT_OF_MODEL, directory / _NEW_MODEL
+def run_tokenizer(config: RunConfig, plan: Plan) -> Any:
+    """The tokenizer that is written with the model, with the chat template that it was trained with."""
     tokenizer = load_tokenizer(plan.data.tokenizer_dir)
-    save_checkpoint(manager, checkpoint, step=config.steps, tokenizer=tokenizer, with_optimizer=False)
+    if config.data.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(config.data.chat_template)
+    return tokenizer
+
+
+def export(manager: StrategyManager, config: RunConfig, plan: Plan, *, step: int) -> None:
+    """Write the model, after so many steps, as a Hugging Face directory, every rank a part of it; and another of the
+    averaged weights, if the run asks for it. Collective."""
+    world, directory = manager.mesh.world, Path(config.output_dir)
+    checkpoint, model, averaged = (directory / name for name in (_CHECKPOINT_OF_MODEL, _NEW_MODEL, _NEW_AVERAGED))
+    tokenizer = run_tokenizer(config, plan)
+    save_checkpoint(manager, checkpoint, step=step, tokenizer=tokenizer, with_optimizer=False)
     export_checkpoint(checkpoint, model, world=world)
+    if exports_average(config):
+        export_checkpoint(checkpoint, averaged, average=True, world=world)
     if world.rank == 0:
         put_in_place(model, directory / MODEL)
+        if exports_average(config):
+            put_in_place(averaged, directory / AVERAGED_MODEL)
         shutil.rmtree(checkpoint)
+
+
+def exports_average(config: RunConfig) -> bool:
+    return config.ema is not None and config.ema.export
 
 
 def finish(config: RunConfig, plan: Plan, results: list[StepResult], console: Console) -> None:
@@ -125,44 +144,80 @@ def finish(config: RunConfig, plan: Plan, results: list[StepResult], console: Co
     directory = Path(config.output_dir)
     tokenizer = load_tokenizer(plan.data.tokenizer_dir)
     draw_loss_curve(results, directory / CURVE)
+    summary = summarized(config, plan, results, vocab_size=len(tokenizer))
+    _write(directory / SUMMARY, json.dumps(summary, indent=2) + "\n")
+    _say(console, "\n".join(told(summary, config)))
+    if config.sample is not None:
+        transformers.utils.logging.disable_progress_bar()
+        model = load_trained(directory / MODEL, plan.model.directory)
+        text = generate_sample(model, tokenizer, config.sample, plan.rows.evaluated, seed=config.seed)
+        console.print("\n[bold]sample[/bold]")
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    averaged = f"{directory / AVERAGED_MODEL} (with averaged weights), " if exports_average(config) else ""
+    adapted = plan.model.base is not None
+    what = "an adapter of peft" if adapted else "a Hugging Face directory"
+    _say(
+        console,
+        f"\n[bold]written[/bold] {directory / MODEL} ({what}), {averaged}{directory / CURVE}, "
+        f"{directory / METRICS}, {directory / SUMMARY}\n"
+        f"[bold]next[/bold]\n"
+        f"  {f'meshwright export --merge {directory / MODEL} OUT' if adapted else 'meshwright strategies'}\n"
+        f'  python -c "from transformers import pipeline; '
+        f"print(pipeline('text-generation', '{directory / MODEL}')('The ')[0]['generated_text'])\"",
+    )
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def summarized(config: RunConfig, plan: Plan, results: list[StepResult], *, vocab_size: int) -> dict[str, Any]:
+    """What is to be known of a run that has ended; values of JSON."""
     last = [result.loss for result in results[-AVERAGED_STEPS:]]
-    train_loss, ln_vocab = sum(last) / len(last), math.log(len(tokenizer))
-    summary = {
+    return {
         "strategy": str(plan.stack),
         "mesh": str(plan.degrees),
         "steps": results[-1].step,
-        "train_loss": train_loss,
+        "of_steps": plan.steps,
+        "train_loss": sum(last) / len(last),
         "train_loss_steps": len(last),
         "held_out_loss": results[-1].held_out_loss,
-        "ln_vocab": ln_vocab,
+        "evaluations": dict(results[-1].evaluations),
+        "best_checkpoints": _best_checkpoints(config),
+        "ln_vocab": math.log(vocab_size),
         "held_out": {
             "tokens": str(plan.data.directory / "held_out.npy"),
             "seq_len": config.data.seq_len,
-            "sequences": config.eval.sequences or len(plan.rows.evaluated),
+            "sequences": config.eval.sequences or len(plan.rows.held_out.get(HELD_OUT, ())),
         },
     }
-    _write(directory / SUMMARY, json.dumps(summary, indent=2) + "\n")
-    console.print(
-        f"\ntraining loss {train_loss:.4f} (mean of the last {len(last)} steps; "
-        f"{train_loss / ln_vocab:.2f} x ln(vocabulary)), held-out loss {results[-1].held_out_loss:.6f}",
-        highlight=False,
-        soft_wrap=True,
+
+
+def _best_checkpoints(config: RunConfig) -> list[dict[str, Any]]:
+    """The checkpoints that `keep_best` has kept, the best first."""
+    best = config.checkpoint.keep_best
+    if best is None:
+        return []
+    paths = [path for _, path in steps_in(Path(config.output_dir) / CHECKPOINTS)]
+    return [
+        {"step": step, "set": best.set, "loss": loss, "checkpoint": str(path)}
+        for loss, step, path in best_of(paths, best.set, best.n)
+    ]
+
+
+def told(summary: dict[str, Any], config: RunConfig) -> Iterator[str]:
+    """A summary in a few lines."""
+    loss, ln_vocab = summary["train_loss"], summary["ln_vocab"]
+    losses = "".join(f", {shown(name)} loss {value:.6f}" for name, value in summary["evaluations"].items())
+    yield (
+        f"\ntraining loss {loss:.4f} (mean of the last {summary['train_loss_steps']} steps; {loss / ln_vocab:.2f} x "
+        f"ln(vocabulary)){losses}"
     )
-    if config.sample.prompt is not None:
-        transformers.utils.logging.disable_progress_bar()
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory / MODEL, local_files_only=True, trust_remote_code=False
+    stopping = config.eval.early_stopping
+    if stopping is not None and summary["steps"] < summary["of_steps"]:
+        yield (
+            f"stopped early, after {summary['steps']} of {summary['of_steps']} steps: the {shown(stopping.set)} loss "
+            f"has not fallen in {stopping.patience} evaluations"
         )
-        text = generate_sample(model.eval(), tokenizer, config.sample, seed=config.seed)
-        console.print("\n[bold]sample[/bold]")
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        f"\n[bold]written[/bold] {directory / MODEL} (a Hugging Face directory), {directory / CURVE}, "
-        f"{directory / METRICS}, {directory / SUMMARY}\n"
-        f"[bold]next[/bold]\n"
-        f"  meshwright strategies\n"
-        f'  python -c "from transformers import pipeline; '
-        f"print(pipeline('text-generation', '{directory / MODEL}')('import ')[0]['generated_text'])\"",
-        highlight=False,
-        soft_wrap=True,
-    )
+    for each in summary["best_checkpoints"]:
+        yield f"lowest {shown(each['set'])} loss {each['loss']:.6f}: {each['checkpoint']}"

@@ -7,19 +7,20 @@ files are cached.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..base.errors import ConfigError
-from ..checkpoint import read_manifest
-from ..checkpoint.directory import HUGGING_FACE
 from ..data import (
     DataConfig,
     PreparedData,
+    Rows,
     RunRows,
     Stream,
     check_batch_size,
@@ -32,18 +33,21 @@ from ..data import (
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import Degrees
 from ..mesh.world import find_device
-from ..model.build import dtype_of, model_config
+from ..model.build import model_config
 from ..objectives.registry import get_objective
 from ..step.objective import Given
 from ..strategy.ask import model_layout, model_size
 from ..strategy.contract import Objective
 from ..strategy.registry import get_registry
 from ..strategy.stack import Stack, resolve
+from .columns import columns_to_compute
 from .fate import check_output, check_restarts
 from .model_trial import can_be_tried, check_memory, memory_of_node, try_model, try_rows
 from .optim import try_optimization
 from .resume import check_source
-from .run_file import RunConfig
+from .run_file import RunConfig, ScheduleConfig
+from .run_model import RunModel, find_model
+from .run_sections import HELD_OUT
 
 
 @dataclass(frozen=True)
@@ -54,17 +58,26 @@ class Plan:
     degrees: Degrees
     micro_batch_size: int
     data: PreparedData
+    model: RunModel
     rows: RunRows
     model_config: Any
     objective: Objective | None
+    needs_reference: bool
+    """Whether log-probabilities of the weights that it begins with are to be computed before."""
+    steps: int
+    schedule: ScheduleConfig
+    """With its warm-up in steps."""
     rows_tried: bool
     """Whether the model is known to keep documents of a row apart, and padding; if not, it is tried as it runs."""
     identity: dict[str, Any]
     """What must be the same for a run to go on as if it had not been interrupted; values of JSON."""
 
 
-def plan_run(config: RunConfig, world_size: int) -> Plan:
+def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -> Plan:
     """Check a run and prepare its data; issues no collective.
+
+    Args:
+        commit: of the model on the hub, where ranks have agreed on one.
 
     Raises:
         MeshwrightError: whatever is wrong with it; see `meshwright.base.errors`.
@@ -79,11 +92,23 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
     micro_batch_size = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
     check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=micro_batch_size)
     check_restarts(config)
-    check_output(config)
-    try_optimization(config.optimizer, config.schedule, config.steps, device=find_device(config.device))
-    data, hf_config = data_and_model_config(config)
-    seq_len, dtype, device = config.data.seq_len, dtype_of(config.model), find_device(config.device)
-    size = try_model(hf_config, dtype, seq_len=seq_len, device=device, degrees=degrees)
+    check_output(config, config.steps)
+    device = find_device(config.device)
+    if config.steps is not None:
+        try_optimization(config.optimizer, config.schedule.over(config.steps), config.steps, device=device)
+    model = find_model(config.model, commit=commit)
+    data, hf_config = data_and_model_config(config, model)
+    adapters, seq_len = model.adapters, config.data.seq_len
+    dtype = model.dtype(config.model)
+    size = try_model(
+        hf_config,
+        dtype,
+        seq_len=seq_len,
+        device=device,
+        degrees=degrees,
+        adapters=adapters,
+        groups=config.optimizer.groups,
+    )
     check_memory(stack, degrees, size, memory_of_node())
     kind, masks = config.data.packing_kind(), masks_padding(hf_config)
     tried = kind == "stream" or can_be_tried(size, seq_len=seq_len, device=device, degrees=degrees)
@@ -91,16 +116,62 @@ def plan_run(config: RunConfig, world_size: int) -> Plan:
         try_rows(hf_config, dtype, kind, seq_len=seq_len, masks=masks)
     rows = lay_out(data, config.data, masks=masks)
     check_groups(rows.training[0].group, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
-    held_out = len(rows.evaluated)
-    if config.eval.sequences is not None and config.eval.sequences > held_out:
+    steps = config.steps or steps_of(config, rows_in(rows))
+    schedule = config.schedule.over(steps)
+    if config.steps is None:
+        check_output(config, steps)
+        try_optimization(config.optimizer, schedule, steps, device=device)
+    largest = max(map(len, rows.held_out.values()), default=0)
+    if config.eval.sequences is not None and config.eval.sequences > largest:
         raise ConfigError(
-            f"eval.sequences={config.eval.sequences}, but the held-out split has {held_out}. "
+            f"eval.sequences={config.eval.sequences}, but the held-out split has {largest}. "
             f"Lower it, leave it out, or raise data.eval_fraction."
         )
     objective = _objective(config)
-    identity = _identity(config, data, hf_config)
-    check_source(config, identity)
-    return Plan(stack, degrees, micro_batch_size, data, rows, hf_config, objective, tried, identity)
+    needs_reference = columns_to_compute(objective, rows)
+    identity = _identity(config, schedule, data, model, hf_config)
+    check_source(config, identity, steps)
+    return Plan(
+        stack,
+        degrees,
+        micro_batch_size,
+        data,
+        model,
+        rows,
+        hf_config,
+        objective,
+        needs_reference,
+        steps,
+        schedule,
+        tried,
+        identity,
+    )
+
+
+def steps_of(config: RunConfig, rows: int | None) -> int:
+    """Optimizer steps of a run that is told in epochs.
+
+    Args:
+        rows: of an epoch; None: unknown.
+
+    Raises:
+        ConfigError: it is unknown, or the schedule's warm-up is longer.
+    """
+    if rows is None:
+        raise ConfigError(f"epochs={config.epochs}, but how many rows the data have is not known. Set steps.")
+    steps = max(1, math.ceil(Fraction(str(config.epochs)) * rows / config.batch_size))
+    if config.schedule.warmup_steps > steps:
+        raise ConfigError(
+            f"schedule.warmup_steps={config.schedule.warmup_steps} is more than the {steps} steps of "
+            f"epochs={config.epochs}. Lower it, or set schedule.warmup_ratio."
+        )
+    return steps
+
+
+def rows_in(rows: RunRows) -> int | None:
+    """Rows of an epoch; None where a source is read while training."""
+    counts = [len(each) for each in rows.training if not isinstance(each, Stream)]
+    return sum(counts) if len(counts) == len(rows.training) else None
 
 
 def masks_padding(hf_config: Any) -> bool:
@@ -108,14 +179,14 @@ def masks_padding(hf_config: Any) -> bool:
     return bool(getattr(hf_config.get_text_config(), "output_router_logits", False))
 
 
-def data_and_model_config(config: RunConfig) -> tuple[PreparedData, Any]:
+def data_and_model_config(config: RunConfig, model: RunModel | None = None) -> tuple[PreparedData, Any]:
     """Prepare the data, or find them in the cache, and make the Hugging Face configuration that goes with them.
 
     Raises:
         DataError: the corpus or the tokenizer cannot be used.
         ModelError: the model's section is not valid.
     """
-    directory = _model_directory(config)
+    directory = (model or find_model(config.model)).directory
     own_tokenizer = directory if directory is not None and holds_tokenizer(directory) else None
     data = prepare(config.data, tokenizer_dir=own_tokenizer)
     tokenizer = load_tokenizer(data.tokenizer_dir)
@@ -127,23 +198,12 @@ def _objective(config: RunConfig) -> Objective | None:
     """What is minimized.
 
     Raises:
-        ConfigError: it cannot be made, or the data or the model have not what it needs.
+        ConfigError: it cannot be made, or is for models of another kind.
     """
     if config.objective is None:
         return None
     found = get_objective(config.objective)
     given = Given(found)
-    columns = tuple(getattr(found, "columns", ()))
-    if columns:
-        raise ConfigError(
-            f"the {given.name} needs {', '.join(columns)} beside the tokens, and data of plain text have no such "
-            f"columns. Give it microbatches that have them in a script: see docs/objectives.md."
-        )
-    if given.rows > 1:
-        raise ConfigError(
-            f"the {given.name} takes rows {given.rows} by {given.rows}, and those of plain text do not belong "
-            f"together. Give it microbatches in which they do in a script: see docs/objectives.md."
-        )
     if given.on != "tokens":
         raise ConfigError(
             f"the {given.name} is over the outputs of another head, and a run file trains causal LMs. Train it in a "
@@ -159,30 +219,26 @@ def processes(config: RunConfig) -> int:
     return config.processes(get_registry().get(config.strategy).axes, accelerators)
 
 
-def _model_directory(config: RunConfig) -> Path | None:
-    """The Hugging Face directory that the model begins with, with its configuration and perhaps a tokenizer.
-
-    Raises:
-        CheckpointError: the model's checkpoint is none.
-    """
-    if "checkpoint" in config.model:
-        checkpoint = Path(config.model["checkpoint"]).expanduser()
-        read_manifest(checkpoint)
-        return checkpoint / HUGGING_FACE
-    return Path(config.model["path"]).expanduser() if "path" in config.model else None
-
-
-def _identity(config: RunConfig, data: PreparedData, hf_config: Any) -> dict[str, Any]:
+def _identity(
+    config: RunConfig, schedule: ScheduleConfig, data: PreparedData, run_model: RunModel, hf_config: Any
+) -> dict[str, Any]:
     model = hf_config.to_dict()
     for key in ("transformers_version", "architectures", "_name_or_path"):
         model.pop(key, None)
     identity = {
-        "model": {**model, "dtype": config.model.get("dtype", "float32")},
-        "data": {"fingerprint": data.fingerprint, "seq_len": config.data.seq_len, **_layout(config.data)},
+        "model": {**model, "dtype": config.model.get("dtype", "float32"), **run_model.identity(config.model)},
+        "data": {
+            "fingerprint": data.fingerprint,
+            "seq_len": config.data.seq_len,
+            **_layout(config.data),
+            **_of_each_source(data),
+        },
         "seed": config.seed,
         "batch_size": config.batch_size,
-        "optimizer": config.optimizer.model_dump(),
-        "schedule": config.schedule.model_dump(),
+        # What older checkpoints have not saved differs from nothing.
+        "optimizer": config.optimizer.model_dump(exclude=None if config.optimizer.groups else {"groups"}),
+        "ema": None if config.ema is None else config.ema.model_dump(exclude={"evaluate", "export"}),
+        "schedule": schedule.model_dump(exclude={"warmup_ratio"}),
         "max_grad_norm": config.max_grad_norm,
         "grad_norm_type": config.grad_norm_type,
         "objective": config.objective,
@@ -202,14 +258,22 @@ def _layout(config: DataConfig) -> dict[str, Any]:
     }
 
 
+def _of_each_source(data: PreparedData) -> dict[str, str]:
+    """What tells which of several sources has changed."""
+    if len(data.sources) == 1:
+        return {}
+    return {f"sources.{number}": source.fingerprint for number, source in enumerate(data.sources)}
+
+
 def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str:
     layout = model_layout(model)
     size = model_size(model, layout)
     lines = [
         f"{plan.stack} on {plan.degrees} ({mesh.device.type}): {plan.model_config.model_type} with "
-        f"{size.parameters:,} parameters in {len(layout.blocks)} blocks",
+        f"{size.parameters:,} parameters in {len(layout.blocks)} blocks"
+        + (f"; {size.trainable:,} of them train, over {plan.model.base}" if plan.model.base is not None else ""),
         f"{plan.data.documents:,} documents: {_told(plan.rows)} sequences of {config.data.seq_len} tokens to train on, "
-        f"{len(plan.rows.evaluated):,} held out; {config.batch_size} a step",
+        f"{_listed(plan.rows.held_out)}; {config.batch_size} a step, {plan.steps} steps",
     ]
     estimate = plan.stack.estimate(plan.degrees, size)
     if estimate is not None:
@@ -227,6 +291,11 @@ def _told(rows: RunRows) -> str:
     streams = len(rows.training) - len(counts)
     found = [f"{sum(counts):,}"] if counts else []
     return " and ".join(found + ([f"those of {streams} sources, read while training, as"] if streams else []))
+
+
+def _listed(held_out: Mapping[str, Rows]) -> str:
+    others = "".join(f", {len(rows):,} of {name}" for name, rows in held_out.items() if name != HELD_OUT)
+    return f"{len(held_out.get(HELD_OUT, ())):,} held out{others}"
 
 
 def _megabytes(count: int) -> str:

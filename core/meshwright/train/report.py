@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..files.parsing import parse_json
 from ..strategy.contract import StepResult
 from ..strategy.hooks import hookimpl
+from .optimizer_config import AVERAGED
 
 _TOLD = 5
 """This many lines are named that cannot be read."""
@@ -107,13 +108,24 @@ def read_metrics(path: Path, *, until: int, steps: int) -> list[StepResult]:
 def _read_line(line: bytes, steps: int) -> StepResult:
     """Raises ValueError, TypeError or KeyError where it does not hold numbers of a step."""
     record = parse_json(line.decode())
-    sums = {name: math.nan if value is None else value for name, value in record.pop("sums", {}).items()}
+    sums, evaluations = (_with_nan(record.pop(name, {})) for name in ("sums", "evaluations"))
+    if (loss := record.pop("held_out_loss", None)) is not None:
+        evaluations.setdefault("held_out", loss)
     numbers = {each.name: record[each.name] for each in fields(StepResult) if each.name in record}
-    if not all(type(value) in (int, float) for value in (*numbers.values(), *sums.values())):
+    if not all(type(value) in (int, float) for value in (*numbers.values(), *sums.values(), *evaluations.values())):
         raise ValueError("no numbers of a step")
     if type(numbers["step"]) is not int:
         raise ValueError("no number of a step")
-    return StepResult(**{**numbers, "steps": steps, "rank": 0, "sums": sums})
+    return StepResult(**{**numbers, "steps": steps, "rank": 0, "sums": sums, "evaluations": evaluations})
+
+
+def _with_nan(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: math.nan if value is None else value for name, value in values.items()}
+
+
+def _without_nan(values: Mapping[str, float]) -> dict[str, Any]:
+    """What is not finite is no number of JSON."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def _line(result: StepResult) -> str:
@@ -131,11 +143,12 @@ def as_record(result: StepResult) -> dict[str, Any]:
         "tokens_per_second": result.tokens_per_second,
         "seconds": result.seconds,
     }
-    if result.held_out_loss is not None:
-        record["held_out_loss"] = result.held_out_loss
+    if result.evaluations:
+        record["evaluations"] = _without_nan(result.evaluations)
+    if "held_out" in result.evaluations:
+        record["held_out_loss"] = record["evaluations"]["held_out"]
     if result.sums:
-        # What is not finite is no number of JSON.
-        record["sums"] = {name: value if math.isfinite(value) else None for name, value in result.sums.items()}
+        record["sums"] = _without_nan(result.sums)
     return record
 
 
@@ -145,13 +158,20 @@ def describe(result: StepResult) -> str:
         f"loss {result.loss:.6f}  norm {result.grad_norm:.3f}  lr {result.learning_rate:.2e}  "
         f"{result.tokens_per_second:,.0f} tokens/s"
     )
-    if result.held_out_loss is not None:
-        text += f"  held-out {result.held_out_loss:.6f}"
-    return "  ".join([text, *(f"{name} {value / result.num_tokens:.4g}" for name, value in result.sums.items())])
+    losses = (f"{shown(name)} {value:.6f}" for name, value in result.evaluations.items())
+    return "  ".join(
+        [text, *losses, *(f"{name} {value / result.num_tokens:.4g}" for name, value in result.sums.items())]
+    )
+
+
+def shown(name: str) -> str:
+    """How a set to evaluate on is called to a person."""
+    of, suffix = (name.removesuffix(AVERAGED), " (ema)") if name.endswith(AVERAGED) else (name, "")
+    return f"{'held-out' if of == 'held_out' else of}{suffix}"
 
 
 def draw_loss_curve(results: list[StepResult], path: Path) -> None:
-    """Write a PNG of training and held-out loss over steps."""
+    """Write a PNG of the losses of training and of each set over steps."""
     # The object interface draws without a display and without global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -160,9 +180,9 @@ def draw_loss_curve(results: list[StepResult], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.plot([r.step for r in results], [r.loss for r in results], linewidth=1, label="training")
-    held_out = [(r.step, r.held_out_loss) for r in results if r.held_out_loss is not None]
-    if held_out:
-        axes.plot(*zip(*held_out, strict=True), marker="o", linewidth=1.5, label="held out")
+    for name in dict.fromkeys(name for r in results for name in r.evaluations):
+        points = [(r.step, r.evaluations[name]) for r in results if name in r.evaluations]
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.5, label=shown(name))
     axes.set(xlabel="step", ylabel="loss [nats per token]")
     axes.grid(alpha=0.3)
     axes.legend()

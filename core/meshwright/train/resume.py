@@ -24,6 +24,7 @@ from ..mesh.world import World
 from .fate import AUTO, NEVER, Fate, began_from, given_directory, named_before
 from .files import CHECKPOINTS, METRICS
 from .run_file import RunConfig
+from .watch import STATE, EarlyStopping, Watch
 
 _FIRST_ORDER = 1
 """The version of the order of the data, of runs whose checkpoints tell none."""
@@ -53,6 +54,11 @@ class Source:
         return self.manifest.step
 
     @property
+    def has_average(self) -> bool:
+        """Whether it has an average of the weights."""
+        return self.manifest.extra["identity"].get("ema") is not None
+
+    @property
     def order(self) -> int:
         """Which order of the data the run is in; see [Note: versions of the order] in `data.order`."""
         return int(self.manifest.extra["identity"].get("order", _FIRST_ORDER))
@@ -68,8 +74,13 @@ class Source:
 # -- the checkpoint to go on from
 
 
-def find_source(config: RunConfig, fate: Fate, identity: Mapping[str, Any], world: World) -> Source | None:
+def find_source(
+    config: RunConfig, fate: Fate, identity: Mapping[str, Any], world: World, *, steps: int
+) -> Source | None:
     """The checkpoint to go on from, if any; see [Note: the course of a run]. Collective, with the directory locked.
+
+    Args:
+        identity, steps: of the run.
 
     Raises:
         CheckpointError: there are checkpoints, but none can be loaded, or the run is another; on all ranks.
@@ -95,7 +106,7 @@ def find_source(config: RunConfig, fate: Fate, identity: Mapping[str, Any], worl
         directory,
         manifest,
         named=manifest.extra.get("named") if source == AUTO else str(given_directory(source)),
-        changed=world.together(lambda: _changes(directory, manifest, identity, config)),
+        changed=world.together(lambda: _changes(directory, manifest, identity, config, steps)),
         keeps=manifest.step if directory.resolve().parent == root.resolve() else -1,
         metrics=_metrics_until(directory, root),
     )
@@ -136,23 +147,33 @@ def _metrics_until(source: Path, root: Path) -> Path | None:
     return source.parent / METRICS if source.resolve().parent.parent == root.resolve() else None
 
 
-def check_source(config: RunConfig, identity: Mapping[str, Any]) -> None:
+def check_source(config: RunConfig, identity: Mapping[str, Any], steps: int) -> None:
     """Refuse early to go on from a checkpoint of another run, where the run file names one.
 
+    Args:
+        identity, steps: of the run.
+
     Raises:
-        CheckpointError: names what differs.
+        CheckpointError: names what differs; or there is nothing left to be done.
     """
     source = config.resumption.source
     if source not in (AUTO, NEVER):
         if not given_directory(source).exists() and began_from(Path(config.output_dir), given_directory(source)):
             return
         manifest = read_manifest(given_directory(source))
-        _changes(Path(source), manifest, identity, config)
-        if manifest.step == config.steps:
-            raise _too_few_steps(Path(source), config.steps, manifest.step)
+        _changes(Path(source), manifest, identity, config, steps)
+        if manifest.step == steps:
+            raise _too_few_steps(Path(source), steps, manifest.step)
+        if Watch(early_stopping(config), None, manifest.extra.get(STATE)).is_exhausted:
+            raise CheckpointError(
+                f"the run that {source} is of has stopped early at step {manifest.step}, as eval.early_stopping says. "
+                f"Raise its patience, leave it out, or go on from an earlier checkpoint."
+            )
 
 
-def _changes(source: Path, manifest: Manifest, identity: Mapping[str, Any], config: RunConfig) -> tuple[str, ...]:
+def _changes(
+    source: Path, manifest: Manifest, identity: Mapping[str, Any], config: RunConfig, steps: int
+) -> tuple[str, ...]:
     """What differs from the run that a checkpoint is of.
 
     Raises:
@@ -167,14 +188,20 @@ def _changes(source: Path, manifest: Manifest, identity: Mapping[str, Any], conf
     changed = _differences(saved, identity)
     allow = set(config.resumption.allow)
     refused = [name for name in changed if name not in allow and name.partition(".")[0] not in allow]
+    if "model.base" in refused:
+        raise CheckpointError(
+            f"{source} holds adapters of another base: {(manifest.base or {}).get('path')}, fingerprint "
+            f"{str((manifest.base or {}).get('fingerprint'))[:12]}. The model at model.path={config.model['path']!r} "
+            f"has other weights. Give the base that the run was started with, or start anew in another output_dir."
+        )
     if refused:
         raise CheckpointError(
             f"the run differs from the one that {source} is of: {', '.join(refused[:5])}. Give what it was started "
             f"with; or allow the change, where that can be (resume: {{from: ..., allow: [...]}}); or start anew, with "
             f"resume=never, or with its weights alone, in another output_dir: model.checkpoint={source}."
         )
-    if manifest.step > config.steps:
-        raise _too_few_steps(source, config.steps, manifest.step)
+    if manifest.step > steps:
+        raise _too_few_steps(source, steps, manifest.step)
     return tuple(changed)
 
 
@@ -188,6 +215,12 @@ def _differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[
         elif before != value:
             found.append(section)
     return found
+
+
+def early_stopping(config: RunConfig) -> EarlyStopping | None:
+    """As the loop takes it."""
+    told = config.eval.early_stopping
+    return None if told is None else EarlyStopping(**told.model_dump())
 
 
 def _too_few_steps(source: Path, steps: int, done: int) -> CheckpointError:

@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
-from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoint import Checkpointer, load_checkpoint
 from ..checkpoint.directory import set_aside
-from ..data import ORDER_VERSION, Feed, Place, eval_microbatches, load_tokenizer
+from ..data import ORDER_VERSION, Feed, Place, eval_microbatches
+from ..data.progress import CONSOLE
 from ..launch.rank import guarded, signs_of_life, started_by_launcher
 from ..mesh.mesh import Mesh
 from ..mesh.world import World, open_world
-from ..model.build import build_model, dtype_of
 from ..model.pretrained import PretrainedWeights
 from ..strategy.contract import Batch, StepResult, StrategyManager
 from ..strategy.registry import get_registry
 from .apart import check_kept_apart
+from .columns import as_asked, with_reference
+from .ema import EMA
 from .fate import Fate, check_output, is_finished
 from .files import CHECKPOINTS, METRICS, SUMMARY
 from .from_pretrained import check_same_weights, tell
 from .loop import Loop, fit
-from .optim import build_scheduler, optimizer_factory, set_schedule
-from .output import export, finish, locked, prepare_output
+from .optim import optimizer_factory
+from .output import export, finish, locked, prepare_output, run_tokenizer
 from .plan import Plan, headline, masks_padding, plan_run, processes
 from .report import Reporter, read_metrics
-from .resume import Source, find_source
+from .resume import Source, early_stopping, find_source
 from .run_file import RunConfig, as_plain
+from .run_model import fetch_model, make_model
+from .run_sections import KeepBestConfig
+from .schedules import build_scheduler, set_schedule
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -56,7 +60,7 @@ def start(config: RunConfig, *, show_traceback: bool = False) -> int:
         _say_finished(config)
         return 0
     count = processes(config)
-    with Console(stderr=True).status("preparing the run"):
+    with CONSOLE.status("preparing the run"):
         plan_run(config, count)
     if count == 1:
         return guarded(run_rank, (config,), show_traceback=show_traceback)
@@ -77,11 +81,12 @@ def run_rank(store: Store | None, config: RunConfig) -> None:
                 if world.rank == 0:
                     _say_finished(config)
                 return
-            plan = world.together(lambda: plan_run(config, world.size))
+            commit = fetch_model(config.model, world)
+            plan = world.together(lambda: plan_run(config, world.size, commit=commit))
             if world.rank == 0:
                 lock = locked(Path(config.output_dir), patience_s=min(LINGERING_S, timeout_s / 2))
             world.from_first(lambda: held.enter_context(lock))
-            fate = world.from_first(lambda: check_output(config))
+            fate = world.from_first(lambda: check_output(config, plan.steps))
             if fate is Fate.DONE:
                 # By the run that was waited for.
                 return
@@ -103,33 +108,60 @@ def _say_finished(config: RunConfig) -> None:
 def _train(config: RunConfig, plan: Plan, fate: Fate, world: World) -> list[StepResult]:
     """Train the model, and write it. Collective."""
     console = Console()
-    source = find_source(config, fate, plan.identity, world)
+    source = find_source(config, fate, plan.identity, world, steps=plan.steps)
     mesh = Mesh(plan.degrees, world)
     manager = plan.stack.build(mesh)
-    model, weights = world.together(lambda: build_model(config.model, plan.model_config, seed=config.seed))
+    model, weights = world.together(lambda: make_model(config.model, plan.model, plan.model_config, seed=config.seed))
     earlier: list[StepResult] = []
-    world.from_first(lambda: earlier.extend(_prepare(config, fate, source, console)))
+    world.from_first(lambda: earlier.extend(_prepare(config, plan, fate, source, console)))
     if world.rank == 0:
         console.print(headline(config, plan, model, mesh), highlight=False, soft_wrap=True)
-    if isinstance(weights, PretrainedWeights):
-        check_same_weights(weights, world)
-        tell(weights, world, stacklevel=2)
+    if isinstance(opened := getattr(weights, "base", weights), PretrainedWeights):
+        check_same_weights(opened, world, plan.model.base)
+        tell(opened, world, stacklevel=2)
     manager.parallelize(model, weights)
     # What a rank needs of them, the manager has; they keep files open, and values that were read last.
-    del model, weights
+    del model, weights, opened
     if source is None and "checkpoint" in config.model:
         load_checkpoint(manager, Path(config.model["checkpoint"]).expanduser())
+    if plan.needs_reference:
+        plan = _with_reference(manager, config, plan, console, is_loaded=source is None)
     results = _fit(manager, config, plan, source, earlier, console)
-    export(manager, config, plan)
+    # There may have been nothing left to be done.
+    done = results[-1].step if results else plan.steps if source is None else source.step
+    export(manager, config, plan, step=done)
     return results
 
 
-def _prepare(config: RunConfig, fate: Fate, source: Source | None, console: Console) -> list[StepResult]:
+def _with_reference(
+    manager: StrategyManager, config: RunConfig, plan: Plan, console: Console, *, is_loaded: bool
+) -> Plan:
+    """The plan with log-probabilities of the weights that the run begins with, of all rows. Collective.
+
+    Args:
+        is_loaded: whether the manager has these weights; else it has those before `model.checkpoint` was loaded.
+    """
+
+    def begin() -> None:
+        if not is_loaded and "checkpoint" in config.model:
+            load_checkpoint(manager, Path(config.model["checkpoint"]).expanduser())
+        if manager.mesh.rank == 0:
+            console.print("computing the log-probabilities of the reference", highlight=False, soft_wrap=True)
+
+    of = {"model": plan.identity["model"], "data": plan.identity["data"], "begins with": config.model}
+    if not {"path", "checkpoint"} & config.model.keys():
+        of["seed"] = config.seed
+    place = _place(manager.mesh, plan.micro_batch_size)
+    directory = Path(config.output_dir)
+    return replace(plan, rows=with_reference(manager, plan.rows, directory, place, of=of, begin=begin))
+
+
+def _prepare(config: RunConfig, plan: Plan, fate: Fate, source: Source | None, console: Console) -> list[StepResult]:
     """Make the output directory ready, on the first rank; the steps that were done before."""
     directory = Path(config.output_dir)
     earlier: list[StepResult] = []
     if source is not None and source.metrics is not None:
-        earlier = read_metrics(source.metrics, until=source.step, steps=config.steps)
+        earlier = read_metrics(source.metrics, until=source.step, steps=plan.steps)
     if fate is Fate.GO_ON:
         keeps = source.keeps if source is not None else -1
         aside = set_aside(directory / CHECKPOINTS, after=keeps, copies=[directory / METRICS])
@@ -153,48 +185,53 @@ def _fit(
 ) -> list[StepResult]:
     mesh = manager.mesh
     optimizer = manager.build_optimizer(optimizer_factory(config.optimizer))
-    scheduler = build_scheduler(config.schedule, optimizer, config.steps)
-    start, origin, version = 0, (0, 0), ORDER_VERSION
+    scheduler = build_scheduler(plan.schedule, optimizer, plan.steps)
+    origin, version = (0, 0), ORDER_VERSION
+    # Before what it is to load, and after what it is to begin with.
+    ema = None if source is not None and not source.has_average else _average(config, manager)
     if source is not None:
         # Settings and rates are those of the run file, which are the saved ones but for what was allowed to change.
         load_checkpoint(manager, source.directory, keep_settings=True)
         set_schedule(scheduler, source.step)
-        start, origin, version = source.step, (source.step, source.position()), source.order
+        ema = ema or _average(config, manager, step=source.step)
+        origin, version = (source.step, source.position()), source.order
         if mesh.rank == 0:
             changed = f", with other {', '.join(source.changed)}" if source.changed else ""
-            told = f"going on from {source.directory}, after step {start}{changed}"
+            told = f"going on from {source.directory}, after step {source.step}{changed}"
             console.print(told, highlight=False, soft_wrap=True)
     place = _place(mesh, plan.micro_batch_size)
     if not plan.rows_tried:
         _try_rows(manager, config, plan, place)
     feed = _feed(config, plan, place, source, version, origin)
+    named = None if source is None else source.named
+    extra = {"identity": {**plan.identity, "order": version}, "run": as_plain(config), "named": named}
     loop = Loop(
-        steps=config.steps,
-        batches=feed.microbatches,
+        steps=plan.steps,
+        batches=lambda step: [as_asked(plan.objective, batch) for batch in feed.microbatches(step)],
+        scheduler=scheduler,
         max_grad_norm=config.max_grad_norm,
         grad_norm_type=config.grad_norm_type,
-        held_out=eval_microbatches(plan.rows.evaluated, place, count=config.eval.sequences),
+        held_out=_sets(plan, place, config.eval.sequences),
+        ema=ema,
         eval_every=config.eval.every,
-        start=start,
+        early_stopping=early_stopping(config),
+        extra=lambda step: {**extra, "position": feed.position(step), "streams": feed.state(step)},
         seed=config.seed,
         objective=plan.objective,
     )
-    metrics = Path(config.output_dir) / METRICS
-    named = None if source is None else source.named
-    extra = {"identity": {**plan.identity, "order": version}, "run": as_plain(config), "named": named}
-    with _saving(
-        manager,
-        scheduler,
-        config,
-        plan,
-        loop,
-        lambda step: {**extra, "position": feed.position(step), "streams": feed.state(step)},
-    ) as loop:
+    if source is not None:
+        loop = loop.going_on(source.manifest)
+    with _saving(manager, config, plan, loop) as loop:
         if mesh.rank != 0:
-            return fit(manager, scheduler, loop)
+            return fit(manager, loop)
+        metrics = Path(config.output_dir) / METRICS
         reporter = Reporter(metrics, log_every=config.log_every, console=console, earlier=earlier)
         with reporter, get_registry().observing(reporter):
-            return earlier + fit(manager, scheduler, loop)
+            return earlier + fit(manager, loop)
+
+
+def _average(config: RunConfig, manager: StrategyManager, *, step: int = 0) -> EMA | None:
+    return EMA(manager, config.ema, step=step) if config.ema is not None else None
 
 
 def _place(mesh: Mesh, micro_batch_size: int) -> Place:
@@ -222,6 +259,17 @@ def _feed(
     return feed
 
 
+def _sets(plan: Plan, place: Place, count: int | None) -> dict[str, Sequence[Batch]]:
+    """The microbatches of each set to evaluate on: of `count` rows, or of all where it has less."""
+    return {
+        name: [
+            as_asked(plan.objective, batch)
+            for batch in eval_microbatches(rows, place, count=None if count is None else min(count, len(rows)))
+        ]
+        for name, rows in plan.rows.held_out.items()
+    }
+
+
 def _try_rows(manager: StrategyManager, config: RunConfig, plan: Plan, place: Place) -> None:
     """Refuse a model in which what shares a row changes what it must not, on all ranks. Collective."""
 
@@ -232,7 +280,7 @@ def _try_rows(manager: StrategyManager, config: RunConfig, plan: Plan, place: Pl
         plan.model_config,
         config.data.packing_kind(),
         statistics,
-        dtype=dtype_of(config.model),
+        dtype=plan.model.dtype(config.model),
         seq_len=config.data.seq_len,
         vocab_size=plan.data.vocab_size,
         multiple=place.multiple,
@@ -243,34 +291,22 @@ def _try_rows(manager: StrategyManager, config: RunConfig, plan: Plan, place: Pl
 
 
 @contextmanager
-def _saving(
-    manager: StrategyManager,
-    scheduler: LRScheduler,
-    config: RunConfig,
-    plan: Plan,
-    loop: Loop,
-    extra: Callable[[int], dict[str, Any]],
-) -> Iterator[Loop]:
-    """The loop, saving checkpoints if the run asks for them; on disk when the context is left.
-
-    Args:
-        extra: what a checkpoint is to tell besides, after so many steps.
-    """
+def _saving(manager: StrategyManager, config: RunConfig, plan: Plan, loop: Loop) -> Iterator[Loop]:
+    """The loop, saving checkpoints if the run asks for them; on disk when the context is left."""
     settings = config.checkpoint
-    if settings.every is None:
+    if not settings.saves:
         yield loop
         return
+    best = settings.keep_best or KeepBestConfig()
     with Checkpointer(
         manager,
         Path(config.output_dir) / CHECKPOINTS,
         keep_last=settings.keep_last,
         keep_every=settings.keep_every,
+        keep_best=best.n if settings.keep_best is not None else None,
+        best_of=best.set,
         asynchronous=settings.asynchronous,
         on_error=settings.on_error,
-        tokenizer=load_tokenizer(plan.data.tokenizer_dir),
+        tokenizer=run_tokenizer(config, plan),
     ) as checkpointer:
-
-        def save(step: int) -> None:
-            checkpointer.save(step, scheduler=scheduler, extra=extra(step))
-
-        yield replace(loop, save=save, save_every=settings.every)
+        yield replace(loop, checkpointer=checkpointer, save_every=settings.every, save_after_s=settings.after_s)

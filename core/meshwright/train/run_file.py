@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,28 +13,18 @@ from ..base.errors import ConfigError
 from ..base.validation import FrozenModel, validated
 from ..data.config import DataConfig
 from ..files.parsing import parse_yaml, read_text
-from ..files.paths import PathText, check_path
+from ..files.paths import PathText
 from ..mesh.sizes import MeshSizes, Size
 from ..objectives.registry import check_objective, list_objectives
 from ..strategy.registry import Registry, get_registry
+from .model_section import check_model_section
+from .optimizer_config import AVERAGED, FinitePositive
+from .optimizer_config import EMAConfig as EMAConfig
+from .optimizer_config import OptimizerConfig as OptimizerConfig
+from .optimizer_config import OptimizerGroup as OptimizerGroup
+from .run_sections import HELD_OUT, CheckpointConfig, EvalConfig, SampleConfig
 
 PositiveFloat = Annotated[float, Field(gt=0)]
-FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class OptimizerConfig(FrozenModel):
-    """Any optimizer of torch.optim."""
-
-    name: str = Field("AdamW", description="Class name in torch.optim.")
-    lr: FinitePositive = Field(1e-3, description="Peak learning rate.")
-    weight_decay: float = Field(
-        0.0, ge=0, allow_inf_nan=False, description="Decay of the parameters that no_decay does not match."
-    )
-    no_decay: list[str] = Field(
-        ["*bias", "*norm*", "*ln_*"],
-        description="Shell patterns of parameter names that are not decayed.",
-    )
-    options: dict[str, Any] = Field({}, description="Further arguments of the optimizer, such as betas or momentum.")
 
 
 class ScheduleConfig(FrozenModel):
@@ -41,36 +32,25 @@ class ScheduleConfig(FrozenModel):
 
     name: str = Field("cosine", description="Schedule name, such as cosine, linear or constant_with_warmup.")
     warmup_steps: int = Field(0, ge=0, lt=2**31, description="Steps of linear warm-up.")
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Warm-up as a share of all steps, rounded up; in the place of warmup_steps."
+    )
     options: dict[str, Any] = Field({}, description="Further arguments of the schedule, such as num_cycles.")
 
+    @model_validator(mode="after")
+    def _warms_up_one_way(self) -> ScheduleConfig:
+        if self.warmup_steps and self.warmup_ratio is not None:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio} say different things; leave "
+                f"one of the two out"
+            )
+        return self
 
-class EvalConfig(FrozenModel):
-    """Held-out loss."""
-
-    every: Size | None = Field(None, description="Steps between evaluations; null: only at the end.")
-    sequences: Size | None = Field(
-        None, description="Sequences to evaluate on, spread over the held-out split; null: all of it."
-    )
-
-
-class SampleConfig(FrozenModel):
-    """The text generated at the end."""
-
-    prompt: str | None = Field("def ", description="Text to continue; null: no sample.")
-    max_new_tokens: Size = Field(80)
-    temperature: float = Field(0.7, ge=0, allow_inf_nan=False, description="0: the likeliest token each time.")
-
-
-class CheckpointConfig(FrozenModel):
-    """Checkpoints, in output_dir/checkpoints."""
-
-    every: Size | None = Field(None, description="Steps between checkpoints, also after the last; null: none.")
-    keep_last: Size | None = Field(2, description="How many of the newest are kept; null: all.")
-    keep_every: Size | None = Field(None, description="Those of steps that are multiples of it are kept, too.")
-    asynchronous: bool = Field(True, description="Go on training while one is written.")
-    on_error: Literal["stop", "continue"] = Field(
-        "stop", description="What to do when one cannot be written; those that were there are kept either way."
-    )
+    def over(self, steps: int) -> ScheduleConfig:
+        """The same with its warm-up in steps, of a run that has so many."""
+        if self.warmup_ratio is None:
+            return self
+        return self.model_copy(update={"warmup_steps": math.ceil(self.warmup_ratio * steps), "warmup_ratio": None})
 
 
 Allowed = Literal[
@@ -78,6 +58,7 @@ Allowed = Literal[
     "optimizer.weight_decay",
     "optimizer.no_decay",
     "schedule",
+    "ema",
     "max_grad_norm",
     "grad_norm_type",
     "objective",
@@ -128,19 +109,25 @@ class RunConfig(MeshSizes):
     )
 
     model: dict[str, Any] = Field(
-        description="A configuration (model_type and its fields), or `path`, a local directory, or `checkpoint`, "
-        "whose weights alone are taken, with fields to change; dtype is the dtype of the parameters; allow_pickle: "
-        "true reads .bin files where there are no safetensors."
+        description="A configuration (model_type and its fields), or `path`, a local directory or a hub id with a "
+        "revision, or `checkpoint`, whose weights alone are taken, with fields to change; dtype is the dtype of the "
+        "parameters; allow_pickle: true reads .bin files where there are no safetensors; trust_remote_code: the commit "
+        "whose code is run; peft: adapters to train instead of the model, {type: lora, r: 16, target_modules: "
+        "all-linear, ...}, see docs/adapters.md."
     )
     data: DataConfig = DataConfig()
 
-    steps: Size = Field(description="Optimizer steps.")
+    steps: Size | None = Field(None, description="Optimizer steps; either this or epochs.")
+    epochs: FinitePositive | None = Field(
+        None, description="How often each row is trained on: as many steps as that takes, rounded up."
+    )
     batch_size: Size = Field(description="Sequences per optimizer step, over all ranks.")
     micro_batch_size: Size | None = Field(
         None, description="Sequences per forward pass on each rank; null: batch_size / dp_size, no accumulation."
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    ema: EMAConfig | None = Field(None, description="Average the weights; null: no average.")
     objective: str | dict[str, Any] | None = Field(
         None,
         description="What is minimized, on the held-out split too: the name of an objective, or of one of your own its "
@@ -149,7 +136,7 @@ class RunConfig(MeshSizes):
     max_grad_norm: PositiveFloat | None = Field(1.0, description="Clip the total gradient norm; null: only measure it.")
     grad_norm_type: PositiveFloat = Field(2.0, description="p of the gradient norm; .inf: the largest absolute value.")
     eval: EvalConfig = EvalConfig()
-    sample: SampleConfig = SampleConfig()
+    sample: SampleConfig | None = Field(SampleConfig(), description="null: no sample.")
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: PathText | ResumeConfig = Field(
         "auto",
@@ -162,21 +149,8 @@ class RunConfig(MeshSizes):
 
     @field_validator("model")
     @classmethod
-    def _model_has_a_source(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if sum(key in value for key in ("path", "model_type", "checkpoint")) != 1:
-            raise ValueError(
-                "give either model_type, to train from new weights, or path, a local model directory, or checkpoint, "
-                "to begin with the weights of one"
-            )
-        for key in ("path", "model_type", "checkpoint", "dtype"):
-            if not isinstance(value.get(key, ""), str):
-                raise ValueError(f"{key} must be a string, not {value[key]!r}")
-        for key in ("path", "checkpoint"):
-            if key in value:
-                check_path(value[key])
-        if not isinstance(value.get("allow_pickle", False), bool):
-            raise ValueError(f"allow_pickle must be true or false, not {value['allow_pickle']!r}")
-        return value
+    def _model_is_well_formed(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return check_model_section(value)
 
     @field_validator("objective")
     @classmethod
@@ -189,11 +163,28 @@ class RunConfig(MeshSizes):
         return value
 
     @model_validator(mode="after")
-    def _check_warmup(self) -> RunConfig:
-        if self.schedule.warmup_steps > self.steps:
+    def _check_length(self) -> RunConfig:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give either steps or epochs")
+        if self.steps is not None and self.schedule.warmup_steps > self.steps:
             raise ValueError(
                 f"schedule.warmup_steps={self.schedule.warmup_steps} is more than steps={self.steps}; lower it"
             )
+        if self.steps is not None and self.ema is not None and self.ema.start >= self.steps:
+            raise ValueError(f"ema.start={self.ema.start}, so nothing is averaged in steps={self.steps}; lower it")
+        return self
+
+    @model_validator(mode="after")
+    def _check_sets(self) -> RunConfig:
+        known = [*([HELD_OUT] if self.data.eval_fraction else []), *self.data.eval_sets]
+        if self.ema is not None and self.ema.evaluate:
+            known += [f"{name}{AVERAGED}" for name in known]
+        stopping, best = self.eval.early_stopping, self.checkpoint.keep_best
+        for key, wanted in (("eval.early_stopping.set", stopping), ("checkpoint.keep_best.set", best)):
+            if wanted is not None and wanted.set not in known:
+                raise ValueError(f"{key}={wanted.set!r} is no set of this run. Known: {', '.join(known) or 'none'}")
+        if stopping is not None and self.eval.every is None:
+            raise ValueError("eval.early_stopping needs evaluations before the end; set eval.every")
         return self
 
     @property

@@ -131,10 +131,15 @@ def open_directory(directory: Path, *, also: Iterable[str] = (), allow_pickle: b
 
 
 def _open_all(paths: Sequence[Path]) -> dict[str, Source]:
-    return {key: value for path in paths for key, value in _open_safetensors(path).items()}
+    return {key: value for path in paths for key, value in open_safetensors(path).items()}
 
 
-def _open_safetensors(path: Path) -> dict[str, Source]:
+def open_safetensors(path: Path) -> dict[str, Source]:
+    """What one safetensors file holds.
+
+    Raises:
+        ModelError: it is none, or not whole.
+    """
     try:
         file = safe_open(path, framework="pt", device="cpu")
         found: dict[str, Source] = {}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..._compat.transformers import load_state_dict_as_pretrained
 from ...base.errors import ModelError, nearest
 from ...files.parsing import read_json_object, reason
+from ..weights import leave_on_meta
 from .files import Held, Source, open_directory
 from .recorded import Recorded, read_whole
 
@@ -136,7 +137,7 @@ def open_pretrained(
     model.config.name_or_path = str(directory)
     _read_generation_config(model, directory)
     weights = PretrainedWeights(_sources_of(model), directory, remarks, tuple(sorted(found["missing_keys"])))
-    _leave_parameters_on_meta(model)
+    leave_on_meta(model)
     _read_buffers(model)
     return model, weights
 
@@ -149,8 +150,8 @@ def _check_plain(directory: Path, config: Any) -> None:
         )
     if (directory / "adapter_config.json").is_file():
         raise ModelError(
-            f"{directory} holds an adapter (adapter_config.json), not a whole model. Merge it into its model first, "
-            f"for instance with peft's `merge_and_unload`, and save that."
+            f"{directory} holds an adapter (adapter_config.json), not a whole model. Merge it first: meshwright export "
+            f"--merge {directory} OUT."
         )
 
 
@@ -241,19 +242,6 @@ def _sources_of(model: nn.Module) -> dict[str, Source]:
         for name, value in model.state_dict(keep_vars=True).items()
         if isinstance(value, Tensor)
     }
-
-
-def _leave_parameters_on_meta(model: nn.Module) -> None:
-    """Plain parameters without values in place of all, tied as they are."""
-    plain: dict[int, nn.Parameter] = {}
-    kept = []  # ids are of objects that live
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) not in plain:
-                kept.append(parameter)
-                values = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                plain[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-            setattr(module, name, plain[id(parameter)])
 
 
 def _read_buffers(model: nn.Module) -> None:

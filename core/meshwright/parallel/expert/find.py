@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..._compat.peft import base_name
 from ...base.errors import ModelError
 
 _DISPATCHED = ("ep_dispatch_experts", "moe_tp_experts")
@@ -44,7 +45,7 @@ def check_expert_parallel(model: nn.Module, ep_size: int) -> None:
     if ep_size == 1:
         return
     found = find_experts(model)
-    missing = _named_by_plan(model) - {each.name for each in found}
+    missing = _named_by_plan(model) - {base_name(each.name) for each in found}
     if missing or not found:
         told = f"{sorted(missing)[0]} is not of" if missing else "has none of"
         raise ModelError(
@@ -96,11 +97,12 @@ def argument_names(module: nn.Module) -> list[str]:
 
 
 def _named_by_plan(model: nn.Module) -> set[str]:
-    """The modules that the model's own expert-parallel plan names."""
+    """The modules that the model's own expert-parallel plan names, by their names in the base model."""
     of_config: dict[str, str] = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
     prefix = getattr(model, "base_model_prefix", "")
     # transformers 5.17 has no plan of the whole model.
     plan = getattr(model, "ep_plan", None) or {f"{prefix}.{name}": style for name, style in of_config.items()}
     patterns = [name for name, style in plan.items() if style in _DISPATCHED]
     regex = [re.compile(re.escape(name).replace(r"\*", r"\d+")) for name in patterns]
-    return {name for name, _ in model.named_modules() if any(each.fullmatch(name) for each in regex)}
+    names = {base_name(name) for name, _ in model.named_modules()}
+    return {name for name in names if any(each.fullmatch(name) for each in regex)}

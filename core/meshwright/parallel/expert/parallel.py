@@ -12,7 +12,7 @@ those over `ep_shard` and `dp_replicate` are the strategy's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
+from ..._compat.peft import with_low_rank, wrappers_of_parameters
+from ..._compat.torch import own_parameters
 from ...base.errors import ModelError
 from ...mesh.mesh import Mesh
 from ...model.forward_order import Layer, put_around
@@ -62,7 +64,10 @@ class ExpertParallel(Axis):
             named = module.named_parameters(recurse=False)
             parameters.distribute({name: Division(self.mesh, Shard(0), p.shape) for name, p in named}, {})
             self._local.append(parameters)
-            self._wrap(module, each, parameters)
+            adapters = wrappers_of_parameters(self._model, module)
+            self._wrap(module, each, parameters, adapters)
+            for adapter in adapters:
+                self._pass_by(adapter)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -79,8 +84,23 @@ class ExpertParallel(Axis):
             finally:
                 self._active = True
 
-    def _wrap(self, module: nn.Module, experts: Experts, parameters: LocalParameters) -> None:
+    def _pass_by(self, adapter: nn.Module) -> None:
+        """Let a wrapper of experts call them as they are: what it adds is added to this rank's experts."""
+
+        def around(forward: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(forward)
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                return adapter.base_layer(*args, **kwargs) if self._active else forward(*args, **kwargs)
+
+            return wrapped
+
+        put_around(adapter, Layer.EXPERTS, around)
+
+    def _wrap(
+        self, module: nn.Module, experts: Experts, parameters: LocalParameters, adapters: Sequence[nn.Module]
+    ) -> None:
         slots, names = parameters.take(module), argument_names(module)
+        first = self.mesh.get_local_rank() * (experts.count // self.size)
 
         def around(forward: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(forward)
@@ -88,7 +108,8 @@ class ExpertParallel(Axis):
                 if not self._active:
                     return forward(*args, **kwargs)
                 given = {**dict(zip(names, args, strict=False)), **kwargs}
-                with parameters.inside(slots), _counting(module, experts.count // self.size):
+                count = experts.count // self.size
+                with parameters.inside(slots), _adapted(module, adapters, first), _counting(module, count):
                     return self._run(experts, forward, *(given[name] for name in names))
 
             return wrapped
@@ -108,6 +129,24 @@ class ExpertParallel(Axis):
             output = _gathered(output, tokens, self._tp_group)
         # No view where it can be helped: hooks of sharding do not see what is written into one.
         return output if output.shape == hidden.shape else output.view(hidden.shape)
+
+
+@contextmanager
+def _adapted(module: nn.Module, adapters: Sequence[nn.Module], first: int) -> Iterator[None]:
+    """The parameters of this rank's experts, from `first` on, with what adapters add.
+
+    Adapters are whole on every rank, like what is outside of the experts; a rank's gradients of them are those of its
+    experts and of all tokens that come to these, so the sum over ranks is that of all.
+    """
+    own = own_parameters(module)
+    before = dict(own)
+    try:
+        for adapter in adapters:
+            name = adapter.parameter_name
+            own[name] = with_low_rank(adapter, own[name], first)
+        yield
+    finally:
+        own.update(before)
 
 
 @contextmanager

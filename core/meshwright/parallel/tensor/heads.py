@@ -54,7 +54,7 @@ def check_heads(model: nn.Module, plan: Plan, size: int, rank: int) -> list[Shar
             heads = kv_heads * groups
             _check_divides(name, heads, size)
             if kv_heads % size:
-                shared.append(_share(model, name, kv_heads, groups, size, rank))
+                shared.append(_share(model, plan, name, kv_heads, groups, size, rank))
         else:
             heads = heads or getattr(config, "num_attention_heads", None)
             if isinstance(heads, int):
@@ -62,20 +62,21 @@ def check_heads(model: nn.Module, plan: Plan, size: int, rank: int) -> list[Shar
     return shared
 
 
-def _share(model: nn.Module, name: str, kv_heads: int, groups: int, size: int, rank: int) -> SharedHeads:
+def _share(model: nn.Module, plan: Plan, name: str, kv_heads: int, groups: int, size: int, rank: int) -> SharedHeads:
     count = kv_heads * groups // size
     read = [(rank * count + index) // groups for index in range(count)]
     distinct = list(dict.fromkeys(read))
     per_head = len(read) // len(distinct)
     # Heads in order, each read by equally many: attention repeats them itself. Else each query head gets its own.
     chosen = distinct if read == [head for head in distinct for _ in range(per_head)] else read
-    rows = {}
+    rows: dict[str, Tensor] = {}
     for projection in (f"{name}.k_proj", f"{name}.v_proj"):
         layer = model.get_submodule(projection)
         width = int(layer.out_features) // kv_heads
         index = torch.cat([torch.arange(head * width, (head + 1) * width) for head in chosen])
-        for parameter, _ in layer.named_parameters(recurse=False):
-            rows[f"{projection}.{parameter}"] = index
+        # Of an adapter, too, what has the output along its first dim.
+        named = plan.parameters.items()
+        rows |= {each: index for each, style in named if each.startswith(f"{projection}.") and style == "colwise"}
     return SharedHeads(name, rows, len(read) // len(chosen))
 
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from ..._compat.peft import is_adapted
 from ..._compat.torch import all_reduce, is_sharded
 from ...base.errors import ModelError, StrategyError
 from ...model.forward_order import Layer, put_around
@@ -28,6 +29,7 @@ from ...strategy.ask import model_layout
 from ...strategy.hooks import StyleName
 from ...tensors.norms import each_norm
 from ...tensors.state import DTENSORS, Parts
+from .adapters import divide_input, divided_along_input, of_parameters, readers_of
 from .collectives import Copies
 from .division import Division
 from .heads import check_heads
@@ -73,7 +75,7 @@ class TensorParallel(Axis):
         plan: Mapping[str, StyleName] | str | None = None,
         sequence_parallel: bool = False,
         plain: bool = False,
-        leave: Iterable[str] = (),
+        leave: Sequence[str] = (),
     ) -> None:
         self.mesh = mesh
         self.group = mesh.get_group()
@@ -86,10 +88,14 @@ class TensorParallel(Axis):
         self._plain = plain
         self._plan = find_plan(model, layout, plan, sequence_parallel=sequence_parallel)
         for name in leave:
+            while name.endswith(".base_layer"):
+                name = name.removesuffix(".base_layer")
             self._plan.drop(name, model)
-        if plain:
+        # Styles of torch know no wrappers.
+        if plain or is_adapted(model):
             sequence_parallel = use_own_styles(self._plan, model, layout) or sequence_parallel
         keep_small_layers_whole(self._plan, model, self.size)
+        self._plan.parameters.update(of_parameters(model, self._plan.parameters, leave))
         self._heads = check_heads(model, self._plan, self.size, self.rank)
         placements = placements_of(model, layout, self._plan, self._heads, self.size)
         shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
@@ -100,8 +106,8 @@ class TensorParallel(Axis):
         self._local = LocalParameters(model, mesh, plain=plain)
         self._blocks: dict[nn.Module, list[Slot]] = {}
         self._stream = Stream(model, parts, self._copies, self.group) if parts is not None else None
-        head = self._plan.modules.get(layout.head) if layout.head else None
-        self.divides_vocabulary = head in ("colwise_gather_output", "colwise_rep")
+        head = self._plan.names(layout.head, model) if layout.head else []
+        self.divides_vocabulary = any(style in ("colwise_gather_output", "colwise_rep") for style in head)
 
     # -- set up
 
@@ -119,6 +125,8 @@ class TensorParallel(Axis):
             style = self._plan.style(name)
             if style is not None and style.run is not None:
                 self._wrap(modules[name], functools.partial(style.run, self, modules[name]))
+        for adapter in divided_along_input(self._model, self.divisions):
+            divide_input(self, adapter, lambda: self.active)
         for shared in self._heads:
             attention = modules[shared.attention]
             self._wrap(attention, functools.partial(_run_with_groups, attention, shared.groups))
@@ -132,7 +140,7 @@ class TensorParallel(Axis):
         if self._plain:
             # Where a module is gathered just before it runs, its parameters must be found in it until then.
             gathered = {module for each in own for module in each.modules()}
-            own |= self._local.cut_modules - gathered
+            own |= readers_of(self._model, self._local.cut_modules) - gathered
         # What is in a module before the module.
         for module in reversed(list(self._model.modules())):
             if module in blocks:

@@ -25,13 +25,16 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from ..._compat.peft import base_name
 from ...base.errors import ConfigError, MissingPlanError, ModelError, nearest
 from ...files.class_paths import import_class_from_path
 from ...model.layout import ModelLayout
 from ...strategy.ask import model_layout
 from ...strategy.hooks import StyleName
 from ...strategy.registry import Registry, get_registry
+from .adapters import has_other_wrappers, layer_at, parts_of_wrappers, spread
 from .collectives import chunk_sizes
+from .names import spellings, wildcards
 from .styles import STYLES, Style, out_features
 
 
@@ -54,17 +57,22 @@ class Plan:
         name = self.modules.get(module)
         return STYLES[name] if isinstance(name, str) else None
 
+    def names(self, module: str, model: nn.Module) -> list[StyleName]:
+        """The styles of a module, or of the original and trained copies of one."""
+        return [self.modules[each] for each, _ in spread(model, module, "replicate") if each in self.modules]
+
     def name(self, module: str, style: str, model: nn.Module) -> None:
         """Give a module a style, and its parameters."""
-        self.modules[module] = style
-        for parameter, _ in model.get_submodule(module).named_parameters(recurse=False):
-            self.parameters[f"{module}.{parameter}"] = style
+        for name, parameters in spread(model, module, style):
+            self.modules[name] = style
+            self.parameters.update(parameters)
 
     def drop(self, module: str, model: nn.Module) -> None:
         """Leave a module and its parameters whole."""
-        self.modules.pop(module, None)
-        for parameter, _ in model.get_submodule(module).named_parameters(recurse=False):
-            self.parameters.pop(f"{module}.{parameter}", None)
+        for name, parameters in spread(model, module, "replicate"):
+            self.modules.pop(name, None)
+            for parameter in parameters:
+                self.parameters.pop(parameter, None)
 
 
 def find_plan(
@@ -106,7 +114,8 @@ def find_plan(
     own = getattr(model, "tp_plan", None) or {}
     plan = _expanded(model, own, f"the tp_plan of {type(model).__name__}", strict=False)
     _correct(plan, model)
-    if not any(name != layout.head and name != layout.embedding for name in plan.modules):
+    ends = {base_name(each) for each in (layout.head, layout.embedding) if each}
+    if all(base_name(name) in ends for name in plan.modules) or has_other_wrappers(model):
         plan = Plan("structure")
         for name in _linear_layers(model, layout):
             plan.name(name, "colwise_gather_output", model)
@@ -153,7 +162,7 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
         raise MissingPlanError(
             f"{type(model).__name__} has no tensor-parallel plan of its own (tp_plan). Give one as a dict."
         )
-    named = {_wildcards(name) for name, _ in model.named_modules()}
+    named = {wildcards(name) for name, _ in model.named_modules()}
     plan = {name: translate_to_torch_parallel_style(style) for name, style in own.items() if name in named}
     if layout.embedding and isinstance(model.get_submodule(layout.embedding), nn.Embedding):
         plan.setdefault(layout.embedding, translate_to_torch_parallel_style("embedding_rowwise"))
@@ -204,27 +213,32 @@ def _expanded(model: nn.Module, values: Mapping[str, StyleName], source: str, *,
             )
     plan, met = Plan(source), set()
     for name, module in model.named_modules():
-        key = next((each for each in (name, _wildcards(name)) if each in values), None)
+        key = next((each for each in spellings(name) if each in values), None)
         if key is not None and name:
             met.add(key)
-            plan.modules[name] = values[key]
+            style = values[key]
+            if isinstance(style, str):
+                # What stands in for a layer on another stage of a pipeline has nothing to shard.
+                if not STYLES[style].needs or any(True for _ in module.parameters()):
+                    plan.name(name, style, model)
+            else:
+                plan.modules[name] = style
         for parameter, _ in module.named_parameters(recurse=False):
             full = f"{name}.{parameter}" if name else parameter
-            own = next((each for each in (full, _wildcards(full)) if each in values), None)
-            met.update([own] if own else [])
-            style = values[own] if own else plan.modules.get(name)
-            if isinstance(style, str):
-                plan.parameters[full] = style
+            own = next((each for each in spellings(full) if each in values), None)
+            if own is not None:
+                met.add(own)
+                plan.parameters[full] = str(values[own])
     unmet = [name for name in values if name not in met]
     if strict and unmet:
-        names = {_wildcards(name) for name, _ in model.named_modules()}
+        names = {wildcards(name) for name, _ in model.named_modules()}
         raise ConfigError(
             f"{source} names {unmet[0]!r}, which is no module or parameter of {type(model).__name__}."
             f"{nearest(unmet[0], names)} `*` stands for the number of a layer."
         )
     for name in plan.modules:
         style = plan.style(name)
-        module = model.get_submodule(name)
+        module = layer_at(model, name)
         if style is not None and style.needs and not any(hasattr(module, each) for each in style.needs):
             raise ModelError(
                 f"{source} gives {name} ({type(module).__name__}) the style {plan.modules[name]!r}, which needs a "
@@ -235,10 +249,12 @@ def _expanded(model: nn.Module, values: Mapping[str, StyleName], source: str, *,
 
 def _linear_layers(model: nn.Module, layout: ModelLayout) -> Iterator[str]:
     """Linear layers of blocks. Their outputs are gathered, so nothing need be known of what stands between them."""
+    within = parts_of_wrappers(model)
     for block in layout.blocks:
-        for name, module in model.get_submodule(block).named_modules(prefix=block):
+        for name, _ in model.get_submodule(block).named_modules(prefix=block):
             # Subclasses may compute something else.
-            if type(module) in (nn.Linear, Conv1D) and not _is_read(model, name):
+            is_linear = name not in within and type(layer_at(model, name)) in (nn.Linear, Conv1D)
+            if is_linear and not _is_read(model, name):
                 yield name
 
 
@@ -258,7 +274,7 @@ def _correct(plan: Plan, model: nn.Module) -> None:
     for names in (plan.modules, plan.parameters):
         for name in names:
             for end, style in corrections.items():
-                if f".{_wildcards(name)}".endswith(f".{end}"):
+                if f".{wildcards(base_name(name))}".endswith(f".{end}"):
                     names[name] = style
     for name, style in list(plan.modules.items()):
         # A module's parameters follow it.
@@ -277,20 +293,21 @@ def _add_vocabulary(plan: Plan, model: nn.Module, layout: ModelLayout) -> None:
     # Without a head of its own, a model may use the embedding's weight in ways that cannot be seen.
     if layout.embedding is None or layout.head is None or layout.head == layout.embedding:
         return
-    embedding, head = model.get_submodule(layout.embedding), model.get_submodule(layout.head)
-    if isinstance(embedding, nn.Embedding) and layout.embedding not in plan.modules:
+    embedding, head = layer_at(model, layout.embedding), layer_at(model, layout.head)
+    if isinstance(embedding, nn.Embedding) and not plan.names(layout.embedding, model):
         plan.name(layout.embedding, "embedding_rowwise", model)
-    if type(head) is nn.Linear and layout.head not in plan.modules:
+    if type(head) is nn.Linear and not plan.names(layout.head, model):
         plan.name(layout.head, "colwise_gather_output", model)
 
 
 def _add_activations(plan: Plan, model: nn.Module) -> None:
     """Sum the gradients of what no plan names but meets sharded activations: an activation function's own parameter
     between column- and row-parallel layers, and what follows the lookup within an embedding."""
+    within = parts_of_wrappers(model)
     for name, style in list(plan.modules.items()):
         if style == "embedding_rowwise":
             for child, module in model.get_submodule(name).named_modules(prefix=name):
-                if child != name and any(True for _ in module.parameters(recurse=False)):
+                if child != name and child not in within and any(True for _ in module.parameters(recurse=False)):
                     plan.name(child, "replicated_with_grad_allreduce", model)
     parents = dict.fromkeys(name.rpartition(".")[0] for name, style in plan.modules.items() if style == "colwise")
     for parent in parents:
@@ -309,6 +326,8 @@ def _add_tied(plan: Plan, model: nn.Module, layout: ModelLayout) -> None:
             continue
         for name, owner in owners.items():
             module = name.rpartition(".")[0]
+            while module.endswith(".base_layer"):
+                module = module.removesuffix(".base_layer")
             if name in plan.parameters:
                 continue
             if isinstance(owner, nn.Embedding):
@@ -320,13 +339,9 @@ def _add_tied(plan: Plan, model: nn.Module, layout: ModelLayout) -> None:
                 plan.parameters[name] = next(plan.parameters[each] for each in names if each in plan.parameters)
             else:
                 for each in names:
-                    plan.modules.pop(each.rpartition(".")[0], None)
+                    plan.drop(each.rpartition(".")[0], model)
                     plan.parameters.pop(each, None)
                 break
-
-
-def _wildcards(name: str) -> str:
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def text_config(model: nn.Module) -> Any:

@@ -16,6 +16,7 @@ from torch import nn
 
 from ...base.errors import ModelError
 from ...model.layout import ModelLayout
+from .adapters import path_of_layer
 from .plan import Plan
 
 _CHAIN = ("colwise", "rowwise", "packed_colwise", "replicated_with_grad_allreduce")
@@ -74,7 +75,7 @@ def find_parts(model: nn.Module, layout: ModelLayout, plan: Plan) -> SequencePar
             if end is not None:
                 scattering.append(end)
                 # Added to this rank's positions only.
-                on_shard.append(f"{end}.bias")
+                on_shard.append(f"{path_of_layer(model, end)}.bias")
     return SequenceParts(
         first=frozenset(stack[0] for stack in stacks),
         last=frozenset(stack[-1] for stack in stacks),

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from transformers.pytorch_utils import Conv1D
 
+from ..._compat.peft import wrapped
 from ..._compat.torch import own_parameters, packed_shard
 from ...base.errors import ModelError
 from ...step.deferred_logits import DeferredLogits
@@ -95,10 +96,15 @@ def _column_linear(
     parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     first, args, kwargs = _take_first(args, kwargs)
-    if isinstance(module, Conv1D):
-        # Its own forward shapes the output by the number of all features.
-        return parallel.copy(first) @ module.weight + module.bias
-    return forward(parallel.copy(first), *args, **kwargs)
+    layer = wrapped(module)
+    if not isinstance(layer, Conv1D):
+        return forward(parallel.copy(first), *args, **kwargs)
+    # Its own forward shapes the output by the number of all features.
+    whole, layer.nf = layer.nf, layer.weight.shape[1]
+    try:
+        return forward(parallel.copy(first), *args, **kwargs)
+    finally:
+        layer.nf = whole
 
 
 def _column_linear_gathered(
@@ -113,15 +119,16 @@ def _column_linear_gathered(
 def _row_linear(
     parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    bias = own_parameters(module).get("bias")
+    own = own_parameters(wrapped(module))
+    bias = own.get("bias")
     if bias is None:
         return _summed(parallel, module, forward(*args, **kwargs))
     # The bias must be added once, not by every rank.
-    own_parameters(module)["bias"] = None if isinstance(module, nn.Linear) else torch.zeros_like(bias)
+    own["bias"] = None if isinstance(wrapped(module), nn.Linear) else torch.zeros_like(bias)
     try:
         output = forward(*args, **kwargs)
     finally:
-        own_parameters(module)["bias"] = bias
+        own["bias"] = bias
     return _summed(parallel, module, output) + bias
 
 
@@ -145,28 +152,29 @@ def _embedding_rows(
 ) -> Any:
     """Look up this rank's entries of the vocabulary; the others' rows are zero until the sum."""
     ids, args, kwargs = _take_first(args, kwargs)
-    sizes = chunk_sizes(module.num_embeddings, parallel.size)
+    layer = wrapped(module)
+    sizes = chunk_sizes(layer.num_embeddings, parallel.size)
     start, count = sum(sizes[: parallel.rank]), sizes[parallel.rank]
     here = (ids >= start) & (ids < start + count)
-    padding = module.padding_idx
+    padding = layer.padding_idx
     # The row that gets no gradient, as this rank numbers it.
-    module.padding_idx = padding - start if isinstance(padding, int) and start <= padding < start + count else None
+    layer.padding_idx = padding - start if isinstance(padding, int) and start <= padding < start + count else None
     try:
         if count:
             rows = forward(torch.where(here, ids - start, 0), *args, **kwargs)
             rows = torch.where(here[..., None], rows, 0.0)
         else:
-            weight = own_parameters(module)["weight"]
+            weight = own_parameters(layer)["weight"]
             rows = weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum()
     finally:
-        module.padding_idx = padding
+        layer.padding_idx = padding
     return Reduce.apply(rows, parallel.group)
 
 
 def _embedding_columns(
     parallel: Around, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    return Gather.apply(forward(*args, **kwargs), -1, module.embedding_dim, parallel.group)
+    return Gather.apply(forward(*args, **kwargs), -1, wrapped(module).embedding_dim, parallel.group)
 
 
 def _latent_projection(
@@ -246,7 +254,8 @@ def out_features(module: nn.Module) -> int:
     Raises:
         ModelError: the module is no linear layer.
     """
-    size = getattr(module, "nf", None) if isinstance(module, Conv1D) else getattr(module, "out_features", None)
+    layer = wrapped(module)
+    size = getattr(layer, "nf" if isinstance(layer, Conv1D) else "out_features", None)
     if not isinstance(size, int):
         raise ModelError(f"{type(module).__name__} has no out_features: colwise styles shard linear layers.")
     return size

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from ...base.errors import ConfigError
 from ...model.layout import ModelLayout
+from .adapters import layer_at
 from .plan import Plan
 
 _POSITIONS = Shard(1)
@@ -36,7 +37,7 @@ def use_own_styles(plan: Plan, model: nn.Module, layout: ModelLayout) -> bool:
     for name, style in list(plan.modules.items()):
         if not isinstance(style, ParallelStyle):
             continue
-        module = model.get_submodule(name)
+        module = layer_at(model, name)
         shards_positions = shards_positions or _shards_positions(style)
         if type(style) is SequenceParallel:
             plan.drop(name, model)

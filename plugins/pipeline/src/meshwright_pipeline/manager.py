@@ -24,6 +24,7 @@ from meshwright.manager.start import check_trainable
 from meshwright.manager.steps import Steps
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import CLAIMABLE_AXES
+from meshwright.model.merge import merging_of
 from meshwright.model.weights import Weights
 from meshwright.step.agreement import agree, announce
 from meshwright.step.batch import Terms
@@ -98,6 +99,7 @@ class PipelineManager(StatefulStages):
         self._vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
         self._taken_names = forward_takes(model) if taken_apart else OF_MODEL
         self._loss_dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+        self.merging = merging_of(model) if taken_apart else None
         take = take_apart if taken_apart else take_as_given
         self._model = take(model, weights, self._setting)
         check_activations(self._stages, self._model.orders, self.config.pp_schedule)

@@ -68,8 +68,9 @@ class Study:
             kept=frozenset(
                 module
                 for module in first.outside
-                if module not in (layout.embedding, layout.head)
-                and not any(p.requires_grad for p in model.get_submodule(module).parameters(recurse=False))
+                # A frozen embedding or head, or one within an adapter, is too large to be held by all.
+                if not any(f"{module}.".startswith(f"{each}.") for each in (layout.embedding, layout.head))
+                and not any(p.requires_grad for p in model.get_submodule(module).parameters())
             ),
             loose=tuple(_loose(model, first.blocks)),
             widths=first.widths,
@@ -329,12 +330,16 @@ def _tried(model: nn.Module, layout: ModelLayout, batch: Batch, options: Mapping
 
 
 def _outside(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with parameters of their own that are in no block and contain none."""
+    """Modules with parameters of their own that are in no block and contain none; one that holds some in a container,
+    which is no module to call, with all that is in it."""
     inside = tuple(f"{block}." for block in blocks)
+    taken: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        if f"{name}.".startswith(inside) or not any(True for _ in module.parameters(recurse=False)):
+        if not name or f"{name}.".startswith((*inside, *taken)) or any(b.startswith(f"{name}.") for b in blocks):
             continue
-        if name and not any(block.startswith(f"{name}.") for block in blocks):
+        reads = any(isinstance(each, nn.ParameterDict | nn.ParameterList) and len(each) for each in module.children())
+        if reads or any(True for _ in module.parameters(recurse=False)):
+            taken = (*taken, f"{name}.") if reads else taken
             yield name, module
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -17,8 +18,10 @@ from torch.optim import Optimizer
 from meshwright.manager.call_order import require_optimizer
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.strategy.contract import OptimizerFactory, StrategyManager
+from meshwright.tensors.averages import Averages
 from meshwright.tensors.pieces import Sharded
 from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
+from meshwright.train.optimizer_groups import Trained, for_model
 
 from .optimizer import NoStages, StageOptimizers
 from .parameter_names import Names
@@ -53,16 +56,21 @@ class StatefulStages(StrategyManager):
 
     def build_optimizer(self, factory: OptimizerFactory) -> Optimizer:
         canonical = self._names.canonical
+        trained = [manager for manager in self._managers.values() if any(True for _ in manager.trainable())]
+        mine = {canonical[name]: each for manager in trained for name, each in manager.what_is_trained().items()}
+        known: list[dict[str, Trained]] = [{}] * self.mesh.degrees.pp
+        dist.all_gather_object(known, mine, group=self.mesh.group("pp"))
+        whole = {name: each for stages in known for name, each in stages.items()}
+        made = self.mesh.world.together(lambda: for_model(factory, whole))
 
         def named(given: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
             # The factory sees the names of the unwrapped model, so copies of one parameter get the same options.
-            return factory([(canonical[name], parameter) for name, parameter in given])
+            return made([(canonical[name], parameter) for name, parameter in given])
 
-        trained = [manager for manager in self._managers.values() if any(True for _ in manager.trainable())]
         self.mesh.world.together(lambda: [manager.build_optimizer(named) for manager in trained])
         rates: list[Any] = [None] * self.mesh.degrees.pp
-        mine = trained[0].optimizer.param_groups[0]["lr"] if trained else None
-        dist.all_gather_object(rates, mine, group=self.mesh.group("pp"))
+        first = trained[0].optimizer.param_groups[0]["lr"] if trained else None
+        dist.all_gather_object(rates, first, group=self.mesh.group("pp"))
         rate = next((each for each in rates if each is not None), 0.0)
         self._optimizer = StageOptimizers(trained) if trained else NoStages(rate)
         self._optimizer.register_step_pre_hook(lambda *_: self._settle())
@@ -74,6 +82,22 @@ class StatefulStages(StrategyManager):
 
     def optimizer_step(self) -> None:
         self.optimizer.step()
+
+    # -- averages of what is trained
+
+    def keep_averages(self) -> Sequence[Averages]:
+        """See `meshwright.train.ema.Averaging`: one for each stage of this rank that trains."""
+        return [each for manager in self._trained() for each in manager.keep_averages()]
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        with ExitStack() as contexts:
+            for manager in self._trained():
+                contexts.enter_context(manager.averaged())
+            yield
+
+    def _trained(self) -> list[DataParallelManager]:
+        return [manager for manager in self._managers.values() if manager.has_optimizer]
 
     # -- whole parameters, and state
 
@@ -99,7 +123,7 @@ class StatefulStages(StrategyManager):
 
     def sharded_state(self) -> ShardedState:
         state = stages_state(self._managers, self._names)
-        return ShardedState(state.model, OptimizerState()) if isinstance(self._optimizer, NoStages) else state
+        return replace(state, optimizer=OptimizerState()) if isinstance(self._optimizer, NoStages) else state
 
     def parameter_pieces(self) -> dict[str, Sharded | None]:
         return stages_parameters(self._managers, self._names)

@@ -109,7 +109,10 @@ def _holders(name: str, cut: Cut, split: Sequence[range]) -> set[int]:
     if block is not None:
         return {stage for stage, blocks in enumerate(split) if block in blocks}
     module = name.rpartition(".")[0]
-    if module not in cut.outside:
+    while module and module not in cut.outside:
+        # A module that reads what it holds in a container stands for all that is in it.
+        module = module.rpartition(".")[0]
+    if not module:
         # Buffers of a module without parameters, which takes no memory worth saving.
         return set(range(len(split)))
     return {stage for stage, blocks in enumerate(split) if cut.runs_in(module, blocks)}

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 from meshwright.manager.data_parallel import DataParallelManager
+from meshwright.tensors.averages import COUNTS
 from meshwright.tensors.pieces import Sharded
 from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
 
@@ -32,6 +33,12 @@ def stages_state(managers: Mapping[int, DataParallelManager], names: Names) -> S
     }
     if not any(manager.has_optimizer for manager in managers.values()):
         return ShardedState(model)
+    averages = {
+        names.canonical.get(name, name): sharded
+        for index, state in states.items()
+        for name, sharded in state.averages.items()
+        if name == COUNTS or names.first_stage(name) == index
+    }
     optimizer: OptimizerState[Sharded] = OptimizerState()
     for index, state in states.items():
         if state.optimizer is None:
@@ -46,7 +53,7 @@ def stages_state(managers: Mapping[int, DataParallelManager], names: Names) -> S
             chosen = [names.canonical[name] for name in group["params"] if name in first]
             if chosen:
                 optimizer.groups.append({**group, "params": chosen})
-    return ShardedState(model, optimizer)
+    return ShardedState(model, optimizer, averages)
 
 
 def stages_parameters(managers: Mapping[int, DataParallelManager], names: Names) -> dict[str, Sharded | None]:
@@ -77,16 +84,19 @@ def loading_stages(
     """
     with ExitStack() as contexts:
         model: dict[str, Sharded] = {}
+        averages: dict[str, Sharded] = {}
         tensors: dict[str, dict[str, Sharded]] = {}
         for manager in managers.values():
             part = _part(saved, manager, names) if saved is not None and manager.has_optimizer else None
             target = contexts.enter_context(manager.loading(part))
             for name, sharded in target.model.items():
                 _add(model, names.canonical.get(name, name), sharded)
+            for name, sharded in target.averages.items():
+                _add(averages, names.canonical.get(name, name), sharded)
             for name, values in (target.optimizer.tensors if target.optimizer is not None else {}).items():
                 for key, sharded in values.items():
                     _add(tensors.setdefault(names.canonical[name], {}), key, sharded)
-        yield ShardedState(model, None if saved is None else OptimizerState(tensors=tensors))
+        yield ShardedState(model, None if saved is None else OptimizerState(tensors=tensors), averages)
 
 
 def _part(saved: OptimizerState[TensorKind], manager: DataParallelManager, names: Names) -> OptimizerState[TensorKind]:

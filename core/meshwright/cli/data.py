@@ -1,0 +1,51 @@
+"""`meshwright data`: the data of a run, before it trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..train.run_file import load_run
+from .errors import told
+
+
+def show(
+    run_file: Annotated[Path, typer.Argument(help="A run file (YAML).")],
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as data.seq_len=512."),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=0, help="So many rows are shown whole.")] = 2,
+    png: Annotated[Path | None, typer.Option(help="Draw lengths and learnt tokens into this file.")] = None,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")] = False,
+) -> None:
+    """Show the data of a run: its first rows as the model sees them, lengths, and what was cut or left out."""
+    with told(traceback):
+        from rich.console import Console
+
+        from ..data.feed import Feed, Place
+        from ..data.run_rows import lay_out
+        from ..data.summary import first_rows, measured_fill, summarize
+        from ..data.tokenizer import load_tokenizer
+        from ..train.plan import data_and_model_config
+        from .data_report import as_histogram, as_table, as_text, draw
+
+        config = load_run(run_file, assignments or [])
+        data, _ = data_and_model_config(config)
+        laid_out, kind = lay_out(data, config.data), config.data.packing_kind()
+        summaries = summarize(data, laid_out, kind)
+        place = Place(0, 1, config.micro_batch_size or config.batch_size)
+        feed = Feed(laid_out.training, place, batch_size=config.batch_size, seed=config.seed, weights=laid_out.weights)
+        console = Console()
+        if not console.is_terminal:
+            console.width = 160  # a file cuts nothing off
+        tokenizer = load_tokenizer(data.tokenizer_dir)
+        for number, row in enumerate(first_rows(feed, rows, kind, tokenizer), start=1):
+            console.print(as_text(row, number, marks=not console.color_system), soft_wrap=True)
+        console.print(as_histogram(summaries, config.data.seq_len))
+        console.print(as_table(summaries, measured_fill(feed) if kind == "none" else None))
+        if png is not None:
+            draw(summaries, config.data.seq_len, png)
+            console.print(f"written {png}", highlight=False, soft_wrap=True)

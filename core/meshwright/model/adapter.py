@@ -1,0 +1,240 @@
+"""A model with an adapter of peft, and where its values come from, also where the base model has none yet.
+
+The adapter is drawn as peft draws it, by peft, whatever the base is: for a base on the meta device its parameters are
+for this while tensors on the CPU that are not a number anywhere and take no memory. So an adapter that starts from
+values of the base is known by what it becomes, and is refused, but for two kinds that are told apart: copies of whole
+modules, which are read as the base's, and the magnitudes of DoRA, which are computed from the base's rows, a few at a
+time. A rank holds all of what is drawn; it is the part of the model that is small.
+Source: Hu et al. 2021, arXiv:2106.09685; Liu et al. 2024, arXiv:2402.09353 (DoRA); peft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._compat.peft import (
+    Factors,
+    adapter_file,
+    base_name,
+    file_names,
+    inject,
+    magnitudes,
+    require_peft,
+    stand_in,
+)
+from ..base.errors import ModelError, nearest
+from .pretrained.files import Source, open_safetensors, rectangle
+from .weights import Weights, fill, is_meta, leave_on_meta
+
+AT_ONCE = 1 << 24
+"""So many elements of a base weight are looked at together."""
+
+
+_DRAWN_ALONE = (
+    "Values of the base are read only when the model has been sharded: use an adapter that is drawn without them "
+    "(init_lora_weights=true, gaussian or orthogonal), or go on from one that is saved."
+)
+
+
+class AdapterWeights:
+    """The values of an adapted model by peft's names; `Weights` of it.
+
+    Attributes:
+        base: of the base model.
+        own: what has been drawn, whole.
+    """
+
+    def __init__(
+        self,
+        base: Weights,
+        own: Mapping[str, Tensor],
+        files: Mapping[str, Source],
+        magnitudes: Mapping[str, Callable[[int, int], Tensor]],
+    ) -> None:
+        self.base, self.own = base, own
+        self._files, self._magnitudes = files, magnitudes
+
+    def __contains__(self, name: object) -> bool:
+        own = (self._files, self._magnitudes, self.own)
+        return any(name in each for each in own) or base_name(str(name)) in self.base
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """See `meshwright.model.weights.Weights`."""
+        if name in self._files:
+            return self._files[name].read(offsets, sizes)
+        if name in self._magnitudes:
+            return self._magnitudes[name](offsets[0], sizes[0])
+        if name in self.own:
+            return self.own[name][rectangle(offsets, sizes)]
+        return self.base.read(base_name(name), offsets, sizes)
+
+
+def with_adapter(
+    model: nn.Module,
+    weights: Weights | None,
+    peft_config: Any = None,
+    *,
+    seed: int,
+    adapter_dir: str | Path | None = None,
+) -> tuple[nn.Module, Weights | None]:
+    """Put an adapter into a model, trainable, under peft's name for it, "default".
+
+    The values are those that one process gets from `torch.manual_seed(seed)` and `peft.get_peft_model`, equal on every
+    rank. No communication.
+
+    Args:
+        model: of transformers; it becomes the base, in place.
+        weights: of the model by its own names; None: it has its values already.
+        peft_config: of peft, such as `LoraConfig(...)`; None: that of `adapter_dir`.
+        seed: of what is drawn.
+        adapter_dir: of an adapter that `save_pretrained` of peft wrote, to go on from.
+
+    Returns:
+        The `PeftModel`, on the meta device where the model was, and the values of it; None where it has them.
+
+    Raises:
+        ModelError: peft is not installed, or refuses; the adapter starts from values that the base does not have yet;
+            the files are not those of this adapter and base.
+    """
+    require_peft()
+    directory = None if adapter_dir is None else Path(adapter_dir)
+    config = _config_of(directory) if peft_config is None else peft_config
+    if getattr(config, "is_prompt_learning", False):
+        raise ModelError(
+            f"an adapter of type {config.peft_type.value} puts tokens before each sequence, which labels and positions "
+            f"here do not know of. Use one that changes weights, such as lora."
+        )
+    is_deferred = is_meta(model)
+    if is_deferred and weights is None:
+        raise ModelError("the model is on the meta device, and no weights of it are given.")
+    if is_deferred:
+        _put_stand_ins(model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        adapted = inject(model, config, hint=f" {_DRAWN_ALONE}" if is_deferred else "")
+    files = {} if directory is None else files_of(directory, adapted)
+    if not is_deferred or weights is None:
+        if files:
+            fill(adapted, AdapterWeights(_Nothing(), {}, files, {}))
+        return adapted, weights
+    made = AdapterWeights(weights, _drawn(adapted, weights), files, _magnitudes(adapted, weights))
+    wrong = next((name for name, value in made.own.items() if name not in files and bool(value.isnan().any())), None)
+    if wrong is not None:
+        raise ModelError(f"{wrong} starts from values of the base model. {_DRAWN_ALONE}")
+    leave_on_meta(adapted)
+    return adapted, made
+
+
+def _put_stand_ins(model: nn.Module) -> None:
+    """Parameters that take no memory in place of those on the meta device, tied as they are."""
+    made: dict[int, nn.Parameter] = {}
+    kept = []  # ids are of objects that live
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) not in made:
+                kept.append(parameter)
+                made[id(parameter)] = stand_in(parameter)
+            setattr(module, name, made[id(parameter)])
+
+
+def _drawn(adapted: nn.Module, base: Weights) -> dict[str, Tensor]:
+    """What peft has drawn, by name."""
+    computed = {name for name, *_ in magnitudes(adapted)}
+    named = adapted.named_parameters(remove_duplicate=False)
+    return {
+        name: parameter.detach() for name, parameter in named if name not in computed and base_name(name) not in base
+    }
+
+
+def _magnitudes(adapted: nn.Module, base: Weights) -> dict[str, Callable[[int, int], Tensor]]:
+    """For each magnitude of DoRA: its values from one entry on, so many."""
+    return {name: partial(_norms, base, path, factors) for name, path, factors in magnitudes(adapted)}
+
+
+def _norms(base: Weights, path: str, factors: Factors, start: int, size: int) -> Tensor:
+    """Norms of rows of a weight with its adapter, as peft takes them, in the dtype of the base."""
+    found = []
+    step = max(1, AT_ONCE // factors.shape[1])
+    for first in range(start, start + size, step):
+        count = min(step, start + size - first)
+        offsets, sizes = (first, 0), (count, factors.shape[1])
+        if factors.transposed:
+            offsets, sizes = offsets[::-1], sizes[::-1]
+        rows = base.read(f"{path}.weight", offsets, sizes).to(factors.dtype)
+        found.append(factors.norms(rows, first))
+    return torch.cat(found)
+
+
+def _config_of(directory: Path | None) -> Any:
+    """The configuration of a saved adapter, to be trained on.
+
+    Raises:
+        ModelError: there is none, or it is none of peft's.
+    """
+    peft = require_peft()
+    if directory is None or not (directory / "adapter_config.json").is_file():
+        raise ModelError(f"no adapter is given: {directory} has no adapter_config.json. Give a configuration of peft.")
+    try:
+        config = peft.PeftConfig.from_pretrained(str(directory))
+    except Exception as error:
+        # peft raises whatever its fields meet.
+        told = str(error).strip().split("\n")[0]
+        raise ModelError(f"{directory / 'adapter_config.json'} is no configuration of peft: {told}") from error
+    config.inference_mode = False
+    return config
+
+
+def files_of(directory: Path, adapted: nn.Module) -> dict[str, Source]:
+    """The tensors of a saved adapter by the names of the model.
+
+    Raises:
+        ModelError: they are not those of this adapter and this base.
+    """
+    path = adapter_file(directory)
+    if not path.is_file():
+        raise ModelError(
+            f"{directory} holds no adapter: no {path.name}. Give a directory that peft's save_pretrained wrote."
+        )
+    stored, names = open_safetensors(path), file_names(adapted)
+    shapes = {name: tensor.shape for name, tensor in adapted.state_dict(keep_vars=True).items()}
+    parameters = dict(adapted.named_parameters(remove_duplicate=False))
+    lost = sorted(names.keys() - stored.keys())
+    if lost:
+        raise ModelError(
+            f"{path} lacks {len(lost)} tensors of the adapter that its configuration describes, such as {lost[0]}."
+            f"{nearest(lost[0], stored)} Give the configuration that it was saved with, and the same base model."
+        )
+    # Whole embeddings may be saved beside the adapter, in the place of the base's.
+    names |= {key: key for key in stored.keys() & shapes.keys()}
+    foreign = sorted(stored.keys() - names.keys())
+    if foreign:
+        raise ModelError(
+            f"{path} holds {len(foreign)} tensors that this adapter has no place for, such as {foreign[0]}."
+            f"{nearest(foreign[0], names)} It belongs to another base model or configuration."
+        )
+    for key, name in names.items():
+        if stored[key].shape != shapes[name]:
+            raise ModelError(
+                f"{path}: {key} is {tuple(stored[key].shape)}, and that of this base model {tuple(shapes[name])}. The "
+                f"adapter belongs to another base model or configuration."
+            )
+    found = {id(adapted.get_parameter(name)): stored[key] for key, name in names.items() if name in parameters}
+    buffers = {name: stored[key] for key, name in names.items() if name not in parameters}
+    # What is tied is known by each of its names.
+    return buffers | {name: found[id(each)] for name, each in parameters.items() if id(each) in found}
+
+
+class _Nothing:
+    """Weights of no tensor."""
+
+    def __contains__(self, name: object) -> bool:
+        return False
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        raise ModelError(f"no values of {name}")

@@ -1,0 +1,282 @@
+"""Read what a run file says of adapters: `model.peft`, and a directory that holds one to go on from.
+
+[Note: what is left to peft] Options are those of peft's own configuration, and peft checks their values. Refused is
+what would make another base: initialisations that change its weights (PiSSA, OLoRA, ...), so that an adapter would be
+of no use with the base that everybody has; and names that peft passes over where nothing bears them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._compat.peft import require_peft
+from ..base.errors import ConfigError, ModelError, nearest
+from ..files.parsing import read_json_object, reason
+from .adapted import ADAPTER_CONFIG, Base, read_base, remember_base
+from .adapter import with_adapter
+from .weights import Weights
+
+TYPES = ("lora",)
+BASE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+QUANTIZED = ("nf4", "fp4", "int4", "4bit", "int8", "8bit")
+OWN_KEYS = ("type", "adapter", "base_dtype")
+_NOT_OPTIONS = {"peft_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config"}
+_INITIALISATIONS = (True, False, "gaussian", "orthogonal")
+"""Those that leave the base as it is."""
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """Adapters of a run.
+
+    Attributes:
+        config: peft's, of the adapter that trains.
+        directory: of a saved adapter, whose values it begins with; None: new ones.
+        base_dtype: of the base; None: that of the whole model.
+    """
+
+    config: Any
+    directory: Path | None = None
+    base_dtype: torch.dtype | None = None
+
+
+def adapter_options(section: Any, *, where: str = "model.peft") -> AdapterOptions:
+    """What a mapping, or a configuration of peft, says of adapters.
+
+    Args:
+        section: `{type: lora, r: 16, ...}`; `adapter`, a directory to go on from; `base_dtype`.
+        where: how to name it in errors.
+
+    Raises:
+        ModelError: peft is not installed, or the saved adapter cannot be read.
+        ConfigError: an option is unknown, not valid, or in conflict with the saved adapter.
+    """
+    require_peft()
+    if not isinstance(section, Mapping):
+        return AdapterOptions(_checked(_own_config(section, where), where))
+    given = {str(key): value for key, value in section.items()}
+    own = {key: given.pop(key) for key in OWN_KEYS if key in given}
+    directory = None
+    if own.get("adapter") is not None:
+        directory = Path(str(own["adapter"])).expanduser()
+        config = _merged(read_adapter_config(directory), own.get("type"), given, directory, where)
+    else:
+        config = _made(_config_class(own.get("type"), where), given, where)
+    return AdapterOptions(_checked(config, where), directory, _base_dtype(own.get("base_dtype"), where))
+
+
+def read_adapter_config(directory: Path) -> Any:
+    """peft's configuration of a saved adapter, to be trained.
+
+    Raises:
+        ModelError: there is none, or it cannot be read.
+    """
+    from peft import PeftConfig
+
+    path = directory / ADAPTER_CONFIG
+    if not path.is_file():
+        told = "is no directory" if not directory.is_dir() else f"holds no {ADAPTER_CONFIG}"
+        raise ModelError(
+            f"{str(directory)!r} {told}, so it is no adapter of peft. Give a directory that a run with model.peft, or "
+            f"peft's `save_pretrained`, has written."
+        )
+    try:
+        read_json_object(path)
+        config = PeftConfig.from_pretrained(str(directory))
+    except Exception as error:
+        # peft raises whatever the values meet.
+        raise ModelError(f"{path} is no configuration of an adapter: {reason(error)}. Write it again.") from None
+    config.inference_mode = False
+    return config
+
+
+def adapt(
+    model: nn.Module, weights: Weights | None, options: AdapterOptions, base: Base | None, *, seed: int, where: str
+) -> tuple[nn.Module, Weights | None]:
+    """Put the adapter of a run into a model; see `with_adapter`. Without a known base the model is saved whole.
+
+    Raises:
+        ModelError: peft refuses, nothing in the model bears a name that is given, or the saved adapter is of another
+            base.
+    """
+    check_names(options.config, model, where=where)
+    if base is not None:
+        check_base(options, base, where=where)
+    own = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    config = copy.deepcopy(options.config)
+    config.base_model_name_or_path = None
+    adapted, values = with_adapter(model, weights, config, seed=seed, adapter_dir=options.directory)
+    if base is not None:
+        # peft gives it the name that the model bears.
+        config.base_model_name_or_path, config.revision = base.path, base.revision
+        remember_base(adapted, base, own)
+    return adapted, values
+
+
+def check_names(config: Any, model: nn.Module, *, where: str) -> None:
+    """Refuse names that nothing in the base bears: peft passes over them where another of a list is found.
+
+    Raises:
+        ModelError: names them.
+    """
+    modules = [name for name, _ in model.named_modules()]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for key, known in (("target_modules", modules), ("modules_to_save", modules), ("target_parameters", parameters)):
+        wanted = getattr(config, key, None)
+        if not isinstance(wanted, (list, tuple, set)):
+            continue
+        for each in sorted(map(str, wanted)):
+            if not any(name == each or name.endswith(f".{each}") for name in known):
+                leaves = {name.rpartition(".")[2] for name in known} - {""}
+                raise ModelError(
+                    f"{where}.{key}: nothing in {type(model).__name__} is called {each!r}.{nearest(each, leaves)} "
+                    f"There are: {', '.join(sorted(each for each in leaves if not each.isdecimal()))}."
+                )
+
+
+def check_base(options: AdapterOptions, base: Base, *, where: str = "model.peft") -> None:
+    """Refuse to go on from an adapter of another base.
+
+    A run's own adapter knows its base by fingerprint. Of others there is a name alone, which may be that of the hub
+    where the base is a copy: that they are the same, the user says by giving `base_model_name_or_path`.
+
+    Raises:
+        ModelError: names both.
+    """
+    if options.directory is None:
+        return
+    noted = read_base(options.directory)
+    if noted is not None:
+        if noted.fingerprint != base.fingerprint:
+            raise ModelError(
+                f"{where}.adapter={str(options.directory)!r} is an adapter of another base: {noted}, and the model is "
+                f"{base}. Set model.path to the base that it was trained on."
+            )
+        return
+    named = options.config.base_model_name_or_path
+    if named and not options.config.__dict__.get("_same_base") and not _same_place(str(named), base.path):
+        raise ModelError(
+            f"{where}.adapter={str(options.directory)!r} is an adapter of the base {named!r}, and model.path is "
+            f"{base.path!r}. Set model.path to that base; or, if it is a copy of it, say so: "
+            f"{where}.base_model_name_or_path={named}."
+        )
+
+
+def _same_place(named: str, path: str) -> bool:
+    if named == path:
+        return True
+    one, other = Path(named).expanduser(), Path(path).expanduser()
+    return one.exists() and other.exists() and one.resolve() == other.resolve()
+
+
+def _own_config(config: Any, where: str) -> Any:
+    from peft import PeftConfig
+
+    if not isinstance(config, PeftConfig):
+        raise ConfigError(f"{where} must be a mapping of options or a configuration of peft, not {config!r:.200}.")
+    kind = str(getattr(config.peft_type, "value", config.peft_type)).lower()
+    _config_class(kind, where)
+    return copy.deepcopy(config)
+
+
+def _config_class(kind: Any, where: str) -> type:
+    """The class of peft's configuration for a type."""
+    from peft import LoraConfig
+
+    known = {"lora": LoraConfig}
+    if kind is None:
+        raise ConfigError(f"{where} has no type. Give type: lora, or adapter: a directory to go on from.")
+    if str(kind).lower() not in known:
+        hint = nearest(str(kind), [*known, "dora", "rslora"])
+        also = {"dora": " It is type: lora with use_dora: true.", "rslora": " It is type: lora with use_rslora: true."}
+        hint = also.get(str(kind).lower(), hint)
+        raise ConfigError(f"{where}.type={kind!r} is not one of {', '.join(TYPES)}.{hint}")
+    return known[str(kind).lower()]
+
+
+def _options_of(config_cls: type) -> list[str]:
+    return sorted(each.name for each in dataclasses.fields(config_cls) if each.init and each.name not in _NOT_OPTIONS)
+
+
+def _check_known(config_cls: type, given: Mapping[str, Any], where: str) -> None:
+    known = _options_of(config_cls)
+    for key in given:
+        if key not in known:
+            raise ConfigError(
+                f"{where}.{key} is no option of {config_cls.__name__}.{nearest(key, [*known, *OWN_KEYS])} Options: "
+                f"{', '.join([*OWN_KEYS, *known])}."
+            )
+
+
+def _made(config_cls: type, given: Mapping[str, Any], where: str) -> Any:
+    _check_known(config_cls, given, where)
+    try:
+        return config_cls(**copy.deepcopy(dict(given)))
+    except Exception as error:
+        # Each configuration of peft checks its own, with errors of all kinds.
+        raise ConfigError(f"{where}: peft refuses {dict(given)}: {reason(error)}") from None
+
+
+def _merged(saved: Any, kind: Any, given: Mapping[str, Any], directory: Path, where: str) -> Any:
+    """The saved configuration, if what else is given says the same."""
+    config_cls = type(saved)
+    saved_kind = str(getattr(saved.peft_type, "value", saved.peft_type)).lower()
+    _config_class(saved_kind, f"{where}.adapter={str(directory)!r}:")
+    if kind is not None and str(kind).lower() != saved_kind:
+        raise ConfigError(f"{where}.type={kind!r}, but {str(directory)!r} holds an adapter of type {saved_kind!r}.")
+    _check_known(config_cls, given, where)
+    fresh = _made(config_cls, given, where)
+    for key in given:
+        before, now = getattr(saved, key), getattr(fresh, key)
+        if _plain(before) != _plain(now):
+            raise ConfigError(
+                f"{where}.{key}={given[key]!r} is in conflict with the adapter {str(directory)!r}, which was made with "
+                f"{_plain(before)!r}. Leave it out: what a saved adapter is, its own {ADAPTER_CONFIG} says."
+            )
+    if "base_model_name_or_path" in given:
+        saved.__dict__["_same_base"] = True
+    return saved
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (set, frozenset, list, tuple)):
+        return sorted(map(str, value))
+    return getattr(value, "value", value)
+
+
+def _checked(config: Any, where: str) -> Any:
+    """The configuration, if a causal LM on an unchanged base can train it."""
+    task = getattr(config.task_type, "value", config.task_type)
+    if task not in (None, "CAUSAL_LM"):
+        raise ConfigError(f"{where}.task_type={task!r} is not CAUSAL_LM, which is what is trained. Leave it out.")
+    config.task_type = "CAUSAL_LM"
+    start = config.init_lora_weights
+    if not any(start is each or (isinstance(each, str) and start == each) for each in _INITIALISATIONS):
+        raise ConfigError(
+            f"{where}.init_lora_weights={start!r} is none of true, false, gaussian and orthogonal: it would change the "
+            f"base or needs data, and the adapter would be of no use with the base that everybody has. Make the "
+            f"adapter with peft, save it converted to the base, and go on from it: {where}.adapter."
+        )
+    return config
+
+
+def _base_dtype(name: Any, where: str) -> torch.dtype | None:
+    if name is None:
+        return None
+    if name in QUANTIZED:
+        raise ConfigError(
+            f"{where}.base_dtype={name!r}: a quantized base cannot be sharded or exported here yet. Use "
+            f"base_dtype=bfloat16, which halves a float32 base, and shard it over more ranks (fsdp2, tp_size, pp_size)."
+        )
+    if name not in BASE_DTYPES:
+        hint = nearest(str(name), BASE_DTYPES)
+        raise ConfigError(f"{where}.base_dtype={name!r} is not one of {', '.join(BASE_DTYPES)}.{hint}")
+    return BASE_DTYPES[str(name)]

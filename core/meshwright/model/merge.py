@@ -1,0 +1,166 @@
+"""The parameters of a base model with its adapters merged into them, one after the other, in bounded memory.
+
+Each layer that is wrapped is merged by peft's own code, alone: a copy of its wrapper without memory gets the whole
+tensors of this layer, and gives the base's. So what comes out is what `merge_and_unload` gives, bit for bit, for
+whatever peft can merge, and takes the memory of one layer and of what is added to it. But of two tied weights of which
+one is adapted, both are given, as the adapted model computes with them; `merge_and_unload` adds the change to both.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from .._compat.peft import active_copies, base_name, is_adapted, merge_layer, wrapped, wrappers
+from ..base.errors import ConfigError, StrategyError
+from ..mesh.mesh import Mesh
+from ..tensors.whole_parameters import Held, whole_parameters
+
+Adapters: TypeAlias = Literal["apart", "merged"]
+"""Whether adapters are given beside the base, by peft's names, or merged into it, by the base's."""
+
+
+class Merging:
+    """How the adapters of one model are merged: those that are active when this is made.
+
+    Args:
+        model: adapted, before it is sharded; it may be on the meta device, and stays as it is.
+
+    Attributes:
+        names: of the parameters that are needed, as the adapted model has them and in its order.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = {path: layer for path, layer in wrappers(model) if wrapped(layer) is not layer}
+        empty = {id(each): _empty(each) for each in model.parameters()}
+        # Without memory; what is tied stays so.
+        self._layers: dict[str, Any] = copy.deepcopy(layers, dict(empty))
+        first: dict[int, str] = {}
+        everywhere = dict(model.named_parameters(remove_duplicate=False))
+        self._first = {name: first.setdefault(id(each), name) for name, each in everywhere.items()}
+        self._of_layer = {name: path for path in layers for name in everywhere if name.startswith(f"{path}.")}
+        self._groups = self._joined()
+        group_of = {name: index for index, group in enumerate(self._groups) for name in self._needed(group)}
+        self._group_of = group_of
+        copies = active_copies(model)
+        self.names = tuple(
+            name for name in dict.fromkeys(self._first.values()) if name in group_of or copies.get(name, True)
+        )
+
+    def merged(self, pairs: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[Any]:
+        """Parameters of the base model, merged, each as soon as all that it is made of has come.
+
+        Args:
+            pairs: names and whole tensors, those of `names` in this order; what belongs to a layer is written into.
+            dtype: of what floats; None: the base's own.
+
+        Returns:
+            (name, tensor), by the names of the base model.
+
+        Raises:
+            ModelError: peft cannot merge a layer.
+        """
+        waiting: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in pairs:
+            index = self._group_of.get(name)
+            if index is None:
+                yield base_name(name), _converted(tensor, dtype)
+                continue
+            have = waiting.setdefault(index, {})
+            have[name] = tensor
+            del tensor
+            if len(have) == len(self._needed(self._groups[index])):
+                for merged, value in self._made(self._groups[index], waiting.pop(index)):
+                    yield merged, _converted(value, dtype)
+                del have
+
+    def _joined(self) -> list[list[str]]:
+        """Layers, together where they have a parameter in common."""
+        groups: list[list[str]] = []
+        for path in self._layers:
+            needed = set(self._needed([path]))
+            meeting = [group for group in groups if needed & set(self._needed(group))]
+            groups = [group for group in groups if group not in meeting]
+            groups.append([*(each for group in meeting for each in group), path])
+        return groups
+
+    def _needed(self, group: list[str]) -> list[str]:
+        """Names of the parameters of layers, each once."""
+        return list(dict.fromkeys(self._first[name] for name, path in self._of_layer.items() if path in group))
+
+    @torch.no_grad()
+    def _made(self, group: list[str], tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+        names = [name for name, first in self._first.items() if first in tensors]
+        # What is tied changes in one place alone.
+        values = {name: tensors[self._first[name]] for name in names}
+        values = {name: value if self._first[name] == name else value.clone() for name, value in values.items()}
+        found = {base_name(name): value for name, value in values.items() if name not in self._of_layer}
+        for path in group:
+            layer = copy.deepcopy(self._layers[path])
+            for name, _ in list(layer.named_parameters(remove_duplicate=False)):
+                owner, _, leaf = name.rpartition(".")
+                value = nn.Parameter(values[f"{path}.{name}"], requires_grad=False)
+                setattr(layer.get_submodule(owner), leaf, value)
+            merged = merge_layer(layer, base_name(path)).named_parameters()
+            found |= {f"{base_name(path)}.{name}": each.detach() for name, each in merged}
+        return list(found.items())
+
+
+class Holder(Protocol):
+    """What of a manager is needed to give its parameters."""
+
+    mesh: Mesh
+
+    def parameter_pieces(self) -> Held: ...
+
+
+def merging_of(model: nn.Module) -> Merging | None:
+    """How a model's adapters are merged; None: it has none."""
+    return Merging(model) if is_adapted(model) else None
+
+
+def given_parameters(
+    manager: Holder, *, bucket_bytes: int, dtype: torch.dtype | None, adapters: Adapters
+) -> Iterator[tuple[str, Tensor]]:
+    """See `meshwright.tensors.whole_parameters.whole_parameters`; collective like it.
+
+    Args:
+        manager: whose attribute `merging` tells how adapters of its model are merged; one without such, or with None,
+            has no adapters, and gives the same merged.
+        adapters: equal on all ranks.
+
+    Raises:
+        ConfigError: `adapters` is neither of the two; on all ranks.
+    """
+
+    def check() -> None:
+        if adapters not in ("apart", "merged"):
+            raise ConfigError(f"adapters={adapters!r} must be 'apart' or 'merged'.")
+
+    held, mesh = manager.parameter_pieces, manager.mesh
+    merging: Merging | None = getattr(manager, "merging", None)
+    mesh.world.together(check)
+    if adapters == "apart" or merging is None:
+        return whole_parameters(held, mesh, bucket_bytes=bucket_bytes, dtype=dtype)
+
+    def needed() -> Held:
+        pieces = held()
+        missing = sorted(set(merging.names) - pieces.keys())
+        if missing:
+            raise StrategyError(f"{missing[0]} is needed to merge adapters, and not among parameter_pieces.")
+        return {name: pieces[name] for name in merging.names}
+
+    whole = whole_parameters(needed, mesh, bucket_bytes=bucket_bytes, dtype=None)
+    return merging.merged(whole, dtype)
+
+
+def _empty(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

@@ -1,0 +1,171 @@
+"""Adapters of peft under tensor parallelism.
+
+A plan names layers of the base model. Where one is wrapped for low-rank matrices A and B, its style surrounds the
+wrapper, so that base and adapter share what is communicated: of a column-parallel layer B is divided as the weight is
+along the output, and A is whole; of a row-parallel one A is divided along the input, and B whole. What is whole meets
+activations that are in parts, so its gradients are summed. Nothing more is communicated in forward, but for DoRA on
+rows, whose norms are sums over the ranks. Dropout before a divided A is drawn for all of its input on every rank, so
+that masks are those of one process.
+Source: Hu et al. 2021, arXiv:2106.09685; Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..._compat.peft import LowRank, low_rank, saved_copies, sum_norms, tuner_layers, wrapped
+from ..._compat.torch import all_reduce, own_parameters
+from ...model.forward_order import Layer, put_around
+from .around import Around
+from .collectives import chunk_sizes
+from .division import Division
+
+PARTIAL = "replicated_with_grad_allreduce"
+OUT = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise", "embedding_colwise")
+"""Styles that divide what a layer gives."""
+IN = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise", "embedding_rowwise")
+"""Styles that divide what it takes."""
+
+
+def spread(model: nn.Module, module: str, style: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """The modules that a style is put around where a plan gives it to one, each with the styles of its parameters.
+
+    One module, unless there is a trained copy of it; its own parameters, unless it is wrapped for an adapter.
+    """
+    for name in saved_copies(model, module):
+        outer = model.get_submodule(name)
+        around = low_rank(outer)
+        path = _path(outer, name) if around is not None else name
+        styles = {f"{path}.{each}": style for each, _ in model.get_submodule(path).named_parameters(recurse=False)}
+        if around is not None and around.parameter is None:
+            styles |= {f"{name}.{each}": own for each, own in _of_adapter(around, style)}
+        yield name, styles
+
+
+def of_parameters(model: nn.Module, parameters: Mapping[str, str], leave: Iterable[str]) -> dict[str, str]:
+    """The styles of adapters of single parameters, whose own styles are given.
+
+    Args:
+        leave: modules that are divided otherwise, whose inputs the ranks share.
+    """
+    found: dict[str, str] = {}
+    left = set(leave)
+    for name, module in model.named_modules():
+        around = low_rank(module)
+        if around is not None and around.parameter is not None:
+            path = _path(module, name)
+            style = PARTIAL if path in left else parameters.get(f"{path}.{around.parameter}")
+            found |= {f"{name}.{each}": s for each, s in _of_adapter(around, style)} if style is not None else {}
+    return found
+
+
+def has_other_wrappers(model: nn.Module) -> bool:
+    """Whether something wraps layers that is no low-rank adapter, of which is not known how it computes."""
+    return any(low_rank(layer) is None for _, layer in tuner_layers(model))
+
+
+def parts_of_wrappers(model: nn.Module) -> set[str]:
+    """The modules within a tuner's wrappers."""
+    layers = tuner_layers(model)
+    return {f"{name}.{each}" for name, layer in layers for each, _ in layer.named_modules() if each}
+
+
+def layer_at(model: nn.Module, name: str) -> nn.Module:
+    """The layer of the base model at a name, within what an adapter has put around it."""
+    module = model.get_submodule(saved_copies(model, name)[0])
+    return wrapped(module) if low_rank(module) is not None else module
+
+
+def path_of_layer(model: nn.Module, name: str) -> str:
+    """The name of a layer, within what a tuner has put around it."""
+    return _path(model.get_submodule(name), name)
+
+
+def _path(outer: nn.Module, name: str) -> str:
+    inner = wrapped(outer)
+    while outer is not inner:
+        outer, name = outer.base_layer, f"{name}.base_layer"
+    return name
+
+
+def _of_adapter(layer: LowRank, style: str) -> Iterator[tuple[str, str]]:
+    """The styles of the parameters of an adapter, whose base has a style, by their names within the wrapper."""
+    divides_out, divides_in = style in OUT, style in IN
+    if layer.is_transposed:
+        divides_out, divides_in = divides_in, divides_out
+    packed = "packed_" if style.startswith("packed") else ""
+    whole = PARTIAL if divides_out or divides_in else style
+    for name in layer.outer:
+        yield name, f"{packed}colwise" if divides_out else whole
+    for name in layer.inner:
+        yield name, f"{packed}rowwise" if divides_in else whole
+
+
+def divided_along_input(model: nn.Module, divisions: Mapping[str, Division]) -> Iterator[LowRank]:
+    """Adapters of layers whose input is divided."""
+    for name, module in model.named_modules():
+        adapter = low_rank(module)
+        if adapter is not None and any(divisions[f"{name}.{each}"].is_sharded for each in adapter.inner):
+            yield adapter
+
+
+def readers_of(model: nn.Module, modules: set[nn.Module]) -> set[nn.Module]:
+    """Modules, and in place of those that are not called, of which a wrapper reads the parameters, the wrapper."""
+    found = set(modules)
+    for _, layer in tuner_layers(model):
+        adapter = low_rank(layer)
+        if adapter is not None:
+            read = {layer.get_submodule(each.rpartition(".")[0]) for each in (*adapter.outer, *adapter.inner)}
+            read = {each for each in read if adapter.parameter is not None or isinstance(each, nn.ParameterDict)}
+            found = (found - read) | {layer} if found & read else found
+    return found
+
+
+def divide_input(parallel: Around, layer: LowRank, is_active: Callable[[], bool]) -> None:
+    """Let a wrapper whose base divides its input compute this rank's part of everything; in place.
+
+    Args:
+        is_active: whether parameters are divided at the moment.
+    """
+    for bias in layer.biases:
+        _wrap(bias, functools.partial(_with_share_of_bias, parallel.size, bias), is_active)
+    for dropout in layer.dropouts:
+        _wrap(dropout, functools.partial(_dropped, parallel, layer, dropout), is_active)
+    for magnitude in layer.magnitudes:
+        sum_norms(magnitude, lambda squares: all_reduce(squares, "sum", parallel.group), is_active)
+
+
+def _with_share_of_bias(size: int, module: nn.Module, forward: Callable[..., Any], x: Tensor) -> Any:
+    """Each rank adds an equal part of the bias."""
+    bias = own_parameters(module)["bias"]
+    own_parameters(module)["bias"] = None if bias is None else bias / size
+    try:
+        return forward(x)
+    finally:
+        own_parameters(module)["bias"] = bias
+
+
+def _dropped(parallel: Around, layer: LowRank, module: Any, forward: Callable[..., Any], x: Tensor) -> Any:
+    """This rank's part of a mask that is drawn for the whole input."""
+    if not module.training or module.p == 0:
+        return x
+    sizes = chunk_sizes(layer.in_features, parallel.size)
+    mask = F.dropout(torch.ones(*x.shape[:-1], layer.in_features, dtype=x.dtype, device=x.device), module.p)
+    return x * mask.narrow(-1, sum(sizes[: parallel.rank]), sizes[parallel.rank])
+
+
+def _wrap(module: nn.Module, run: Callable[..., Any], is_active: Callable[[], bool]) -> None:
+    def around(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def wrapped_forward(x: Tensor) -> Any:
+            return run(forward, x) if is_active() else forward(x)
+
+        return wrapped_forward
+
+    put_around(module, Layer.TENSOR, around)

@@ -1,0 +1,92 @@
+"""What a run file says of the optimizer and of averaged weights. No torch in this module."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, model_validator
+
+from ..base.errors import ConfigError
+from ..base.validation import FrozenModel
+from ..files.class_paths import check_import
+from ..mesh.sizes import Size
+
+FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def _may_be_imported(name: str) -> str:
+    if "." in name:
+        try:
+            check_import(name)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+    return name
+
+
+OptimizerName = Annotated[str, AfterValidator(_may_be_imported)]
+AVERAGED = "_ema"
+"""What the name of a set ends with on which averaged weights are evaluated."""
+_OF_THE_REST = "null: as at the top level."
+
+
+class OptimizerGroup(FrozenModel):
+    """Parameters that are stepped otherwise than the rest."""
+
+    match: list[str] | None = Field(None, description="Shell patterns of parameter names; null: all names.")
+    matrices: bool = Field(
+        False, description="Only weights of two dims within the model's blocks: no embedding, no head, no expert stack."
+    )
+    name: OptimizerName | None = Field(
+        None, description=f"Class name in torch.optim, or an import path; {_OF_THE_REST}"
+    )
+    lr: FinitePositive | None = Field(None, description=f"Peak learning rate; {_OF_THE_REST}")
+    weight_decay: float | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Decay of all parameters of the group; null: that of the top level, with its no_decay.",
+    )
+    options: dict[str, Any] = Field(
+        {}, description="Further arguments, beside those of the top level unless `name` is another optimizer."
+    )
+
+    @model_validator(mode="after")
+    def _selects_something(self) -> OptimizerGroup:
+        if self.match is None and not self.matrices:
+            raise ValueError("give match, matrices: true, or both; all other parameters have the top level's settings")
+        if self.match is not None and not self.match:
+            raise ValueError("match must have a pattern; leave it out for all names")
+        return self
+
+
+class OptimizerConfig(FrozenModel):
+    """Any optimizer of torch.optim, or of your own, or several of them."""
+
+    name: OptimizerName = Field(
+        "AdamW", description="Class name in torch.optim, or an import path, such as my_package.Lion."
+    )
+    lr: FinitePositive = Field(1e-3, description="Peak learning rate.")
+    weight_decay: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="Decay of the parameters that no_decay does not match."
+    )
+    no_decay: list[str] = Field(
+        ["*bias", "*norm*", "*ln_*"],
+        description="Shell patterns of parameter names that are not decayed.",
+    )
+    options: dict[str, Any] = Field({}, description="Further arguments of the optimizer, such as betas or momentum.")
+    groups: list[OptimizerGroup] = Field(
+        [], description="Parameters with settings of their own: each is of the first group that it fits, if any."
+    )
+
+
+class EMAConfig(FrozenModel):
+    """An exponential moving average of the weights, kept beside them."""
+
+    decay: float = Field(0.999, ge=0, lt=1, description="What is left of the average in an update.")
+    every: Size = Field(1, description="Optimizer steps between updates.")
+    start: int = Field(0, ge=0, lt=2**31, description="The average begins with the weights after so many steps.")
+    warmup: bool = Field(
+        False, description="The decay of update n is at most (1 + n) / (10 + n), so that the first weights are left."
+    )
+    evaluate: bool = Field(True, description="Evaluate the averaged weights, too, on each set: as NAME_ema.")
+    export: bool = Field(True, description="Write the averaged model beside the model, in output_dir/model-ema.")

@@ -1,0 +1,97 @@
+"""Sections of the run file: evaluation, the sample, and checkpoints. No torch in this module."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from ..base.validation import FrozenModel
+from ..mesh.sizes import Size
+
+HELD_OUT = "held_out"
+"""The set that is held out of the sources."""
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+class EarlyStoppingConfig(FrozenModel):
+    """Ends a run whose loss on a set no longer falls."""
+
+    set: str = Field(HELD_OUT, description="Which set; held_out, or a name of data.eval_sets.")
+    patience: Size = Field(3, description="So many evaluations in a row without a lower loss end the run.")
+    min_delta: float = Field(0.0, ge=0, allow_inf_nan=False, description="By how much a lower loss must be lower.")
+
+
+class EvalConfig(FrozenModel):
+    """Losses on held-out sets."""
+
+    every: Size | None = Field(None, description="Steps between evaluations; null: only at the end.")
+    sequences: Size | None = Field(
+        None, description="Sequences of each set to evaluate on, spread over it, or all where it has less; null: all."
+    )
+    early_stopping: EarlyStoppingConfig | None = Field(None, description="When to end before; null: never.")
+
+
+class SampleConfig(FrozenModel):
+    """The text generated at the end."""
+
+    prompt: str | None = Field(
+        None,
+        description="Text to continue; null: the beginning of a held-out document, or a held-out conversation up to "
+        "its first answer.",
+    )
+    max_new_tokens: Size = Field(80)
+    temperature: float = Field(0.7, ge=0, allow_inf_nan=False, description="0: the likeliest token each time.")
+
+
+class KeepBestConfig(FrozenModel):
+    """Checkpoints that are kept because their loss is low."""
+
+    set: str = Field(HELD_OUT, description="The loss of which set; held_out, or a name of data.eval_sets.")
+    n: Size = Field(1, description="How many.")
+
+
+class SaveOnConfig(FrozenModel):
+    """An occasion to save a checkpoint."""
+
+    time: Annotated[str, Field(pattern=r"^(\d+\.?\d*|\.\d+)[smh]$")] = Field(
+        description="So long after the last one, or the start, by the clock of the first rank: 90s, 20m or 1.5h."
+    )
+
+    @field_validator("time")
+    @classmethod
+    def _is_above_0(cls, value: str) -> str:
+        if not float(value[:-1]):
+            raise ValueError("must be above 0")
+        return value
+
+    @property
+    def seconds(self) -> float:
+        return float(self.time[:-1]) * _SECONDS[self.time[-1]]
+
+
+class CheckpointConfig(FrozenModel):
+    """Checkpoints, in output_dir/checkpoints; after the last step, too, if there are any."""
+
+    every: Size | None = Field(None, description="Steps between checkpoints; null: as the next two say, or none.")
+    save_on: list[SaveOnConfig] = Field([], description="Further occasions, such as [{time: 20m}].")
+    keep_best: KeepBestConfig | None = Field(
+        None,
+        description="Save after each evaluation that is among the best n, and keep these, too: {set: held_out, n: 1}.",
+    )
+    keep_last: Size | None = Field(2, description="How many of the newest are kept; null: all.")
+    keep_every: Size | None = Field(None, description="Those of steps that are multiples of it are kept, too.")
+    asynchronous: bool = Field(True, description="Go on training while one is written.")
+    on_error: Literal["stop", "continue"] = Field(
+        "stop", description="What to do when one cannot be written; those that were there are kept either way."
+    )
+
+    @property
+    def saves(self) -> bool:
+        """Whether there are any."""
+        return self.every is not None or bool(self.save_on) or self.keep_best is not None
+
+    @property
+    def after_s(self) -> float | None:
+        """Seconds between checkpoints; None where the clock does not count."""
+        return min((each.seconds for each in self.save_on), default=None)

@@ -1,0 +1,227 @@
+"""Adapters of peft, layouts that train them, and what ranks do to try them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright import Mesh, MeshSizes, count_tokens, open_world
+from meshwright.model.adapter import with_adapter
+from meshwright.model.pretrained import open_pretrained
+from meshwright.strategy.stack import resolve
+from meshwright.testing import Case
+from meshwright.testing.adapters import adapted_model
+from meshwright.testing.case import share
+from meshwright.testing.collectives import measure_collectives
+from meshwright.testing.models import case_model
+from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.train.optim import optimizer_factory
+from meshwright.train.run_file import OptimizerConfig
+
+R = {"r": 4, "lora_alpha": 8}
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+GPT2 = ["c_attn", "c_proj", "c_fc"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+ADAPTERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "q and v": ("llama", R | {"target_modules": ["q_proj", "v_proj"]}),
+    "attention": ("llama", R | {"target_modules": LINEAR[:4]}),
+    "all-linear": ("llama", R | {"target_modules": "all-linear"}),
+    "all and head": ("llama", R | {"target_modules": [*LINEAR, "lm_head"]}),
+    "embedding": ("llama", R | {"target_modules": ["q_proj", "embed_tokens"]}),
+    "saved modules": ("llama", R | {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "dora": ("llama", R | {"target_modules": "all-linear", "use_dora": True}),
+    "dora of ends": ("llama", R | {"target_modules": ["o_proj", "embed_tokens", "lm_head"], "use_dora": True}),
+    "patterns": (
+        "llama",
+        R
+        | {
+            "target_modules": "all-linear",
+            "use_rslora": True,
+            "rank_pattern": {"q_proj": 2, "down_proj": 3},
+            "layers_to_transform": [1, 2],
+        },
+    ),
+    "two": ("llama", R | {"target_modules": ["q_proj", "down_proj"], "adapters": ("one", "two")}),
+    "gpt2": ("gpt2", R | {"target_modules": GPT2, "fan_in_fan_out": True, "lora_bias": True, "bias": "all"}),
+    "gpt2 dora": ("gpt2", R | {"target_modules": [*GPT2, "wte"], "fan_in_fan_out": True, "use_dora": True}),
+    "biases": ("starcoder2", R | {"target_modules": "all-linear", "lora_bias": True, "bias": "lora_only"}),
+    "scaled embedding": ("gemma3_text", R | {"target_modules": ["embed_tokens", "down_proj"]}),
+    "packed": ("phi3", R | {"target_modules": "all-linear"}),
+    "latent": ("deepseek_v3", R | {"target_modules": "all-linear"}),
+    "experts": ("mixtral", R | {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+}
+TIED = ("q and v", "embedding", "saved modules")
+LAYOUTS: Mapping[str, tuple[int, str, Mapping[str, Any], Mapping[str, int], Mapping[str, Any] | None]] = {
+    "ddp": (2, "ddp", {}, {}, None),
+    "bucketed": (2, "ddp", {"engine": "bucketed", "use_distributed_optimizer": True}, {}, None),
+    "fsdp2": (2, "fsdp2", {}, {}, None),
+    "hsdp": (4, "fsdp2", {}, {"dp_size": 4, "dp_replicate_size": 2}, None),
+    "tp": (2, "fsdp2", {}, {"tp_size": 2}, None),
+    "sequence": (2, "fsdp2", {"sequence_parallel": True}, {"tp_size": 2}, None),
+    "tp4": (4, "fsdp2", {}, {"tp_size": 4}, None),
+    "cp": (2, "fsdp2", {}, {"cp_size": 2}, None),
+    "pp": (2, "fsdp2", {}, {"pp_size": 2}, None),
+    "pp x fsdp2": (4, "fsdp2", {}, {"pp_size": 2}, None),
+    "pp x tp": (4, "fsdp2", {}, {"pp_size": 2, "tp_size": 2}, None),
+    "interleaved": (
+        2,
+        "fsdp2",
+        {},
+        {"pp_size": 2},
+        {"pipeline": {"pp_schedule": "Interleaved1F1B", "layers_per_stage": 1}},
+    ),
+    "megatron": (2, "megatron_fsdp", {}, {}, None),
+    "megatron tp": (2, "megatron_fsdp", {"sequence_parallel": True}, {"tp_size": 2}, None),
+    "ep": (2, "fsdp2", {}, {"dp_size": 2, "ep_size": 2}, None),
+    "tp x ep": (4, "fsdp2", {}, {"dp_size": 2, "tp_size": 2, "ep_size": 4}, None),
+}
+
+
+def adapter_case(name: str, *, tied: bool = False, **fields: Any) -> Case:
+    """Four steps with an adapter, accumulating over ragged masks."""
+    model, options = ADAPTERS[name]
+    small = model in ("llama", "gpt2")
+    return Case(
+        model_type=model,
+        adapter=options,
+        tied=tied if small else None,
+        layers=4 if small else None,
+        **{"steps": 4, "sequences": 8, "microbatches": 2, "unshard_after": True} | fields,
+    )
+
+
+def applies(adapter: str, layout: str) -> bool:
+    """Whether a model of experts, or one whose heads divide, is there for the layout."""
+    if "ep" in layout.split(" "):
+        return adapter == "experts"
+    return layout != "tp4" or ADAPTERS[adapter][0] == "llama"
+
+
+# -- merged
+
+
+def merged_parameters(strategy: str, config: Any, sizes: Any, case: Case, wrapper: Any) -> tuple[list[str], bool, bool]:
+    """The task of one rank: after a step, merged parameters against what peft makes of the whole model.
+
+    Returns:
+        Names that differ in any bit; whether names come in the base model's order; whether training went on as before.
+    """
+    manager = build_manager(strategy, config, sizes, case, wrapper_config=wrapper)
+    train_steps(manager, case, range(1))
+    before = full_weights(manager)
+    given = dict(manager.iter_parameters(bucket_bytes=1 << 12, adapters="merged"))
+    after = full_weights(manager)
+    # Of two tied weights one may be adapted: then they are two.
+    tied = None if case.tied is None else False
+    plain = case_model(case.model_type, tied=tied, seed=0, dtype=torch.float64, layers=case.layers)
+    order = [name for name, _ in plain.named_parameters()]
+    whole = adapted_model(plain, case.adapter or {}, seed=0)
+    whole.load_state_dict(before, strict=False)
+    expected = dict(whole.merge_and_unload().named_parameters())
+    if case.tied and "lm_head.weight" not in given:
+        given["lm_head.weight"] = given["model.embed_tokens.weight"]
+        order.remove("lm_head.weight")
+    differing = [name for name, value in expected.items() if name not in given or not torch.equal(given[name], value)]
+    is_same = all(torch.equal(before[name], after[name]) for name in before)
+    extra = sorted(given.keys() - expected.keys())
+    return differing + extra, [name for name in given if name in order] == [n for n in order if n in given], is_same
+
+
+# -- from files
+
+
+def write_base(directory: str, *, tied: bool, dtype: str) -> None:
+    """A model's directory."""
+    case_model("llama", tied=tied, seed=3, dtype=getattr(torch, dtype), layers=3).save_pretrained(directory)
+
+
+def lora_config(options: Mapping[str, Any]) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(task_type="CAUSAL_LM", **options)
+
+
+def from_files(
+    strategy: str, config: Any, sizes: Any, options: Mapping[str, Any], directory: str, adapter: str | None, dtype: str
+) -> tuple[list[float], dict[str, Tensor], dict[str, str]]:
+    """The task of one rank: two steps of an adapted model whose base is read from files into shards.
+
+    Returns:
+        Losses; all weights before the steps; and the dtype of each after.
+    """
+    world = open_world("cpu")
+    stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size, config=config)
+    manager = stack.build(Mesh(degrees, world))
+    torch.manual_seed(world.rank)  # what is drawn does not depend on it
+    random.seed(world.rank)
+    model, weights = opened(options, directory, adapter, dtype)
+    manager.parallelize(model, weights)
+    manager.build_optimizer(optimizer_factory(OptimizerConfig(lr=1e-2)))
+    started = full_weights(manager)
+    case = Case(sequences=8, dtype=dtype)
+    losses = train_steps(manager, case, range(2))[0]
+    return losses, started, {name: str(each.dtype) for name, each in full_weights(manager).items()}
+
+
+def opened(options: Mapping[str, Any], directory: str, adapter: str | None, dtype: str) -> Any:
+    """An adapted model on the meta device, and its weights."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory)
+    model, weights = open_pretrained(Path(directory), config, dtype=getattr(torch, dtype))
+    chosen = None if adapter else lora_config(options)
+    return with_adapter(model, weights, chosen, seed=11, adapter_dir=adapter)
+
+
+def loaded_by_peft(options: Mapping[str, Any], directory: str, adapter: str | None, dtype: str) -> Any:
+    """The same in one process, by peft alone."""
+    from peft import PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
+    torch.manual_seed(11)
+    if adapter:
+        return PeftModel.from_pretrained(base, adapter, is_trainable=True)
+    return get_peft_model(base, lora_config(options))
+
+
+# -- what travels, and dropout
+
+
+def bytes_of_step(strategy: str, config: Any, sizes: Any, case: Case) -> tuple[int, int, int, int]:
+    """The task of one rank.
+
+    Returns:
+        Bytes of gradients that are summed in a step; of all messages; bytes that gradients take behind it; and bytes of
+        what trains, whole.
+    """
+    manager = build_manager(strategy, config, sizes, case)
+    train_steps(manager, case, range(1))
+    batches = share(case, 1, manager.mesh.data_rank, manager.mesh.data_size)
+    tokens = count_tokens(batches, manager.mesh)
+    traffic = measure_collectives(lambda: manager.forward_backward(batches, num_tokens=tokens))
+    summed = traffic.of("all_reduce").bytes + traffic.of("reduce_scatter").bytes
+    parameters = [p for part in manager.model_parts for p in part.parameters()]
+    held = sum(p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None)
+    whole = sum(w.nbytes for name, w in full_weights(manager).items() if "lora_" in name)
+    return summed, traffic.bytes, held, whole
+
+
+def losses_with_dropout(strategy: str, config: Any, sizes: Any, case: Case) -> list[float]:
+    """The task of one rank: losses of two steps from one random state."""
+    manager = build_manager(strategy, config, sizes, case)
+    torch.manual_seed(5)
+    return train_steps(manager, case, range(2))[0]
+
+
+def divisions(strategy: str, config: Any, sizes: Any, case: Case) -> dict[str, str]:
+    """The task of one rank: how each parameter lies along tp, by peft's name."""
+    manager = build_manager(strategy, config, sizes, case)
+    parallel: Any = next(axis for axis in manager.axes if hasattr(axis, "divisions"))  # type: ignore[attr-defined]
+    return {name: str(each.placement) for name, each in parallel.divisions.items()}
