@@ -94,8 +94,7 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
         try_optimization(config.optimizer, config.schedule.over(config.steps), config.steps, device=device)
     model = find_model(config.model, commit=commit)
     data, hf_config = data_and_model_config(config, model)
-    adapters, seq_len = model.adapters, config.data.seq_len
-    dtype = model.dtype(config.model)
+    adapters, seq_len, dtype = model.adapters, config.data.seq_len, model.dtype(config.model)
     size = try_model(
         hf_config,
         dtype,
