@@ -284,6 +284,14 @@ def test_each_source_is_in_epochs_of_its_own_and_repeats_and_skips_nothing(
         assert len(per_row) == min(size, len(seen))
 
 
+def test_sources_are_each_in_an_order_of_their_own() -> None:
+    sources: list[Rows] = [PaddedRows(documents_of([2] * 64, first=1000 * k), 4) for k in (1, 2)]
+    feed = Feed(sources, Place(0, 1, 64), batch_size=64, seed=0, weights=[1.0, 1.0])
+    found = [int(token) for step in range(2) for batch in feed.microbatches(step) for token in batch["input_ids"][:, 0]]
+    one, other = ([token % 1000 for token in found if token // 1000 == k] for k in (1, 2))
+    assert one[:50] != other[:50]
+
+
 @pytest.mark.parametrize("weights", [None, [1.0, 3.0]])
 @pytest.mark.parametrize("kind", ["documents", "stream", "none"])
 def test_the_rows_of_a_step_are_the_same_on_any_mesh(kind: Any, weights: list[float] | None) -> None:

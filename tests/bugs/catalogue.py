@@ -26,6 +26,8 @@ _ROUTERS = "tests/test_router_loss.py"
 _FAULTS = "tests/test_checkpoint_faults.py"
 _LAYOUTS = "tests/test_checkpoint.py::test_any_layout_goes_on_from_what_any_other_has_saved"
 _DATA = "tests/test_data.py"
+_ROWS_OF_RUNS = "tests/test_rows.py"
+_STREAMED = "tests/test_streams.py"
 _SOURCES = "tests/test_sources.py"
 _TRAIN = "tests/test_train.py"
 _FIT, _FIT_RUN = "tests/test_fit.py", "tests/test_fit_run.py"
@@ -1246,6 +1248,134 @@ _bug(
     "masked=numbers < 0)",
     f"{_DATA}::test_evaluation_covers_each_sequence_once_and_pads_with_masked_ones",
     kind="sequences that fill up an evaluation count",
+)
+_bug(
+    "documents_see_documents",
+    "meshwright.data.rows",
+    "positions[layout.at] = layout.places",
+    "positions[layout.at] = layout.at[1]",
+    f"{_ROWS_OF_RUNS}::test_packed_rows_hold_each_document_whole_with_positions_and_labels_of_its_own",
+    kind="positions of packed documents do not restart",
+)
+_bug(
+    "padding_goes_on",
+    "meshwright.data.rows",
+    "- layout.used[:, None]",
+    "+ 0 * layout.used[:, None]",
+    f"{_ROWS_OF_RUNS}::test_packed_rows_hold_each_document_whole_with_positions_and_labels_of_its_own",
+    kind="padding counts as a part of the last document",
+)
+_bug(
+    "first_tokens_are_learnt",
+    "meshwright.data.layout",
+    "learnt = self.places > 0",
+    "learnt = self.places >= 0",
+    f"{_ROWS_OF_RUNS}::test_packed_rows_hold_each_document_whole_with_positions_and_labels_of_its_own",
+    kind="the first token of a document is predicted from the one before it in the row",
+)
+_bug(
+    "everything_is_learnt",
+    "meshwright.data.layout",
+    "learnt &= self._documents.labelled[self._source]",
+    "learnt &= self._documents.labelled[self._source] | True",
+    f"{_ROWS_OF_RUNS}::test_packed_rows_hold_each_document_whole_with_positions_and_labels_of_its_own",
+    kind="questions are learnt like answers",
+)
+_bug(
+    "worst_fit",
+    "meshwright.data.best_fit",
+    "at = bisect_left(self.rooms, length)",
+    "at = max(bisect_left(self.rooms, length), len(self.rooms) - 1)",
+    f"{_ROWS_OF_RUNS}::test_rows_are_those_of_best_fit_decreasing_by_the_book",
+    kind="documents go into the row with the most room",
+)
+_bug(
+    "lengths_of_each_rank",
+    "meshwright.data.feed",
+    "widths = _widths(lengths[sorted_].reshape(len(parts), -1).max(1), rows.seq_len, place)",
+    "widths = _widths(lengths[parts].max(1), rows.seq_len, place)",
+    f"{_ROWS_OF_RUNS}::test_microbatches_of_one_number_have_one_length_on_all_ranks",
+    kind="data ranks pad to lengths of their own",
+)
+_bug(
+    "stages_get_several_lengths",
+    "meshwright.data.feed",
+    "    if place.one_shape:",
+    "    if False:",
+    f"{_ROWS_OF_RUNS}::test_microbatches_of_one_number_have_one_length_on_all_ranks",
+    kind="microbatches of a pipeline differ in length",
+)
+_bug(
+    "pairs_are_parted",
+    "meshwright.data.feed",
+    "indices = (units[:, None] * rows.group + np.arange(rows.group)).reshape(-1)",
+    "indices = (units[:, None] + len(rows) // rows.group * np.arange(rows.group)).reshape(-1)",
+    f"{_ROWS_OF_RUNS}::test_pairs_stay_together_in_every_order",
+    kind="chosen answers are beside rejected ones of others",
+)
+_bug(
+    "sources_share_an_order",
+    "meshwright.data.feed",
+    'of=f"source {number}"',
+    'of=f"source {epoch - epoch}"',
+    f"{_ROWS_OF_RUNS}::test_sources_are_each_in_an_order_of_their_own",
+    kind="sources are read in one order, side by side",
+)
+_bug(
+    "each_block_begins_anew",
+    "meshwright.data.mixture",
+    "earlier[mine] = count + np.arange(len(mine))",
+    "earlier[mine] = np.arange(len(mine))",
+    f"{_ROWS_OF_RUNS}::test_places_of_a_mixture_are_computed_alone",
+    kind="a source in a mixture repeats its first rows in each block",
+)
+_bug(
+    "blocks_of_a_stream_in_order",
+    "meshwright.data.stream",
+    "epoch=number, of=",
+    "epoch=0, of=",
+    f"{_STREAMED}::test_each_epoch_of_a_stream_has_every_document_once_in_another_order",
+    kind="every block of a stream has the order of the first",
+)
+_bug(
+    "a_stream_goes_on_one_block_later",
+    "meshwright.data.stream",
+    "return self._state() if block is None else block.state",
+    "return self._state()",
+    f"{_STREAMED}::test_a_stream_goes_on_from_any_step_on_another_mesh[documents]",
+    kind="a run that goes on skips what is left of a block",
+)
+_bug(
+    "a_second_epoch_begins_in_the_middle",
+    "meshwright.data.reader",
+    "self._row, self._dataset = 0, hub.open_dataset(self._config, streaming=True)",
+    "self._row = 0",
+    f"{_STREAMED}::test_a_dataset_is_streamed",
+    kind="a resumed stream begins each epoch where it was resumed",
+)
+_bug(
+    "streams_draw_numbers_of_the_run",
+    "meshwright.data.reader",
+    "own = torch.Generator()",
+    "own = None",
+    f"{_STREAMED}::test_random_numbers_of_a_run_stay_as_they_are",
+    kind="dropout differs after a resume, for a reader has drawn",
+)
+_bug(
+    "granite_holds_a_cache",
+    "meshwright.step.forward_options",
+    "    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):",
+    "    if False:",
+    "tests/test_apart.py::test_models_that_keep_documents_apart_are_taken[granitemoe]",
+    kind="a cache of keys hides from a model that documents share a row",
+)
+_bug(
+    "leaks_are_let_pass",
+    "meshwright.train.apart",
+    "    if not moved <= limit * measure:",
+    "    if not moved <= measure + limit:",
+    "tests/test_apart.py::test_models_whose_documents_see_each_other_are_refused[torch.float32-falcon_h1]",
+    kind="a model that lets a little through is taken",
 )
 _bug(
     "packing_drops_the_last",

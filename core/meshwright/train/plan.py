@@ -83,11 +83,7 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
         MeshwrightError: whatever is wrong with it; see `meshwright.base.errors`.
     """
     stack, degrees = resolve(
-        config.strategy,
-        config,
-        world_size,
-        config=config.strategy_config,
-        wrapper_config=config.wrapper_config,
+        config.strategy, config, world_size, config=config.strategy_config, wrapper_config=config.wrapper_config
     )
     micro_batch_size = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
     check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=micro_batch_size)
@@ -98,8 +94,7 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
         try_optimization(config.optimizer, config.schedule.over(config.steps), config.steps, device=device)
     model = find_model(config.model, commit=commit)
     data, hf_config = data_and_model_config(config, model)
-    adapters, seq_len = model.adapters, config.data.seq_len
-    dtype = model.dtype(config.model)
+    adapters, seq_len, dtype = model.adapters, config.data.seq_len, model.dtype(config.model)
     size = try_model(
         hf_config,
         dtype,
@@ -110,23 +105,15 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
         groups=config.optimizer.groups,
     )
     check_memory(stack, degrees, size, memory_of_node())
-    kind, masks = config.data.packing_kind(), masks_padding(hf_config)
-    tried = kind == "stream" or can_be_tried(size, seq_len=seq_len, device=device, degrees=degrees)
-    if tried:
-        try_rows(hf_config, dtype, kind, seq_len=seq_len, masks=masks)
-    rows = lay_out(data, config.data, masks=masks)
+    tried = can_be_tried(size, seq_len=seq_len, device=device, degrees=degrees)
+    rows = _tried_rows(config.data, data, hf_config, dtype if tried else None)
     check_groups(rows.training[0].group, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
     steps = config.steps or steps_of(config, rows_in(rows))
     schedule = config.schedule.over(steps)
     if config.steps is None:
         check_output(config, steps)
         try_optimization(config.optimizer, schedule, steps, device=device)
-    largest = max(map(len, rows.held_out.values()), default=0)
-    if config.eval.sequences is not None and config.eval.sequences > largest:
-        raise ConfigError(
-            f"eval.sequences={config.eval.sequences}, but the held-out split has {largest}. "
-            f"Lower it, leave it out, or raise data.eval_fraction."
-        )
+    _check_sets(config, rows)
     objective = _objective(config)
     needs_reference = columns_to_compute(objective, rows)
     identity = _identity(config, schedule, data, model, hf_config)
@@ -146,6 +133,28 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
         tried,
         identity,
     )
+
+
+def _tried_rows(config: DataConfig, data: PreparedData, hf_config: Any, dtype: torch.dtype | None) -> RunRows:
+    """The rows of the run, after a model of that dtype has been tried on such; None: it is tried as it runs.
+
+    Raises:
+        ModelError: documents would see each other, or padding.
+        DataError: the documents cannot be laid out so.
+    """
+    masks = masks_padding(hf_config)
+    if dtype is not None and config.packing_kind() != "stream":
+        try_rows(hf_config, dtype, config.packing_kind(), seq_len=config.seq_len, masks=masks)
+    return lay_out(data, config, masks=masks)
+
+
+def _check_sets(config: RunConfig, rows: RunRows) -> None:
+    largest = max(map(len, rows.held_out.values()), default=0)
+    if config.eval.sequences is not None and config.eval.sequences > largest:
+        raise ConfigError(
+            f"eval.sequences={config.eval.sequences}, but the held-out split has {largest}. "
+            f"Lower it, leave it out, or raise data.eval_fraction."
+        )
 
 
 def steps_of(config: RunConfig, rows: int | None) -> int:
