@@ -2488,3 +2488,11 @@ _bug(
     f"{_ADAPTER_RUNS}::test_a_saved_adapter_is_what_its_own_files_say",
     kind="a setting of the run file that is silently another",
 )
+_bug(
+    "ends_of_turns_twice",
+    "meshwright.data.answers",
+    "if self._template.ends(content) and re.search(ended, text):",
+    "if not content and re.search(ended, text):",
+    f"{_CHAT}::test_what_ends_a_turn_is_not_there_twice[llama3]",
+    kind="a token is added that is there",
+)
