@@ -46,6 +46,10 @@ def show(
             console.print(as_text(row, number, marks=not console.color_system), soft_wrap=True)
         console.print(as_histogram(summaries, config.data.seq_len))
         console.print(as_table(summaries, measured_fill(feed) if kind == "none" else None))
+        for source in data.sources:
+            if source.train is None:
+                told_of = f"{source.config.place} is read while training: nothing of it is counted before"
+                console.print(told_of, highlight=False, markup=False, soft_wrap=True)
         if png is not None:
             draw(summaries, config.data.seq_len, png)
             console.print(f"written {png}", highlight=False, soft_wrap=True)
