@@ -33,6 +33,8 @@ _TRAIN = "tests/test_train.py"
 _FIT, _FIT_RUN = "tests/test_fit.py", "tests/test_fit_run.py"
 _REFUSED = f"{_FIT_RUN}::test_an_objective_that_the_data_do_not_serve_is_refused_before_anything_starts"
 _OPTIM = "tests/test_optim.py"
+_GROUPS = "tests/test_optimizer_groups.py"
+_EMA = "tests/test_ema.py"
 _RUN = "tests/test_run_directory.py"
 _REGISTRY = "tests/test_registry.py"
 _F = "plugins/fsdp2/tests"
@@ -1595,6 +1597,142 @@ _bug(
     "decay: dict[str, float] = {}",
     f"{_OPTIM}::test_parameters_shrink_exactly_where_decay_is_asked_for[0.0-AdamW]",
     kind="the default of an optimizer acts where the run asks for none",
+)
+_bug(
+    "last_group_wins",
+    "meshwright.train.optimizer_groups",
+    "name: next((number for number, group in enumerate(groups) if fits(name, group)), len(groups))",
+    "name: max((number for number, group in enumerate(groups) if fits(name, group)), default=len(groups))",
+    f"{_GROUPS}::test_the_first_group_that_a_parameter_fits_has_it_and_the_rest_is_of_the_top_level",
+    kind="a parameter is of another group than the first that it fits",
+)
+_bug(
+    "embeddings_are_matrices",
+    "meshwright.train.optimizer_groups",
+    "return dims == 2 and name.startswith(blocks) and",
+    "return dims == 2 and",
+    f"{_GROUPS}::test_matrices_are_the_weights_of_linear_maps_within_blocks[llama-expected0]",
+    kind="embedding or head is orthogonalized",
+)
+_bug(
+    "groups_of_one_stage",
+    "meshwright_pipeline.state.manager",
+    "made = self.mesh.world.together(lambda: for_model(factory, whole))",
+    "made = self.mesh.world.together(lambda: for_model(factory, mine))",
+    f"{_GROUPS}::test_a_group_may_be_of_one_stage_alone_and_one_of_none_is_an_error_on_all_ranks",
+    kind="a stage is taken for the whole model",
+)
+_bug(
+    "decay_of_a_group_is_spared",
+    "meshwright.train.optim",
+    "no_decay = () if says_decay else tuple(config.no_decay)",
+    "no_decay = tuple(config.no_decay)",
+    f"{_GROUPS}::test_a_group_that_gives_a_decay_means_its_norms_too_and_one_that_does_not_spares_them",
+    kind="a setting of a group is dropped without a word",
+)
+_bug(
+    "options_of_another_optimizer",
+    "meshwright.train.optim",
+    "options = group.options if is_other else {**config.options, **group.options}",
+    "options = group.options",
+    f"{_GROUPS}::test_each_group_has_its_own_settings_and_what_it_leaves_out_from_the_top_level",
+    kind="a group has the defaults of its optimizer in the place of the run's options",
+)
+_bug(
+    "first_member_alone_loads",
+    "meshwright.train.optimizers",
+    "mine = [next(groups) for _ in member.param_groups]",
+    "mine = list(member.param_groups)",
+    f"{_GROUPS}::test_state_and_rates_of_all_members_go_on_in_another_layout[pipeline over fsdp2-fsdp2]",
+    kind="state that is loaded goes to nobody",
+)
+_bug(
+    "members_untried",
+    "meshwright.manager.optimizer_trial",
+    "for member in members_of(optimizer) for each in _kinds(member, parts)]",
+    "for member in members_of(optimizer)[1:] for each in _kinds(member, parts)]",
+    f"{_GROUPS}::test_muon_is_refused_by_name_where_a_rank_has_pieces[megatron_fsdp]",
+    kind="an optimizer that steps parts wrongly is taken",
+)
+_bug(
+    "average_of_old_weights",
+    "meshwright.train.ema",
+    "optimizer.register_step_post_hook(self._after_step)",
+    "optimizer.register_step_pre_hook(self._after_step)",
+    f"{_EMA}::test_each_option_of_an_average_acts_as_by_hand[decay]",
+    kind="an average is a step behind",
+)
+_bug(
+    "warmup_of_steps",
+    "meshwright.train.ema",
+    "averages.update(self.decay_of(updates))",
+    "averages.update(self.decay_of(steps))",
+    f"{_EMA}::test_each_option_of_an_average_acts_as_by_hand[all]",
+    kind="what counts updates counts steps",
+)
+_bug(
+    "average_begins_anew",
+    "meshwright_pipeline.state.pieces_of_stages",
+    "if name == COUNTS or names.first_stage(name) == index",
+    "if name != COUNTS and names.first_stage(name) == index",
+    f"{_EMA}::test_an_average_goes_on_in_another_layout[fsdp2-pipeline over ddp]",
+    kind="what has been counted is lost in a checkpoint",
+)
+_bug(
+    "copies_keep_their_average",
+    "meshwright_pipeline.state.pieces_of_stages",
+    "_add(averages, names.canonical.get(name, name), sharded)",
+    "averages.setdefault(names.canonical.get(name, name), sharded) if names.first_stage(name) else None",
+    f"{_EMA}::test_an_average_goes_on_in_another_layout[fsdp2-pipeline over ddp]",
+    kind="a copy on another stage is not loaded",
+)
+_bug(
+    "averages_in_half_precision",
+    "meshwright.tensors.averages",
+    "parts.empty(each, torch.promote_types(each.dtype, torch.float32))",
+    "parts.empty(each, each.dtype)",
+    f"{_EMA}::test_an_export_of_the_average_is_the_averaged_model_in_the_dtype_of_the_weights",
+    kind="what is added up is rounded at each step",
+)
+_bug(
+    "averages_are_left_in_place",
+    "meshwright.manager.stateful",
+    "                exchanged.undo()",
+    "                pass",
+    f"{_EMA}::test_each_option_of_an_average_acts_as_by_hand[decay]",
+    kind="training goes on with averaged weights",
+)
+_bug(
+    "averages_are_not_put_to_use",
+    "meshwright.manager.stateful",
+    "        with self.loading(None):\n            exchanged = self.averages.exchange()",
+    "        exchanged = self.averages.exchange()",
+    f"{_EMA}::test_the_average_is_that_of_one_process_by_hand[megatron_fsdp]",
+    kind="modules compute with weights that have been replaced",
+)
+_bug(
+    "export_of_plain_weights",
+    "meshwright.checkpoint.stored_model",
+    "stored = averaged if self._average and averaged in self._index.kinds",
+    "stored = averaged if not averaged and averaged in self._index.kinds",
+    f"{_EMA}::test_an_export_of_the_average_is_the_averaged_model_in_the_dtype_of_the_weights",
+    kind="an export is of other tensors than were asked for",
+)
+_bug(
+    "any_checkpoint_has_an_average",
+    "meshwright.checkpoint.loading",
+    "world.raise_together(CheckpointError(message) if names else None)",
+    "world.raise_together(None)",
+    f"{_EMA}::test_a_checkpoint_without_an_average_is_told_of_and_one_may_begin_after_it",
+    kind="what a checkpoint lacks is not noticed",
+)
+_bug(
+    "average_of_a_run_begins_anew",
+    "meshwright.train.run",
+    "ema = None if source is not None and not source.has_average else _average(config, manager)",
+    "ema = None if source is not None else _average(config, manager)",
+    f"{_EMA}::test_a_run_keeps_its_average_through_an_interruption_and_writes_it_beside_the_model",
+    kind="a run that goes on forgets",
 )
 _bug(
     "schedule_a_step_behind",
