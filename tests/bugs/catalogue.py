@@ -1057,8 +1057,8 @@ _bug(
 _bug(
     "export_in_another_dtype",
     "meshwright.checkpoint.export",
-    "        if self._dtype is not None and dtype.is_floating_point:",
-    "        if self._dtype is None and dtype.is_floating_point:",
+    "return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype",
+    "return self._dtype if self._dtype is None and dtype.is_floating_point else dtype",
     "tests/test_export.py::test_weights_are_converted_and_files_bounded",
     kind="weights are exported in the wrong dtype",
 )
@@ -1073,8 +1073,8 @@ _bug(
 _bug(
     "exported_before_it_is_described",
     "meshwright.checkpoint.export",
-    "        export.describe(writing)\n        writing.rename(output.resolve())\n",
-    "        writing.rename(output.resolve())\n        export.describe(output.resolve())\n",
+    "    yield writing\n    if first:\n        writing.rename(output.resolve())\n",
+    "    if first:\n        writing.rename(output.resolve())\n    yield output.resolve()\n",
     "tests/test_export.py::test_an_export_that_is_cut_off_leaves_nothing_under_its_name",
     kind="an export has its name before it is whole",
 )
