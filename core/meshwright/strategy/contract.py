@@ -200,8 +200,7 @@ class StrategyManager(ABC):
         self, *, bucket_bytes: int, dtype: torch.dtype | None = None, adapters: Adapters = "apart"
     ) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, on every rank, one after the other, in bounded memory: what an inference engine is fed
-        with; see `meshwright.tensors.whole_parameters.whole_parameters`. Collective, and so is each step of it.
-        `adapters="merged"`: those of the base model, adapters merged into them."""
+        with, adapters apart or "merged"; see `meshwright.model.merge.given_parameters`. Collective, each step too."""
         from ..model.merge import given_parameters
 
         return given_parameters(self, bucket_bytes=bucket_bytes, dtype=dtype, adapters=adapters)

@@ -330,8 +330,7 @@ def _tried(model: nn.Module, layout: ModelLayout, batch: Batch, options: Mapping
 
 
 def _outside(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with parameters of their own that are in no block and contain none; one that holds some in a container,
-    which is no module to call, with all that is in it."""
+    """Modules with parameters that are in no block and contain none; what a container holds belongs to who has it."""
     inside = tuple(f"{block}." for block in blocks)
     taken: tuple[str, ...] = ()
     for name, module in model.named_modules():
