@@ -1434,7 +1434,7 @@ _bug(
     "rate_of_the_next_step_is_told",
     "meshwright.train.loop",
     "learning_rate=float(scheduled[0]),",
-    "learning_rate=float(scheduler.get_last_lr()[0]),",
+    "learning_rate=float(scheduler.get_last_lr()[0] if scheduler else 0.0),",
     f"{_TRAIN}::test_observers_see_every_step_while_they_are_registered",
     kind="the rate that is reported is not the one that was used",
 )
@@ -1448,7 +1448,7 @@ _bug(
 )
 _bug(
     "last_step_not_due",
-    "meshwright.train.loop",
+    "meshwright.train.loop_options",
     "return done == steps or (every is not None and done % every == 0)",
     "return every is not None and done % every == 0",
     f"{_TRAIN}::test_observers_see_every_step_while_they_are_registered",

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from ..base.errors import ConfigError
 from ..mesh.mesh import Mesh
 from .batches import steps_in_a_pass
-
-if TYPE_CHECKING:
-    from .loop import Loop
+from .loop_options import Loop
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,6 @@ from torch import Tensor
 from ..base.errors import BatchError, CheckpointError
 from ..mesh.mesh import Mesh
 from ..strategy.contract import Batch
-from .seeds import step_seed
-
-if TYPE_CHECKING:
-    from .loop import Loop
 
 
 class PassEnds(BatchError):
@@ -67,16 +63,6 @@ class Passes:
         self._number, self._given = 0, 0
         self._iterator: Iterator[Batch] | None = None
         self._is_placed = False
-
-    @classmethod
-    def of(cls, loop: Loop, mesh: Mesh) -> Passes:
-        """Those of a loop."""
-        source, run_seed = loop.batches, loop.seed
-        if not isinstance(source, Iterable):
-            raise BatchError(f"batches must be a function of the step, or an iterable, not {type(source).__name__}.")
-        state = _state_of_rank((loop.state or {}).get("batches"), mesh)
-        seed = None if run_seed is None else lambda step: step_seed(run_seed, step, mesh.data_rank)
-        return cls(source, accumulate=loop.accumulate, start=loop.start, state=state, seed=seed)
 
     def __call__(self, step: int) -> list[Batch]:
         """The microbatches of a step.
@@ -200,7 +186,12 @@ def states_of_ranks(own: Mapping[str, Any] | None, mesh: Mesh) -> dict[str, Any]
     return {"of_data_ranks": [states[rank] for rank in range(mesh.data_size)]}
 
 
-def _state_of_rank(state: Mapping[str, Any] | None, mesh: Mesh) -> Mapping[str, Any] | None:
+def state_of_rank(state: Mapping[str, Any] | None, mesh: Mesh) -> Mapping[str, Any] | None:
+    """What this rank's iterable is to remember, of what `states_of_ranks` gives.
+
+    Raises:
+        CheckpointError: there are other data ranks.
+    """
     if state is None:
         return None
     states: Sequence[Mapping[str, Any]] = state["of_data_ranks"]

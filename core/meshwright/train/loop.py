@@ -4,123 +4,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from dataclasses import replace
 
-from torch.optim.lr_scheduler import LRScheduler
-
-from ..base.errors import ConfigError, MeshwrightError, TrainingError
-from ..checkpoint import Checkpointer, Manifest
-from ..checkpoint.values import decoded
+from ..base.errors import BatchError, MeshwrightError, TrainingError
+from ..mesh.mesh import Mesh
 from ..step.agreement import count_tokens
-from ..strategy.contract import Batch, Objective, StepResult, StrategyManager
+from ..strategy.contract import StepResult, StrategyManager
 from ..strategy.registry import get_registry
 from .agreed import agree_on
 from .ahead import Ahead
-from .batches import Passes, states_of_ranks, steps_in_a_pass
-from .ema import EMA
+from .batches import Passes, state_of_rank, states_of_ranks
+from .loop_options import Callback as Callback
+from .loop_options import Loop as Loop
+from .loop_options import is_due
 from .optimizer_config import AVERAGED
 from .rates import check_rates, groups_stepped
-from .watch import STATE, EarlyStopping, Watch
-
-Callback: TypeAlias = "Callable[[StepResult], bool | None]"
-"""Called on its rank after each step; True asks to stop after it, which all ranks then do."""
-
-
-@dataclass(frozen=True)
-class Loop:
-    """What to train on, how long, and what to do at each step. All but data and callbacks is equal on all ranks.
-
-    Attributes:
-        batches: `batches(step)` gives this rank's microbatches of a step, counted from 0; or a DataLoader or any other
-            iterable of microbatches, see [Note: passes] in `train.batches`. A microbatch is a mapping of tensors, see
-            `StrategyManager.forward_backward`, on the CPU or on the device.
-        steps: number of the last step. Either this or `epochs`.
-        epochs: how often to go through an iterable that has a length.
-        accumulate: microbatches of a step, of an iterable.
-        scheduler: sets the rates of the manager's optimizer; None: they stay as they are.
-        objective: what is minimized, and evaluated; None: the token loss.
-        max_grad_norm: limit of the total gradient norm; None: measure only.
-        grad_norm_type: p of the norm.
-        held_out: this rank's microbatches of each set to evaluate on, by its name; equally many on each rank. They are
-            read once, and held.
-        ema: averages of the weights, which are evaluated on each set, too, as "NAME_ema", unless its config says
-            otherwise. They are updated whether it is given here or not.
-        eval_every: steps between evaluations; None: only after the last.
-        early_stopping: when to stop before; None: never.
-        callbacks: called in order after each step. Ranks may have others; they may issue collectives if all have them.
-        checkpointer: saves after the last step, after a step that is among the best by what its `keep_best` says, and
-            as the next two say.
-        save_every: steps between checkpoints.
-        save_after_s: seconds since the last one, by the clock of the first rank.
-        extra: `extra(step)` gives further values of JSON for the checkpoint after so many steps.
-        start: steps already done, for a run that goes on; see `going_on`.
-        state: what `fit` has put into the checkpoint that the run goes on from.
-        seed: random numbers of a step (dropout) follow from it, the step and the data rank alone, so that a run that
-            goes on draws what it would have drawn; None: the generators go on as they are.
-        clock: tells seconds.
-    """
-
-    batches: Callable[[int], Sequence[Batch]] | Iterable[Batch]
-    steps: int | None = None
-    epochs: int | None = None
-    accumulate: int = 1
-    scheduler: LRScheduler | None = None
-    objective: Objective | None = None
-    max_grad_norm: float | None = 1.0
-    grad_norm_type: float = 2.0
-    held_out: Mapping[str, Iterable[Batch]] = field(default_factory=dict)
-    ema: EMA | None = None
-    eval_every: int | None = None
-    early_stopping: EarlyStopping | None = None
-    callbacks: Sequence[Callback] = ()
-    checkpointer: Checkpointer | None = None
-    save_every: int | None = None
-    save_after_s: float | None = None
-    extra: Callable[[int], Mapping[str, Any]] | None = None
-    start: int = 0
-    state: Mapping[str, Any] | None = None
-    seed: int | None = None
-    clock: Callable[[], float] = time.monotonic
-
-    @property
-    def num_steps(self) -> int:
-        """Number of the last step.
-
-        Raises:
-            ConfigError: neither `steps` nor `epochs` tells it, or both do.
-        """
-        if (self.steps is None) == (self.epochs is None):
-            raise ConfigError(f"give either steps or epochs, not steps={self.steps} and epochs={self.epochs}.")
-        if self.steps is not None:
-            return self.steps
-        each = steps_in_a_pass(self.batches, self.accumulate)
-        if each is None:
-            raise ConfigError(
-                f"epochs={self.epochs} needs batches that have a length, which {type(self.batches).__name__} has not. "
-                f"Give steps."
-            )
-        return each * int(self.epochs or 0)
-
-    @property
-    def evaluated_sets(self) -> list[str]:
-        """Names of the losses that an evaluation gives."""
-        averaged = self.ema is not None and self.ema.config.evaluate
-        return [*self.held_out, *(f"{name}{AVERAGED}" for name in self.held_out if averaged)]
-
-    def going_on(self, manifest: Manifest) -> Loop:
-        """The loop from a checkpoint on that has been loaded, which `fit` has saved or which was saved by hand."""
-        return replace(self, start=manifest.step, state=decoded(manifest.extra.get(STATE)))
-
-    def evaluates_after(self, done: int) -> bool:
-        """Whether the sets are evaluated after so many steps."""
-        return bool(self.held_out) and _is_due(done, self.eval_every, self.num_steps)
-
-
-def _is_due(done: int, every: int | None, steps: int) -> bool:
-    return done == steps or (every is not None and done % every == 0)
+from .seeds import step_seed
+from .watch import STATE, Watch
 
 
 def fit(manager: StrategyManager, loop: Loop) -> list[StepResult]:
@@ -170,7 +72,7 @@ class _Course:
             results.append(result)
             stops, is_late = self.asked(result) if self.is_asked else (False, False)
             stops = stops or self.watch.is_exhausted
-            if stops or is_best or is_late or _is_due(result.step, self.loop.save_every, self.loop.num_steps):
+            if stops or is_best or is_late or is_due(result.step, self.loop.save_every, self.loop.num_steps):
                 self.save(result)
             if stops:
                 break
@@ -232,8 +134,18 @@ def _tell(manager: StrategyManager, error: Exception | None, step: int) -> None:
 def _ahead(manager: StrategyManager, loop: Loop) -> Ahead:
     batches = loop.batches
     if not callable(batches):
-        batches = Passes.of(loop, manager.mesh)
+        batches = _passes(loop, manager.mesh)
     return Ahead(manager, batches, steps=loop.num_steps, seed=loop.seed, objective=loop.objective)
+
+
+def _passes(loop: Loop, mesh: Mesh) -> Passes:
+    """The microbatches of a loop whose batches are no function."""
+    source, run_seed = loop.batches, loop.seed
+    if not isinstance(source, Iterable):
+        raise BatchError(f"batches must be a function of the step, or an iterable, not {type(source).__name__}.")
+    state = state_of_rank((loop.state or {}).get("batches"), mesh)
+    seed = None if run_seed is None else lambda step: step_seed(run_seed, step, mesh.data_rank)
+    return Passes(source, accumulate=loop.accumulate, start=loop.start, state=state, seed=seed)
 
 
 def train_step(manager: StrategyManager, loop: Loop, step: int, ahead: Ahead | None = None) -> StepResult:
