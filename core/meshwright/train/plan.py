@@ -121,31 +121,23 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
     if config.steps is None:
         check_output(config, steps)
         try_optimization(config.optimizer, schedule, steps, device=device)
+    _check_evaluation(config, rows)
+    objective = _objective(config)
+    needs_reference = columns_to_compute(objective, rows)
+    identity = _identity(config, schedule, data, model, hf_config)
+    check_source(config, identity, steps)
+    layout = stack, degrees, micro_batch_size
+    return Plan(*layout, data, model, rows, hf_config, objective, needs_reference, steps, schedule, tried, identity)
+
+
+def _check_evaluation(config: RunConfig, rows: RunRows) -> None:
+    """Refuse to evaluate on more than is held out."""
     largest = max(map(len, rows.held_out.values()), default=0)
     if config.eval.sequences is not None and config.eval.sequences > largest:
         raise ConfigError(
             f"eval.sequences={config.eval.sequences}, but the held-out split has {largest}. "
             f"Lower it, leave it out, or raise data.eval_fraction."
         )
-    objective = _objective(config)
-    needs_reference = columns_to_compute(objective, rows)
-    identity = _identity(config, schedule, data, model, hf_config)
-    check_source(config, identity, steps)
-    return Plan(
-        stack,
-        degrees,
-        micro_batch_size,
-        data,
-        model,
-        rows,
-        hf_config,
-        objective,
-        needs_reference,
-        steps,
-        schedule,
-        tried,
-        identity,
-    )
 
 
 def steps_of(config: RunConfig, rows: int | None) -> int:
