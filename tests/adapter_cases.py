@@ -41,7 +41,7 @@ ADAPTERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "llama",
         R
         | {
-            "target_modules": "all-linear",
+            "target_modules": LINEAR,
             "use_rslora": True,
             "rank_pattern": {"q_proj": 2, "down_proj": 3},
             "layers_to_transform": [1, 2],

@@ -106,10 +106,15 @@ class Factors:
     def transposed(self) -> bool:
         return bool(self.module.fan_in_fan_out)
 
-    def norms(self, part: Tensor, first: int) -> Tensor:
-        """Of the rows from `first` on, of which `part` is what the weight has, as it lies."""
+    def norms(self, part: Tensor, first: int, within: slice) -> Tensor:
+        """Of the rows from `first` on, of which `part` is what the weight has, as it lies.
+
+        Args:
+            within: rows that are multiplied together, whoever wants which of them, so that all get the same bits.
+        """
         count = part.shape[1 if self.transposed else 0]
-        delta = self.left[first : first + count].to(self.dtype) @ self.right.to(self.dtype)
+        delta = self.left[within].to(self.dtype) @ self.right.to(self.dtype)
+        delta = delta[first - within.start :][:count]
         norms: Tensor = self.module.get_weight_norm(part, delta, self.scaling)
         return norms
 

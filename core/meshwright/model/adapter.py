@@ -161,13 +161,14 @@ def _norms(base: Weights, path: str, factors: Factors, start: int, size: int) ->
     """Norms of rows of a weight with its adapter, as peft takes them, in the dtype of the base."""
     found = []
     step = max(1, AT_ONCE // factors.shape[1])
-    for first in range(start, start + size, step):
-        count = min(step, start + size - first)
+    for begin in range(start // step * step, start + size, step):
+        first, end = max(begin, start), min(begin + step, start + size)
+        count = end - first
         offsets, sizes = (first, 0), (count, factors.shape[1])
         if factors.transposed:
             offsets, sizes = offsets[::-1], sizes[::-1]
         rows = base.read(f"{path}.weight", offsets, sizes).to(factors.dtype)
-        found.append(factors.norms(rows, first))
+        found.append(factors.norms(rows, first, slice(begin, begin + step)))
     return torch.cat(found)
 
 
