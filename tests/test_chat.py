@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from transformers import ByT5Tokenizer
 
 from meshwright.base.errors import ConfigError, DataError
-from meshwright.data.chat_template import read_chat_template
-from meshwright.data.examples import Counts, Encoder
+from meshwright.data.encoding.chat_template import read_chat_template
+from meshwright.data.encoding.examples import Counts, Encoder
 
 TALK = turns("Hi there", "Hello!", "What is two and two?", "It is four.", system="Be brief.")
 UNSYSTEMATIC = TALK[1:]

@@ -52,17 +52,17 @@ from meshwright.data import (
 from meshwright.data.arrayfile import ArrayFile
 from meshwright.data.cache import cache_root
 from meshwright.data.config import DEFAULT_VOCAB_SIZE
-from meshwright.data.examples import Encoder
-from meshwright.data.fields import Fields
-from meshwright.data.shuffle import shuffled
-from meshwright.data.sources import find_source
+from meshwright.data.encoding.examples import Encoder
+from meshwright.data.encoding.fields import Fields
+from meshwright.data.encoding.tokenizing import tokenized, tokenizing
+from meshwright.data.reading.sources import find_source
+from meshwright.data.rows.shuffle import shuffled
 from meshwright.data.split import training_documents
-from meshwright.data.tokenizing import tokenized, tokenizing
 
 WORDS = ["the", "mesh", "has", "an", "axis", "for", "every", "way", "to", "split", "models", "and", "each", "rank"]
 EXAMPLES = settings(deadline=None, max_examples=60)
 ENTRY_MODULE = importlib.import_module("meshwright.data.entry")
-SOURCES_MODULE = importlib.import_module("meshwright.data.sources")
+SOURCES_MODULE = importlib.import_module("meshwright.data.reading.sources")
 
 
 def prose(seed: int, words: int = 60) -> str:
@@ -310,7 +310,7 @@ def test_stream_holds_each_document_and_an_eos(trained: PreTrainedTokenizerFast,
 def test_documents_keep_their_order_over_many_batches(
     trained: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwright.data.tokenizing._BATCH_CHARACTERS", 50)
+    monkeypatch.setattr("meshwright.data.encoding.tokenizing._BATCH_CHARACTERS", 50)
     texts = [prose(seed, words=seed % 7 + 1) for seed in range(200)]
     records = (Record({"text": text}, "here") for text in texts)
     source = SourceConfig(files="unused")
@@ -531,8 +531,8 @@ def test_text_is_read_once_and_once_more_to_train_a_tokenizer(
 def test_memory_does_not_grow_with_the_corpus(
     tmp_path: Path, trained_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwright.data.tokenizing._BATCH_CHARACTERS", 1 << 12)
-    monkeypatch.setattr("meshwright.data.tokenizing._cores", lambda: 2)
+    monkeypatch.setattr("meshwright.data.encoding.tokenizing._BATCH_CHARACTERS", 1 << 12)
+    monkeypatch.setattr("meshwright.data.encoding.tokenizing._cores", lambda: 2)
     peaks = []
     for number, documents in enumerate((10, 200, 1600)):
         text = "\n".join(json.dumps({"text": prose(index, words=120)}) for index in range(documents))

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from meshwright.cli.data_report import as_histogram, as_text, bins_of
 from meshwright.cli.main import app
 from meshwright.data.documents import Documents
-from meshwright.data.examples import Counts
-from meshwright.data.feed import Feed, Place
-from meshwright.data.rows import make_rows
+from meshwright.data.encoding.examples import Counts
+from meshwright.data.rows.feed import Feed, Place
+from meshwright.data.rows.rows import make_rows
 from meshwright.data.summary import Run, ShownRow, SourceSummary, first_rows, measured_fill, shown_row
 
 MODEL = {

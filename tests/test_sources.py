@@ -32,10 +32,10 @@ from meshwright.base.validation import validated
 from meshwright.data import DataConfig, PreparedData, SourceConfig, prepare, read_records, train_tokenizer
 from meshwright.data import progress as progress_module
 from meshwright.data.documents import Documents, DocumentsFile, open_documents
-from meshwright.data.json_array import elements
-from meshwright.data.records import Record
-from meshwright.data.tokenizing import tokenized, tokenizing
-from meshwright.data.worker import Worker
+from meshwright.data.encoding.tokenizing import tokenized, tokenizing
+from meshwright.data.encoding.worker import Worker
+from meshwright.data.reading.json_array import elements
+from meshwright.data.reading.records import Record
 from meshwright.train.plan import plan_run
 from meshwright.train.resume import _differences
 from meshwright.train.run_file import load_run
@@ -155,7 +155,7 @@ def test_an_array_is_read_in_pieces_of_any_size(
     except UnicodeEncodeError:
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshwright.data.json_array._CHUNK", chunk)
+        patch.setattr("meshwright.data.reading.json_array._CHUNK", chunk)
         found = list(elements(io.BytesIO(content), Path("a.json"), max_bytes=1 << 20))
     assert [value for value, _ in found] == rows
     lines = content.decode().splitlines() if indent is not None and ascii_only else None
@@ -238,7 +238,7 @@ def test_a_broken_element_is_found_without_reading_on(tmp_path: Path) -> None:
 def test_an_example_without_an_end_is_refused_before_memory_is_full(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwright.data.readers.MAX_BYTES", 1 << 17)
+    monkeypatch.setattr("meshwright.data.reading.readers.MAX_BYTES", 1 << 17)
     begin = {"a.jsonl": b'{"text": "', "a.json": b'[{"text": "', "a.csv": b'text\n"'}[name]
     (tmp_path / name).write_bytes(begin + b"x" * (1 << 20))
     with pytest.raises(DataError, match=r":\d: .*131[,_]?072"):
@@ -548,7 +548,7 @@ def test_the_two_of_a_pair_stay_together(
 ) -> None:
     rows = [{"prompt": f"q{n}", "chosen": f" yes {n}", "rejected": f" no {n}", "m": n} for n in range(8)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.setattr("meshwright.data.tokenizing._BATCH_CHARACTERS", 40)
+    monkeypatch.setattr("meshwright.data.encoding.tokenizing._BATCH_CHARACTERS", 40)
     source = SourceConfig(files=str(tmp_path / "a.jsonl"), format="preference", columns=["m"])
     data = prepare(config_for(tmp_path, tokenizer_dir, source, eval_fraction=fraction, seq_len=64))
     sides = [documents_of(data), *data.held_out["held_out"]]
@@ -612,17 +612,17 @@ def test_processes_make_the_same_documents_as_this_one(
     tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write(tmp_path / "a.jsonl", [{"text": prose(number), "score": number} for number in range(300)])
-    monkeypatch.setattr("meshwright.data.tokenizing._BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr("meshwright.data.encoding.tokenizing._BATCH_CHARACTERS", 2000)
     here = prepare(config_for(tmp_path, tokenizer_dir, source, cache_dir=str(tmp_path / "here")))
-    monkeypatch.setattr("meshwright.data.tokenizing._IN_THIS_PROCESS", 6000)
-    monkeypatch.setattr("meshwright.data.tokenizing._cores", lambda: 2)
+    monkeypatch.setattr("meshwright.data.encoding.tokenizing._IN_THIS_PROCESS", 6000)
+    monkeypatch.setattr("meshwright.data.encoding.tokenizing._cores", lambda: 2)
     there = prepare(config_for(tmp_path, tokenizer_dir, source))
     assert there.sources[0].counts == here.sources[0].counts
     for name, array in documents_of(here).arrays().items():
         np.testing.assert_array_equal(array, documents_of(there).arrays()[name])
     assert there.fingerprint == here.fingerprint
     assert not subprocess.run(
-        ["pgrep", "-P", str(os.getpid()), "-f", "meshwright.data.worker"], capture_output=True
+        ["pgrep", "-P", str(os.getpid()), "-f", "meshwright.data.encoding.worker"], capture_output=True
     ).stdout
 
 
@@ -636,9 +636,9 @@ def test_processes_make_the_same_documents_as_this_one(
 def test_what_goes_wrong_in_a_process_is_told_here(
     texts: list[Any], message: str, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwright.data.tokenizing._BATCH_CHARACTERS", 1)
-    monkeypatch.setattr("meshwright.data.tokenizing._IN_THIS_PROCESS", 1)
-    monkeypatch.setattr("meshwright.data.tokenizing._cores", lambda: 1)
+    monkeypatch.setattr("meshwright.data.encoding.tokenizing._BATCH_CHARACTERS", 1)
+    monkeypatch.setattr("meshwright.data.encoding.tokenizing._IN_THIS_PROCESS", 1)
+    monkeypatch.setattr("meshwright.data.encoding.tokenizing._cores", lambda: 1)
     tokenizer = train_tokenizer(["a b"], 257)
     source = SourceConfig(files="unused")
     records = [Record({"text": text}, f"here:{place}") for place, text in enumerate(["a", "b", "c", *texts])]

@@ -10,9 +10,9 @@ from chat_templates import learnt, record, tokenizer
 
 from meshwright.base.errors import DataError
 from meshwright.data.config import SourceConfig
-from meshwright.data.examples import Encoder
-from meshwright.data.records import read_records
-from meshwright.data.stdlib import library_records
+from meshwright.data.encoding.examples import Encoder
+from meshwright.data.reading.records import read_records
+from meshwright.data.reading.stdlib import library_records
 
 ROOT = Path(sysconfig.get_paths()["stdlib"])
 SOURCE = '''"""A module.

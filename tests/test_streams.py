@@ -18,7 +18,7 @@ from meshwright.data import DataConfig, Feed, Place, lay_out, prepare, train_tok
 from meshwright.strategy.contract import Batch
 
 run_rows = importlib.import_module("meshwright.data.run_rows")
-stream = importlib.import_module("meshwright.data.stream")
+stream = importlib.import_module("meshwright.data.rows.stream")
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital'")
 
 
@@ -147,7 +147,7 @@ def test_a_stream_and_files_at_hand_mix_by_weight_and_go_on(config: Any, tmp_pat
 
 
 def test_going_on_reads_nothing_before_the_block_of_the_next_row(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = importlib.import_module("meshwright.data.reader")
+    reader = importlib.import_module("meshwright.data.rows.reader")
     given = config()
     (whole,) = feeds(given)
     for step in range(6):

@@ -1131,7 +1131,7 @@ _bug(
 )
 _bug(
     "a_cut_file_is_taken_for_whole",
-    "meshwright.data.opening",
+    "meshwright.data.reading.opening",
     """                if self._frame is not None:
                     raise EOFError("a frame of Zstandard has no end")
 """,
@@ -1141,7 +1141,7 @@ _bug(
 )
 _bug(
     "elements_end_with_what_was_read",
-    "meshwright.data.json_array",
+    "meshwright.data.reading.json_array",
     "_NEAR_THE_END = 16",
     "_NEAR_THE_END = 0",
     f"{_SOURCES}::test_an_array_is_read_in_pieces_of_any_size",
@@ -1149,7 +1149,7 @@ _bug(
 )
 _bug(
     "lines_are_not_counted",
-    "meshwright.data.json_array",
+    "meshwright.data.reading.json_array",
     "        self.line += ",
     "        self.line += 0 * ",
     f"{_SOURCES}::test_places_are_the_lines_where_records_begin",
@@ -1173,7 +1173,7 @@ _bug(
 )
 _bug(
     "a_pair_is_parted",
-    "meshwright.data.tokenizing",
+    "meshwright.data.encoding.tokenizing",
     "nearest[side] = (place, len(kept), len(kept) + len(made))",
     "nearest[side] = (place, len(kept), len(kept) + 1)",
     f"{_SOURCES}::test_the_two_of_a_pair_stay_together[1e-09]",
@@ -1181,7 +1181,7 @@ _bug(
 )
 _bug(
     "a_side_by_what_else_is_said",
-    "meshwright.data.tokenizing",
+    "meshwright.data.encoding.tokenizing",
     "for name in sorted(names & value.keys())",
     "for name in sorted(value.keys())",
     f"{_SOURCES}::test_the_two_of_a_pair_stay_together[0.5]",
@@ -1189,7 +1189,7 @@ _bug(
 )
 _bug(
     "tasks_are_taken_as_they_end",
-    "meshwright.data.tokenizing",
+    "meshwright.data.encoding.tokenizing",
     "            while pending:\n                yield pending.popleft().result()\n",
     "            while pending:\n                yield pending.pop().result()\n",
     f"{_DATA}::test_documents_keep_their_order_over_many_batches",
@@ -1213,7 +1213,7 @@ _bug(
 )
 _bug(
     "the_first_split_of_a_dataset",
-    "meshwright.data.hub",
+    "meshwright.data.reading.hub",
     "    return found[config.split]\n",
     "    return next(iter(found.values()))\n",
     f"{_SOURCES}::test_a_saved_dataset_has_the_tokens_of_the_same_rows_in_a_file",
@@ -1221,7 +1221,7 @@ _bug(
 )
 _bug(
     "order_off_by_one",
-    "meshwright.data.order",
+    "meshwright.data.rows.order",
     "return position + (step - first) * self.batch_size",
     "return position + (step - first) * self.batch_size + (step > first)",
     f"{_DATA}::test_order_stays_what_it_was_in_earlier_releases",
@@ -1229,7 +1229,7 @@ _bug(
 )
 _bug(
     "epochs_repeat",
-    "meshwright.data.order",
+    "meshwright.data.rows.order",
     "seed=self.seed, epoch=epoch)",
     "seed=self.seed, epoch=0)",
     f"{_DATA}::test_epochs_and_seeds_differ",
@@ -1237,7 +1237,7 @@ _bug(
 )
 _bug(
     "one_batch_for_all",
-    "meshwright.data.feed",
+    "meshwright.data.rows.feed",
     "shares = np.arange(len(units)).reshape(place.data_size, -1)[place.data_rank]",
     "shares = np.arange(len(units)).reshape(place.data_size, -1)[0]",
     f"{_DATA}::test_ranks_share_the_same_global_batch_at_any_size",
@@ -1245,7 +1245,7 @@ _bug(
 )
 _bug(
     "evaluated_twice",
-    "meshwright.data.feed",
+    "meshwright.data.rows.feed",
     "masked=numbers >= count)",
     "masked=numbers < 0)",
     f"{_DATA}::test_evaluation_covers_each_sequence_once_and_pads_with_masked_ones",
@@ -1253,7 +1253,7 @@ _bug(
 )
 _bug(
     "documents_see_documents",
-    "meshwright.data.rows",
+    "meshwright.data.rows.rows",
     "positions[layout.at] = layout.places",
     "positions[layout.at] = layout.at[1]",
     f"{_ROWS_OF_RUNS}::test_packed_rows_hold_each_document_whole_with_positions_and_labels_of_its_own",
@@ -1261,7 +1261,7 @@ _bug(
 )
 _bug(
     "padding_goes_on",
-    "meshwright.data.rows",
+    "meshwright.data.rows.rows",
     "- layout.used[:, None]",
     "+ 0 * layout.used[:, None]",
     f"{_ROWS_OF_RUNS}::test_packed_rows_hold_each_document_whole_with_positions_and_labels_of_its_own",
@@ -1269,7 +1269,7 @@ _bug(
 )
 _bug(
     "first_tokens_are_learnt",
-    "meshwright.data.layout",
+    "meshwright.data.rows.rows.layout",
     "learnt = self.places > 0",
     "learnt = self.places >= 0",
     f"{_ROWS_OF_RUNS}::test_packed_rows_hold_each_document_whole_with_positions_and_labels_of_its_own",
@@ -1277,7 +1277,7 @@ _bug(
 )
 _bug(
     "everything_is_learnt",
-    "meshwright.data.layout",
+    "meshwright.data.rows.rows.layout",
     "learnt &= self._documents.labelled[self._source]",
     "learnt &= self._documents.labelled[self._source] | True",
     f"{_ROWS_OF_RUNS}::test_packed_rows_hold_each_document_whole_with_positions_and_labels_of_its_own",
@@ -1285,7 +1285,7 @@ _bug(
 )
 _bug(
     "worst_fit",
-    "meshwright.data.best_fit",
+    "meshwright.data.rows.rows.best_fit",
     "at = bisect_left(self.rooms, length)",
     "at = max(bisect_left(self.rooms, length), len(self.rooms) - 1)",
     f"{_ROWS_OF_RUNS}::test_rows_are_those_of_best_fit_decreasing_by_the_book",
@@ -1293,7 +1293,7 @@ _bug(
 )
 _bug(
     "lengths_of_each_rank",
-    "meshwright.data.feed",
+    "meshwright.data.rows.feed",
     "widths = _widths(lengths[sorted_].reshape(len(parts), -1).max(1), rows.seq_len, place)",
     "widths = _widths(lengths[parts].max(1), rows.seq_len, place)",
     f"{_ROWS_OF_RUNS}::test_microbatches_of_one_number_have_one_length_on_all_ranks",
@@ -1301,7 +1301,7 @@ _bug(
 )
 _bug(
     "stages_get_several_lengths",
-    "meshwright.data.feed",
+    "meshwright.data.rows.feed",
     "    if place.one_shape:",
     "    if False:",
     f"{_ROWS_OF_RUNS}::test_microbatches_of_one_number_have_one_length_on_all_ranks",
@@ -1309,7 +1309,7 @@ _bug(
 )
 _bug(
     "pairs_are_parted",
-    "meshwright.data.feed",
+    "meshwright.data.rows.feed",
     "indices = (units[:, None] * rows.group + np.arange(rows.group)).reshape(-1)",
     "indices = (units[:, None] + len(rows) // rows.group * np.arange(rows.group)).reshape(-1)",
     f"{_ROWS_OF_RUNS}::test_pairs_stay_together_in_every_order",
@@ -1317,7 +1317,7 @@ _bug(
 )
 _bug(
     "sources_share_an_order",
-    "meshwright.data.feed",
+    "meshwright.data.rows.feed",
     'of=f"source {number}"',
     'of=f"source {epoch - epoch}"',
     f"{_ROWS_OF_RUNS}::test_sources_are_each_in_an_order_of_their_own",
@@ -1325,7 +1325,7 @@ _bug(
 )
 _bug(
     "each_block_begins_anew",
-    "meshwright.data.mixture",
+    "meshwright.data.rows.mixture",
     "earlier[mine] = count + np.arange(len(mine))",
     "earlier[mine] = np.arange(len(mine))",
     f"{_ROWS_OF_RUNS}::test_places_of_a_mixture_are_computed_alone",
@@ -1333,7 +1333,7 @@ _bug(
 )
 _bug(
     "blocks_of_a_stream_in_order",
-    "meshwright.data.stream",
+    "meshwright.data.rows.stream",
     "epoch=number, of=",
     "epoch=0, of=",
     f"{_STREAMED}::test_each_epoch_of_a_stream_has_every_document_once_in_another_order",
@@ -1341,7 +1341,7 @@ _bug(
 )
 _bug(
     "a_stream_goes_on_one_block_later",
-    "meshwright.data.stream",
+    "meshwright.data.rows.stream",
     "return self._state() if block is None else block.state",
     "return self._state()",
     f"{_STREAMED}::test_a_stream_goes_on_from_any_step_on_another_mesh[documents]",
@@ -1349,7 +1349,7 @@ _bug(
 )
 _bug(
     "a_second_epoch_begins_in_the_middle",
-    "meshwright.data.reader",
+    "meshwright.data.rows.reader",
     "self._row, self._dataset = 0, hub.open_dataset(self._config, streaming=True)",
     "self._row = 0",
     f"{_STREAMED}::test_a_dataset_is_streamed",
@@ -1357,7 +1357,7 @@ _bug(
 )
 _bug(
     "streams_draw_numbers_of_the_run",
-    "meshwright.data.reader",
+    "meshwright.data.rows.reader",
     "own = torch.Generator()",
     "own = None",
     f"{_STREAMED}::test_random_numbers_of_a_run_stay_as_they_are",
@@ -1381,7 +1381,7 @@ _bug(
 )
 _bug(
     "packing_drops_the_last",
-    "meshwright.data.rows",
+    "meshwright.data.rows.rows",
     "self._count = len(tokens) // seq_len",
     "self._count = max(0, len(tokens) - 1) // seq_len",
     f"{_DATA}::test_sequences_are_the_stream_cut_without_its_tail",
@@ -1389,7 +1389,7 @@ _bug(
 )
 _bug(
     "documents_run_together",
-    "meshwright.data.drafts",
+    "meshwright.data.encoding.drafts",
     "        after = self.after if draft.closed and ids[-1:] != self.after[-1:] else []",
     "        after: list[int] = []",
     f"{_DATA}::test_stream_holds_each_document_and_an_eos",
@@ -1413,7 +1413,7 @@ _bug(
 )
 _bug(
     "byte_order_marks_are_text",
-    "meshwright.data.readers",
+    "meshwright.data.reading.readers",
     'return content.decode("utf-8-sig")',
     'return content.decode("utf-8")',
     f"{_DATA}::test_text_files_are_read_exactly_apart_from_a_byte_order_mark",
@@ -2596,7 +2596,7 @@ _bug(
 _CHAT = "tests/test_chat.py"
 _bug(
     "prompt_of_other_tokens",
-    "meshwright.data.drafts",
+    "meshwright.data.encoding.drafts",
     "return index + len(prefix) if whole.ids[index : index + len(prefix)] == prefix else None",
     "return index + len(prefix)",
     f"{_CHAT}::test_an_answer_stands_behind_the_tokens_that_ask_for_it[chatml-chatml]",
@@ -2605,7 +2605,7 @@ _bug(
 )
 _bug(
     "bos_twice",
-    "meshwright.data.drafts",
+    "meshwright.data.encoding.drafts",
     "self.before if draft.opened and ids[: len(self.before)] != self.before else []",
     "self.before if draft.opened else []",
     f"{_CHAT}::test_a_text_has_special_tokens_as_its_tokenizer_adds_them_and_never_twice",
@@ -2613,7 +2613,7 @@ _bug(
 )
 _bug(
     "eos_twice",
-    "meshwright.data.drafts",
+    "meshwright.data.encoding.drafts",
     "if draft.closed and ids[-1:] != self.after[-1:] else []",
     "if draft.closed else []",
     f"{_CHAT}::test_a_text_has_special_tokens_as_its_tokenizer_adds_them_and_never_twice",
@@ -2622,7 +2622,7 @@ _bug(
 )
 _bug(
     "end_of_the_text_for_the_turn",
-    "meshwright.data.answers",
+    "meshwright.data.encoding.answers",
     "ends = [end for end in ends if end <= common] or ends[:1]",
     "ends = ends[-1:]",
     f"{_CHAT}::test_answers_and_what_ends_their_turns_are_learnt[phi3-phi3]",
@@ -2630,7 +2630,7 @@ _bug(
 )
 _bug(
     "answers_as_they_were_not_given",
-    "meshwright.data.answers",
+    "meshwright.data.encoding.answers",
     "if not each.is_open and text.startswith(each.text[: each.span[1]])",
     "if not each.is_open",
     f"{_CHAT}::test_answers_and_what_ends_their_turns_are_learnt[qwen-qwen3]",
@@ -2639,7 +2639,7 @@ _bug(
 )
 _bug(
     "answers_without_an_end",
-    "meshwright.data.answers",
+    "meshwright.data.encoding.answers",
     "is_open = bool(said) and",
     "is_open = bool(said) and False and",
     f"{_CHAT}::test_answers_and_what_ends_their_turns_are_learnt[base-alpaca]",
@@ -2647,7 +2647,7 @@ _bug(
 )
 _bug(
     "all_marks_for_the_last",
-    "meshwright.data.answers",
+    "meshwright.data.encoding.answers",
     "        if before:\n",
     "        if before < 0:\n",
     f"{_CHAT}::test_loss_on_says_which_answers_are_learnt",
@@ -2656,7 +2656,7 @@ _bug(
 )
 _bug(
     "system_prompts_lost",
-    "meshwright.data.answers",
+    "meshwright.data.encoding.answers",
     'if message["role"] != ANSWERS and',
     'if message["role"] == "user" and',
     f"{_CHAT}::test_what_a_template_cannot_write_is_told_with_its_place[forgetful--]",
@@ -2665,7 +2665,7 @@ _bug(
 )
 _bug(
     "templates_read_the_clock",
-    "meshwright.data.chat_template",
+    "meshwright.data.encoding.chat_template",
     'if "strftime_now" not in template:',
     "if True:",
     f"{_CHAT}::test_a_template_does_not_know_what_day_it_is",
@@ -2673,7 +2673,7 @@ _bug(
 )
 _bug(
     "prompts_are_learnt",
-    "meshwright.data.conversations",
+    "meshwright.data.encoding.conversations",
     "first = max(self.given, ",
     "first = max(0, ",
     f"{_CHAT}::test_messages_may_be_prompts_and_completions",
@@ -2681,7 +2681,7 @@ _bug(
 )
 _bug(
     "half_of_a_pair",
-    "meshwright.data.lengths",
+    "meshwright.data.encoding.lengths",
     "if together and len(kept) < len(documents):",
     "if together and not kept:",
     f"{_CHAT}::test_a_pair_is_kept_whole_or_not_at_all",
@@ -2689,7 +2689,7 @@ _bug(
 )
 _bug(
     "first_token_learnt",
-    "meshwright.data.lengths",
+    "meshwright.data.encoding.lengths",
     "np.count_nonzero(self.labelled[1:])",
     "np.count_nonzero(self.labelled)",
     f"{_CHAT}::test_tokens_are_taken_as_they_are",
@@ -2697,7 +2697,7 @@ _bug(
 )
 _bug(
     "moved_labels_pass",
-    "meshwright.data.formats",
+    "meshwright.data.encoding.formats",
     "np.flatnonzero(learnt & (labels != ids))",
     "np.flatnonzero(learnt & (labels < 0))",
     f"{_CHAT}::test_what_is_wrong_with_a_record_is_told_with_its_place[labels moved by one]",
@@ -2713,7 +2713,7 @@ _bug(
 )
 _bug(
     "questions_of_the_answer",
-    "meshwright.data.stdlib",
+    "meshwright.data.reading.stdlib",
     "hashlib.blake2b(entry.name.encode(), digest_size=8)",
     "hashlib.blake2b(entry.text.encode(), digest_size=8)",
     "tests/test_stdlib_conversations.py::test_the_wording_hangs_on_the_name_alone",
@@ -2933,7 +2933,7 @@ _bug(
 )
 _bug(
     "ends_of_turns_twice",
-    "meshwright.data.answers",
+    "meshwright.data.encoding.answers",
     "if self._template.ends(content) and re.search(ended, text):",
     "if not content and re.search(ended, text):",
     f"{_CHAT}::test_what_ends_a_turn_is_not_there_twice[llama3]",

@@ -25,7 +25,7 @@ def show(
     with told(traceback):
         from rich.console import Console
 
-        from ..data.feed import Feed, Place
+        from ..data.rows.feed import Feed, Place
         from ..data.run_rows import lay_out
         from ..data.summary import first_rows, measured_fill, summarize
         from ..data.tokenizer import load_tokenizer

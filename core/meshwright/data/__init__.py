@@ -5,13 +5,13 @@ Importing this package, and preparing data, import no torch; it is imported by w
 
 from .config import DataConfig, SourceConfig
 from .documents import Documents
-from .feed import Feed, Place, check_groups, eval_microbatches
-from .order import ORDER_VERSION, DataOrder, check_batch_size
 from .prepare import HELD_OUT, PreparedData, PreparedSource, prepare
-from .records import Record, read_records
-from .rows import JoinedRows, PackedRows, PaddedRows, Rows, StreamRows, make_rows
+from .reading.records import Record, read_records
+from .rows.feed import Feed, Place, check_groups, eval_microbatches
+from .rows.order import ORDER_VERSION, DataOrder, check_batch_size
+from .rows.rows import JoinedRows, PackedRows, PaddedRows, Rows, StreamRows, make_rows
+from .rows.stream import Stream
 from .run_rows import RunRows, lay_out
-from .stream import Stream
 from .tokenizer import EOS, holds_tokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [

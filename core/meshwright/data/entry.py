@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from ..base.errors import DataError
 from .cache import cached_entry
 from .documents import Documents, DocumentsFile, open_documents
-from .examples import Counts
+from .encoding.examples import Counts
+from .encoding.tokenizing import Tokenizing, tokenized
 from .progress import Meter, progress
-from .records import read_records
-from .sources import FoundSource
+from .reading.records import read_records
+from .reading.sources import FoundSource
 from .split import SPLITS, Split, is_nearer
 from .tokenizer import load_tokenizer, token_dtype, vocab_size_of
-from .tokenizing import Tokenizing, tokenized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,12 +20,12 @@ from ..base.errors import ConfigError, DataError
 from .cache import cache_root
 from .config import DEFAULT_VOCAB_SIZE, DataConfig, SourceConfig
 from .documents import Documents
+from .encoding.examples import Counts
+from .encoding.tokenizing import tokenizing
 from .entry import Entry, find_entry
-from .examples import Counts
-from .sources import FoundSource, find_source
+from .reading.sources import FoundSource, find_source
 from .split import SPLITS
 from .tokenizer import load_tokenizer, vocab_size_of
-from .tokenizing import tokenizing
 from .trained import find_trained_tokenizer
 
 HELD_OUT = "held_out"

@@ -11,12 +11,12 @@ from ..base.errors import DataError
 from .cache import cache_root
 from .config import DataConfig, SourceConfig
 from .documents import Documents
+from .encoding.tokenizing import PieceEncoder, tokenizing
 from .prepare import HELD_OUT, PreparedData
-from .records import Record
-from .rows import JoinedRows, Rows, make_rows
-from .stream import Stream
+from .reading.records import Record
+from .rows.rows import JoinedRows, Rows, make_rows
+from .rows.stream import Stream
 from .tokenizer import load_tokenizer, no_tokenizer_threads
-from .tokenizing import PieceEncoder, tokenizing
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _stream(data: PreparedData, config: DataConfig, source: SourceConfig, masks:
         return None if documents is None else replace(documents, group=data.group)
 
     def open_loader(records: int) -> Any:
-        from .reader import loader_of
+        from .rows.reader import loader_of
 
         return loader_of(source, records)
 

@@ -12,13 +12,13 @@ import numpy as np
 from ..strategy.contract import IGNORED_LABEL
 from .config import Packing
 from .documents import Documents
-from .examples import Counts
-from .feed import Feed
-from .layout import FILL
+from .encoding.examples import Counts
 from .prepare import PreparedData
-from .rows import Rows
+from .rows.feed import Feed
+from .rows.layout import FILL
+from .rows.rows import Rows
+from .rows.stream import Stream
 from .run_rows import RunRows
-from .stream import Stream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

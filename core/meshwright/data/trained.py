@@ -12,9 +12,9 @@ from pathlib import Path
 from ..base.errors import ConfigError
 from .cache import cached_entry
 from .config import DataConfig
-from .fields import Fields
-from .records import read_records
-from .sources import FoundSource
+from .encoding.fields import Fields
+from .reading.records import read_records
+from .reading.sources import FoundSource
 from .split import training_documents
 from .tokenizer import EOS, holds_tokenizer, train_tokenizer
 

@@ -21,7 +21,7 @@ from ..base.errors import ConfigError
 from ..checkpoint import export_checkpoint, save_checkpoint, steps_in
 from ..checkpoint.directory import best_of, put_in_place
 from ..data import load_tokenizer
-from ..data.chat_template import read_chat_template
+from ..data.encoding.chat_template import read_chat_template
 from ..files.parsing import as_yaml
 from ..strategy.contract import StepResult, StrategyManager
 from .files import AVERAGED_MODEL, CHECKPOINTS, CURVE, HOLDER, LOCK, METRICS, MODEL, REFERENCE, RUN, SUMMARY

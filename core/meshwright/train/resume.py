@@ -60,11 +60,11 @@ class Source:
 
     @property
     def order(self) -> int:
-        """Which order of the data the run is in; see [Note: versions of the order] in `data.order`."""
+        """Which order of the data the run is in; see [Note: versions of the order] in `data.rows.order`."""
         return int(self.manifest.extra["identity"].get("order", _FIRST_ORDER))
 
     def position(self) -> int:
-        """Where in the global stream of data the run goes on; see [Note: the global stream] in `data.order`."""
+        """Where in the global stream of data the run goes on; see [Note: the global stream] in `data.rows.order`."""
         if any(name == "seed" or name.startswith("data.") for name in self.changed):
             return 0
         batch_size = self.manifest.extra["identity"]["batch_size"]

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ..base.errors import CheckpointError, DataError
-from .documents import Documents
-from .records import Record
+from ...base.errors import CheckpointError, DataError
+from ..documents import Documents
+from ..reading.records import Record
 from .rows import Rows
 from .shuffle import shuffled
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .tokenizer import token_dtype
+from ..tokenizer import token_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

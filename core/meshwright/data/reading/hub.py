@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import DataError, nearest
-from .extras import extra
-from .progress import Meter
+from ...base.errors import DataError, nearest
+from ..extras import extra
+from ..progress import Meter
 
 if TYPE_CHECKING:
-    from .config import SourceConfig
+    from ..config import SourceConfig
 
 _ROWS = 256
 _SAVED = ("state.json", "dataset_dict.json")

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..base.errors import DataError
+from ...base.errors import DataError
+from ..config import FIELDS, DataConfig, SourceConfig
+from ..documents import Documents
+from ..reading.records import Record, theirs
+from ..split import Split, is_nearer, place_of, split_of
+from ..tokenizer import no_tokenizer_threads, token_dtype
 from .chat_template import read_chat_template
-from .config import FIELDS, DataConfig, SourceConfig
-from .documents import Documents
 from .examples import Counts, Encoder, Example
-from .records import Record, theirs
-from .split import Split, is_nearer, place_of, split_of
-from .tokenizer import no_tokenizer_threads, token_dtype
 from .worker import Worker
 
 if TYPE_CHECKING:

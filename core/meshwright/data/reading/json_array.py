@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..base.errors import DataError
+from ...base.errors import DataError
 
 _CHUNK = 1 << 16
 _BLANK = " \t\r\n"

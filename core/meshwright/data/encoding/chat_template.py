@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._compat.chat_templates import render_marked
-from ..base.errors import ConfigError, DataError
+from ..._compat.chat_templates import render_marked
+from ...base.errors import ConfigError, DataError
 from .conversations import Conversation
 from .drafts import Span
 

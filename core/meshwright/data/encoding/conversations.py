@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
-from ..base.errors import DataError
+from ...base.errors import DataError
 from .fields import Fields, Record
 
 LossOn = Literal["answers", "last_answer", "all"]

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..base.errors import ConfigError, DataError
-from ..strategy.contract import IGNORED_LABEL
+from ...base.errors import ConfigError, DataError
+from ...strategy.contract import IGNORED_LABEL
+from ..config import Packing as Kind
+from ..documents import Documents
 from .best_fit import Packing, best_fit, cached_best_fit
-from .config import Packing as Kind
-from .documents import Documents
 from .layout import Layout, bounds, ranges
 
 if TYPE_CHECKING:
-    from ..strategy.contract import Batch
+    from ...strategy.contract import Batch
 
 
 class Rows(ABC):

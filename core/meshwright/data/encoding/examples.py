@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import ConfigError
+from ...base.errors import ConfigError
+from ..config import FIELDS, Format, TooLong
+from ..tokenizer import no_tokenizer_threads
 from .chat import Conversations
-from .config import FIELDS, Format, TooLong
 from .conversations import LossOn
 from .drafts import Draft, DraftWriter
 from .fields import Fields, Record, check_text
 from .formats import Parse, text_of, tokens_of
 from .lengths import Counts, Example, fitted
-from .tokenizer import no_tokenizer_threads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

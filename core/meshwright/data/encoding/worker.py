@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Any
 
-from ..base.errors import DataError
+from ...base.errors import DataError
 
 _LENGTH = 8
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn, Protocol
 
-from ..base.errors import ConfigError, DataError, nearest
-from .config import FIELDS, Format
+from ...base.errors import ConfigError, DataError, nearest
+from ..config import FIELDS, Format
 
 
 class Record(Protocol):

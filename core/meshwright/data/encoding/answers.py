@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..base.errors import DataError
+from ...base.errors import DataError
 from .chat_template import ChatTemplate
 from .conversations import ANSWERS, REASONING, Conversation, LossOn
 from .drafts import Draft, Span

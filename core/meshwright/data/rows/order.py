@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..base.errors import ConfigError
+from ...base.errors import ConfigError
 from .shuffle import shuffled
 
 ORDER_VERSION = 2

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from . import hub
-from .config import SourceConfig
-from .extras import extra
-from .records import Record, read_records, record_of
-from .sources import FoundSource, find_source
+from ..config import SourceConfig
+from ..extras import extra
+from ..reading import hub
+from ..reading.records import Record, read_records, record_of
+from ..reading.sources import FoundSource, find_source
 
 
 def loader_of(config: SourceConfig, records: int) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..base.errors import DataError
+from ...base.errors import DataError
 from .answers import Answers
 from .chat_template import ChatTemplate
 from .conversations import LossOn, Message, MessageReader

@@ -14,11 +14,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
-from ..base.errors import DataError
-from .extras import extra
+from ...base.errors import DataError
+from ..extras import extra
+from ..progress import Meter
 from .json_array import elements
 from .opening import COMPRESSED, kind_of, opened
-from .progress import Meter
 
 Found = tuple[Any, str]
 """A value, and where it is."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import DataError
+from ...base.errors import DataError
+from ..config import STDLIB, SourceConfig
+from ..progress import Meter
 from . import hub
-from .config import STDLIB, SourceConfig
 from .opening import kind_of
-from .progress import Meter
 from .readers import SUFFIXES, Found, read_file
 from .stdlib import library_records
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..base.errors import DataError
-from .cache import cached_entry
+from ...base.errors import DataError
+from ..cache import cached_entry
 
 LEAST = 2
 """Tokens of a document in which anything is predicted; shorter ones are left out."""

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..base.errors import DataError
+from ...base.errors import DataError
+from ..tokenizer import token_dtype, vocab_size_of
 from .drafts import Draft
 from .fields import Fields, Record
-from .tokenizer import token_dtype, vocab_size_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..base.errors import DataError
-from .extras import extra
-from .progress import Meter
+from ...base.errors import DataError
+from ..extras import extra
+from ..progress import Meter
 
 COMPRESSED = (".gz", ".zst")
 _CHUNK = 1 << 20

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from ..base.errors import DataError, nearest
-from .config import FIELDS, SourceConfig
-from .progress import Meter
+from ...base.errors import DataError, nearest
+from ..config import FIELDS, SourceConfig
+from ..progress import Meter
 from .readers import Cells
 from .sources import FoundSource, find_source
 

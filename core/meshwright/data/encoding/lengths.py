@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from ..base.errors import DataError
-from .config import TooLong
+from ...base.errors import DataError
+from ..config import TooLong
 
 
 @dataclass(frozen=True)

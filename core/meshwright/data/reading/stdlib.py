@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .config import Format
+from ..config import Format
 
 _TOPICS = "pydoc_data.topics"
 """The part of the language's reference that comes with every Python: texts by topic."""

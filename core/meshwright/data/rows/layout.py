@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..strategy.contract import IGNORED_LABEL
-from .documents import Documents
+from ...strategy.contract import IGNORED_LABEL
+from ..documents import Documents
 
 FILL = 0
 """The token of padding; nothing sees it, and any vocabulary has it."""

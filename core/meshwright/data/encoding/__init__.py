@@ -1,0 +1,1 @@
+"""From an example to tokens, and which of them are learnt."""

@@ -1,0 +1,1 @@
+"""Examples, one after another, from wherever they are kept."""

@@ -1,0 +1,1 @@
+"""From tokenized documents to the microbatches of each step."""
