@@ -29,8 +29,8 @@ from meshwright.data import (
     eval_microbatches,
     make_rows,
 )
+from meshwright.data.rows.best_fit import LEAST, best_fit, cached_best_fit
 from meshwright.data.rows.mixture import BLOCK, Mixture
-from meshwright.data.rows.rows.best_fit import LEAST, best_fit, cached_best_fit
 from meshwright.strategy.contract import Batch
 
 EXAMPLES = settings(deadline=None, max_examples=80)

@@ -1269,7 +1269,7 @@ _bug(
 )
 _bug(
     "first_tokens_are_learnt",
-    "meshwright.data.rows.rows.layout",
+    "meshwright.data.rows.layout",
     "learnt = self.places > 0",
     "learnt = self.places >= 0",
     f"{_ROWS_OF_RUNS}::test_packed_rows_hold_each_document_whole_with_positions_and_labels_of_its_own",
@@ -1277,7 +1277,7 @@ _bug(
 )
 _bug(
     "everything_is_learnt",
-    "meshwright.data.rows.rows.layout",
+    "meshwright.data.rows.layout",
     "learnt &= self._documents.labelled[self._source]",
     "learnt &= self._documents.labelled[self._source] | True",
     f"{_ROWS_OF_RUNS}::test_packed_rows_hold_each_document_whole_with_positions_and_labels_of_its_own",
@@ -1285,7 +1285,7 @@ _bug(
 )
 _bug(
     "worst_fit",
-    "meshwright.data.rows.rows.best_fit",
+    "meshwright.data.rows.best_fit",
     "at = bisect_left(self.rooms, length)",
     "at = max(bisect_left(self.rooms, length), len(self.rooms) - 1)",
     f"{_ROWS_OF_RUNS}::test_rows_are_those_of_best_fit_decreasing_by_the_book",
@@ -2918,8 +2918,8 @@ _bug(
 _bug(
     "adapters_of_any_seed",
     "meshwright.model.adapter",
-    "torch.manual_seed(seed)",
-    "pass",
+    "        torch.manual_seed(seed)\n        adapted",
+    "        adapted",
     f"{_ADAPTERS}::test_shards_of_a_base_in_bfloat16_train_an_adapter_in_float32[tp]",
     kind="what is drawn differs between ranks",
 )
