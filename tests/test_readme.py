@@ -93,12 +93,24 @@ def test_the_test_of_the_readme_tries_every_cell() -> None:
     names["test_conformance"](cells[0])
 
 
+def test_run_files_of_the_readme_are_valid() -> None:
+    from meshwright.files.parsing import parse_yaml
+    from meshwright.train.run_file import RunConfig
+
+    (block,) = re.findall(r"```yaml\n(data:.*?)```", README, flags=re.DOTALL)
+    RunConfig.model_validate({**parse_yaml(block), "model": {"model_type": "llama"}, "batch_size": 8})
+
+
 @pytest.mark.parametrize(
     "document",
     [
         "README.md",
         "CONTRIBUTING.md",
+        "docs/adapters.md",
+        "docs/conversations.md",
+        "docs/data.md",
         "docs/fit.md",
+        "docs/packing.md",
         "docs/objectives.md",
         "docs/write-a-strategy.md",
         "docs/coverage.md",
