@@ -159,9 +159,9 @@ def test_an_adapter_on_the_meta_device_starts_as_peft_starts_it(
             write_base(str(tmp_path / "base"), tied=tied, dtype=dtype)
 
 
-@pytest.mark.parametrize("layout", ["tp", "pp"])
-def test_shards_of_a_base_in_bfloat16_train_an_adapter_in_float32(layout: str, tmp_path: Path) -> None:
-    _assert_starts(layout, "saved modules", "bfloat16", tmp_path)
+@pytest.mark.parametrize(("layout", "start"), [("tp", "dora"), ("pp", "saved modules")], ids=["tp", "pp"])
+def test_shards_of_a_base_in_bfloat16_train_an_adapter_in_float32(layout: str, start: str, tmp_path: Path) -> None:
+    _assert_starts(layout, start, "bfloat16", tmp_path)
 
 
 @pytest.mark.zoo

@@ -90,12 +90,14 @@ class Factors:
     """What the norms of one magnitude of DoRA are taken of, beside the weight.
 
     Attributes:
+        taken: peft's own function, before `sum_norms` changes it.
         shape: of the weight, turned so that each norm is one row's.
         transposed: the weight itself lies the other way around.
         dtype: of the weight.
     """
 
     module: Any
+    taken: Callable[..., Tensor]
     left: Tensor
     right: Tensor
     scaling: float
@@ -115,7 +117,7 @@ class Factors:
         count = part.shape[1 if self.transposed else 0]
         delta = self.left[within].to(self.dtype) @ self.right.to(self.dtype)
         delta = delta[first - within.start :][:count]
-        norms: Tensor = self.module.get_weight_norm(part, delta, self.scaling)
+        norms: Tensor = self.taken(part, delta, self.scaling)
         return norms
 
 
@@ -249,7 +251,9 @@ def magnitudes(model: nn.Module) -> Iterator[tuple[str, str, Factors]]:
             else:
                 left, right = layer.lora_B[adapter].weight, layer.lora_A[adapter].weight
             shape, dtype = (left.shape[0], right.shape[1]), layer.get_base_layer().weight.dtype
-            made = Factors(module, left.detach(), right.detach(), layer.scaling[adapter], shape, dtype)
+            made = Factors(
+                module, module.get_weight_norm, left.detach(), right.detach(), layer.scaling[adapter], shape, dtype
+            )
             yield f"{path}.lora_magnitude_vector.{adapter}.weight", base_name(path), made
 
 
