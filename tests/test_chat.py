@@ -201,7 +201,11 @@ def test_whatever_is_said_is_learnt_whole_and_alone(family, texts):
     said[-1] += chosen.eos_token if end else ""
     [document] = documents
     assert chosen.decode(document.tokens).removesuffix(chosen.eos_token if end else "") == whole
-    assert [text.removeprefix(" ") for text in learnt(chosen, document)] == [text.removeprefix(" ") for text in said]
+    found = learnt(chosen, document)
+    if family == "llama2":
+        # Of each text that it decodes by itself, that is.
+        found, said = ([text.lstrip(" ") for text in each] for each in (found, said))
+    assert [text.removeprefix(" ") for text in found] == [text.removeprefix(" ") for text in said]
 
 
 # -- what templates do with earlier turns

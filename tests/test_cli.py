@@ -151,7 +151,7 @@ BAD_INPUT = {
     "batch not divisible by ranks": (["batch_size=3"], ["batch_size=3 does not divide", "set it to 2 or 4"]),
     "batch not divisible by microbatches": (["micro_batch_size=3"], ["batch_size=4", "micro_batch_size=3"]),
     "model directory without a config": (["model={path: no_config}"], ["'no_config' holds no config.json"]),
-    "model directory missing": (["model={path: nowhere}"], ["'nowhere' is not a directory"]),
+    "model directory missing": (["model={path: ./nowhere}"], ["'./nowhere' is not a directory"]),
     "vocabulary too small": (["model.vocab_size=10"], ["vocabulary has 10 entries"]),
     "positions too few": (["model.max_position_embeddings=8"], ["holds 8 positions, but data.seq_len is 16"]),
     "results in the way": (["output_dir=full"], ["holds the results of an earlier run", "overwrite=true"]),

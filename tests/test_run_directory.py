@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from meshwright.base.errors import ConfigError, MeshwrightError
 from meshwright.checkpoint.manifest import MANIFEST, step_directory, steps_in
-from meshwright.data import DataOrder
+from meshwright.data import DataOrder, lay_out
 from meshwright.strategy.contract import StepResult
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
@@ -340,6 +340,7 @@ def _handwritten(
     """Losses and weights of a plain loop; from each step on, the settings that belong to it."""
     config = load_run(path)
     data, hf_config = data_and_model_config(config)
+    (training,) = lay_out(data, config.data).training
     if model is None:
         torch.manual_seed(config.seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float64)
@@ -351,10 +352,10 @@ def _handwritten(
             now |= settings if since <= step else {}
             if since == step and "seed" in settings:
                 position = 0
-        order = DataOrder(len(data.train), 1, now.get("seed", config.seed))
+        order = DataOrder(len(training), 1, now.get("seed", config.seed))
         rows = [int(order.indices(position + each)[0]) for each in range(now.get("batch_size", 4))]
         position += len(rows)
-        ids = data.train.take(torch.tensor(rows).numpy())["input_ids"]
+        ids = training.take(rows)["input_ids"]
         logits = model(input_ids=ids).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()

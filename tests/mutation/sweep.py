@@ -56,7 +56,7 @@ OWNERS = {
     "meshwright.train.run_sections": [
         *("EvalConfig", "EarlyStoppingConfig", "SampleConfig", "CheckpointConfig", "KeepBestConfig", "SaveOnConfig"),
     ],
-    "meshwright.data.config": ["DataConfig"],
+    "meshwright.data.config": ["DataConfig", "SourceConfig"],
 }
 """Configs, and functions with options as arguments."""
 _PER_TOKEN = "nothing hangs on it: under every strategy the loss is per token of the global batch"

@@ -22,6 +22,6 @@ def show(
         table, all_whole = shown(directory)
         console = Console()
         if not console.is_terminal:
-            console.width = 160  # a file cuts nothing off
+            console.width = 10_000  # a file cuts nothing off
         console.print(table)
     raise typer.Exit(0 if all_whole else 1)
