@@ -1,4 +1,7 @@
-"""What a run file says of how long, how patiently and how often: each as the plain thing that it stands for."""
+"""What a run file says of how long, how patiently and how often: each as the plain thing that it stands for.
+
+When a run stops is told by `EarlyStoppingConfig`, and what is best by `KeepBestConfig`.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,10 @@ from meshwright.base.errors import ConfigError
 from meshwright.checkpoint.manifest import step_directory
 from meshwright.data import load_tokenizer
 from meshwright.train.plan import data_and_model_config, plan_run, steps_of
+from meshwright.train.resume import early_stopping
 from meshwright.train.run_file import load_run
 from meshwright.train.sample import beginning
+from meshwright.train.watch import EarlyStopping
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +133,14 @@ def test_a_run_that_another_has_stopped_early_is_not_begun(place: Place, workpla
     assert code == 2
     assert f"the run that {source} is of has stopped early at step 3" in error
     assert "after 4 of 8 steps" in other.runs(**_patient(3), resume=source)
+
+
+def test_patience_is_with_the_set_that_is_named(workplace: Path, tmp_path: Path) -> None:
+    run = yaml.safe_load((workplace / "run.yaml").read_text())
+    run["data"]["eval_sets"] = {"news": {"files": str(workplace / "more" / "news.jsonl")}}
+    run["eval"] = {"every": 1, "early_stopping": {"set": "news", "patience": 2, "min_delta": 0.5}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    assert early_stopping(load_run(tmp_path / "run.yaml")) == EarlyStopping("news", patience=2, min_delta=0.5)
 
 
 # -- several sets, and the best

@@ -1,4 +1,7 @@
-"""Several optimizers in one run: who steps which parameter, at parity with one process, or refused by name."""
+"""Several optimizers in one run: who steps which parameter, at parity with one process, or refused by name.
+
+The groups of a run file are `OptimizerGroup`.
+"""
 
 from __future__ import annotations
 

@@ -1579,7 +1579,7 @@ _bug(
     "meshwright.train.columns",
     "if group > 1 and (given is None or given.rows != group):",
     "if False:",
-    f"{_REFUSED}[None-changes0-the cross entropy takes each by itself, so that rejected answers would be learnt]",
+    f"{_REFUSED}[None-{{}}-the cross entropy takes each by itself, so that rejected answers would be learnt]",
     kind="data of preferences are trained on as plain text",
 )
 _bug(

@@ -125,7 +125,7 @@ class Tests:
                 and not ELSEWHERE.search(test.partition("[")[0])
                 and bool(REFUSES.search(test.partition("[")[0])) == refusing
             ):
-                near = 9 * (f"plugins/{plugin}/" in file or owner in self.about[file])
+                near = 9 * (f"plugins/{plugin}/" in file) + 24 * (owner in self.about[file])
                 near += 3 * (owner in source + around) + 3 * bool(re.search(rf"\b{plugin}\b", values))
                 starts = max([9 * bool(PROCESSES.search(source + around)), *map(int, RANKS.findall(source + around))])
                 scored.append((-near - min(said, 12) - 4 * alike, (not named, starts), index, function))

@@ -220,7 +220,7 @@ def _differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[
 def early_stopping(config: RunConfig) -> EarlyStopping | None:
     """As the loop takes it."""
     told = config.eval.early_stopping
-    return None if told is None else EarlyStopping(**told.model_dump())
+    return None if told is None else EarlyStopping(set=told.set, patience=told.patience, min_delta=told.min_delta)
 
 
 def _too_few_steps(source: Path, steps: int, done: int) -> CheckpointError:
