@@ -304,8 +304,11 @@ def test_a_run_leaves_metrics_curve_model_and_summary(name, trained):
     }
     records = metrics(directory)
     assert [record["step"] for record in records] == [1, 2]
+    names = {"step", "loss", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second", "seconds"}
+    assert records[0].keys() == names
+    assert records[1].pop("evaluations") == {"held_out": records[1]["held_out_loss"]}
+    assert records[1].keys() == names | {"held_out_loss"}
     assert all(math.isfinite(value) for record in records for value in record.values())
-    assert {"loss", "grad_norm", "learning_rate", "tokens_per_second"} <= set(records[0])
     assert (directory / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     for text in ("step 1/2", "step 2/2", "held-out loss", "sample\n4 is ", "meshwright strategies"):
         assert text in output

@@ -43,6 +43,7 @@ def test_the_first_tier_catches_nearly_all_that_is_known_to_be_caught() -> None:
 def test_every_strategy_and_axis_is_in_the_first_tier_with_the_hardest_cell() -> None:
     seconds, first = tiers.read()
     assert {test for test in seconds if tiers.ALWAYS.fullmatch(test)} <= first
+    assert [name for name in tiers.NAMED if not any(test.endswith(f"::{name}") for test in seconds)] == []
     hard = {test for test in seconds if tiers.HARDEST.fullmatch(test)}
     alone = {re.sub(r".*\[|-all_at_once\]", "", test) for test in hard}
     assert {each.partition("-")[0] for each in alone} >= {"ddp", "fsdp2", "megatron_fsdp", "pipeline"}

@@ -36,11 +36,15 @@ FAST = 0.5
 """Seconds under which a test is a unit test."""
 HARDEST = re.compile(r".*::test_strategy_passes\[(single-one_rank|\w+-\w+=2)-all_at_once\]")
 """The hardest cell of each strategy on one axis of two ranks."""
-ALWAYS = re.compile(
-    rf"{HARDEST.pattern}|.*::("
-    "test_a_run_leaves_metrics_curve_model_and_summary|test_command_line|test_four_ranks_start_and_reduce|"
-    "test_each_odd_value_of_each_key_is_refused_or_kept_as_it_is|test_runs_are_planned_or_refused)"
+NAMED = (
+    "test_a_run_leaves_metrics_curve_model_and_summary[ddp]",
+    "test_command_line[arguments1-2-strategy 'nothing' is not installed]",
+    "test_command_line[arguments2-0-1 passed, 0 failed]",
+    "test_four_ranks_start_and_reduce",
+    "test_each_odd_value_of_each_key_is_refused_or_kept_as_it_is",
+    "test_runs_are_planned_or_refused[300]",
 )
+ALWAYS = re.compile(rf"{HARDEST.pattern}|.*::({'|'.join(map(re.escape, NAMED))})")
 """Tests that are in the first tier whatever they take: these cells, commands in processes of their own, the fuzzer."""
 BUDGET = 2 * 400
 """Seconds of two workers that share two cores; what is left of eight minutes is for starting them."""
