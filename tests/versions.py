@@ -39,6 +39,10 @@ TESTS = [
     "tests/test_context_parallel.py",
     "tests/test_expert_parallel.py",
     "tests/test_loading.py",
+    "tests/test_sources.py",
+    "tests/test_streams.py",
+    "tests/test_adapters.py",
+    "tests/test_adapter_files.py",
     "tests/test_pretrained.py",
     "tests/test_compile.py",
     "tests/test_optim.py",
@@ -68,8 +72,10 @@ class Versions:
 
 
 def lowest_versions() -> dict[str, str]:
-    """Where the ranges of core's dependencies begin; transformers has a narrower range of tokenizers."""
-    ranges = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    """Where the ranges of core's dependencies and extras begin; transformers has a narrower range of tokenizers."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    ranges = [*project["dependencies"], *extras["data"], *extras["peft"]]
     pairs = (re.fullmatch(r"([\w-]+)>=([\d.]+).*", each) for each in ranges)
     return {pair[1]: pair[2] for pair in pairs if pair is not None and pair[1] != "tokenizers"}
 
@@ -119,8 +125,8 @@ def page(results: dict[str, dict[str, object]]) -> str:
     lines = [
         "# Versions that were run",
         "",
-        "`make test-versions` runs the tests of compatibility, parity, state, loading and each axis with each of",
-        "these, on CPU over gloo. The ranges in the packages' `pyproject.toml` are bounded by what passed.",
+        "`make test-versions` runs the tests of compatibility, parity, state, loading, data, adapters and each axis with",
+        "each of these, on CPU over gloo. The ranges in the packages' `pyproject.toml` are bounded by what passed.",
         "",
         "| | torch | transformers | megatron-fsdp | passed | failed | skipped | date |",
         "|---|---|---|---|---|---|---|---|",
