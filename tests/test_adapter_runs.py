@@ -84,7 +84,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a type that is none": ({"type": "lora2"}, "model.peft.type='lora2' is not one of lora. Did you mean 'lora'?"),
     "dora": ({"type": "dora"}, "type: lora with use_dora: true"),
     "an unknown option": ({"lora_alfa": 4}, "is no option of LoraConfig. Did you mean 'lora_alpha'? Options: type, "),
-    "a value of peft": ({"bias": "some"}, "bias"),
+    "a value of peft": ({"bias": "some"}, "Requested bias: some, is not implemented"),
     "a rank of none": ({"r": 0}, "should be a positive integer"),
     "a module that is none": ({"target_modules": ["q_proj", "v_porj"]}, "is called 'v_porj'. Did you mean 'v_proj'?"),
     "a head that is none": ({"modules_to_save": ["head"]}, "model.peft.modules_to_save: nothing in"),
@@ -105,9 +105,8 @@ def test_what_cannot_be_is_told_before_anything_starts(case: str, place: Path, t
 
 
 def test_an_adapter_needs_a_base_that_everybody_can_load(place: Path, adapter: Path, tmp_path: Path) -> None:
-    model = {"model_type": "llama", "path": None, "peft": PEFT}
     values = yaml.safe_load(run_file(place, tmp_path, {}).read_text())
-    values["model"] = {key: value for key, value in model.items() if value is not None}
+    values["model"] = {"model_type": "llama", "peft": PEFT}
     (tmp_path / "new.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(MeshwrightError, match="peft needs path"):
         load_run(tmp_path / "new.yaml")

@@ -62,20 +62,19 @@ def _told(model_type: str, strategy: str, sizes: dict[str, int]) -> str | None:
     def statistics(batches: list[Batch]) -> list[Tensor]:
         return [found["log_probs"] for found in manager.token_stats(batches, ["log_probs"])]
 
-    config, options = zoo_config("llama" if model_type == "llama" else model_type), {"dtype": torch.float64}
     multiple = 2 * manager.mesh.degrees.cp * manager.mesh.degrees.tp
     for kind in ("documents", "none"):
         try:
             check_kept_apart(
-                config,
+                zoo_config(model_type),
                 kind,
                 statistics,
+                dtype=torch.float64,
                 seq_len=64,
                 vocab_size=64,
                 multiple=multiple,
                 rows=2,
                 microbatches=2,
-                **options,
             )
         except ModelError as error:
             return f"{kind}: {error}"

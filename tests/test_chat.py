@@ -127,8 +127,8 @@ def test_answers_and_what_ends_their_turns_are_learnt(family, name):
     assert text.removesuffix("<|endoftext|>" * (family == "base")) == chosen.apply_chat_template(
         messages, tokenize=False, chat_template=read_chat_template(template(name)), date_string="26 Jul 2024"
     )
-    if family != "base" or name == "alpaca":
-        assert text == TEXTS.get(name, text)
+    if name in TEXTS and (family != "base" or name == "alpaca"):
+        assert text == TEXTS[name]
     assert counts == Counts(
         records=1,
         documents=len(documents),
@@ -376,10 +376,10 @@ def test_a_pair_of_texts_answers_one_prompt():
 
 def test_a_pair_is_kept_whole_or_not_at_all():
     value = {"prompt": "What is two and two? ", "chosen": "It is four.", "rejected": "It is " + "not " * 90}
-    for too_long, expected in (("drop", Counts(records=1, dropped=2)), ("cut", None)):
-        documents, counts = encoded("llama3", None, value, "preference", too_long=too_long, seq_len=60)
-        assert len(documents) == (0 if expected else 2)
-        assert counts == (expected or counts)
+    documents, counts = encoded("llama3", None, value, "preference", too_long="drop", seq_len=60)
+    assert (documents, counts) == ([], Counts(records=1, dropped=2))
+    documents, counts = encoded("llama3", None, value, "preference", too_long="cut", seq_len=60)
+    assert (len(documents), len(documents[1]), counts.documents, counts.cut) == (2, 60, 2, 1)
     documents, counts = encoded("llama3", None, value, "preference", too_long="cut", seq_len=8)
     assert (documents, counts) == ([], Counts(records=1, unlearnt=2))
 
@@ -600,7 +600,7 @@ def test_what_is_wrong_with_a_record_is_told_with_its_place(source_format, value
 
 def test_what_does_not_go_together_is_told_before_a_record_is_read():
     chosen = tokenizer("llama3", "llama3")
-    with pytest.raises(ConfigError, match=r"no chat|has none.*chat_template"):
+    with pytest.raises(ConfigError, match=r"the tokenizer has none\. Set chat_template"):
         Encoder(tokenizer("llama3", None), "messages")
     with pytest.raises(ConfigError, match="too_long=split is not for format=preference"):
         Encoder(chosen, "preference", too_long="split")

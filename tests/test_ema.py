@@ -31,7 +31,7 @@ from meshwright.tensors.pieces import Sharded, tensor_pieces
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.models import case_model
-from meshwright.testing.parity import build_manager, full_weights, train_steps
+from meshwright.testing.parity import build_manager, full_weights, train_between, train_steps
 from meshwright.train.ema import EMA
 from meshwright.train.optimizer_config import EMAConfig
 from meshwright.train.run_file import OptimizerConfig, ScheduleConfig, load_run
@@ -200,13 +200,7 @@ def resumed(
     # Another seed than the other parts': what is not loaded shows.
     manager = build_manager(strategy, config, sizes, case, seed=steps.start)
     ema = EMA(manager, EMAConfig(**SETTINGS["all"]))
-    if source is not None:
-        # A step of its own first, so that there is an average to be replaced.
-        train_steps(manager, case, range(99, 100))
-        load_checkpoint(manager, source)
-    train_steps(manager, case, steps)
-    if target is not None:
-        save_checkpoint(manager, target, step=steps.stop)
+    train_between(manager, case, steps, source, target)
     return averaged(manager, ema)
 
 

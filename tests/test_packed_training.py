@@ -1,4 +1,4 @@
-"""Documents that share a row, or have padding behind them, train as by themselves: 20 architectures, every axis."""
+"""Documents that share a row, or have padding behind them, train as by themselves: 22 architectures, every axis."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _losses(batches: list[Batch]) -> list[float]:
 
 
 def test_padding_is_nothing_to_the_rows_before_it() -> None:
-    """Other tokens there, or an attention mask, change no bit of a loss or a gradient."""
+    """Other tokens there, or an attention mask, change neither loss nor gradient."""
     found = pool(1).run(_gradients)[0]
     (loss, gradients), *others = found
     for other_loss, other_gradients in others:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import textwrap
 import types
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from meshwright import get_registry
+from meshwright.base.validation import validated
 from meshwright.testing import Case, pool
 from meshwright.testing.case import Outcome, share
 from meshwright.testing.models import tiny_model
@@ -93,32 +95,39 @@ def test_the_test_of_the_readme_tries_every_cell() -> None:
     names["test_conformance"](cells[0])
 
 
-def test_run_files_of_the_readme_are_valid() -> None:
-    from meshwright.files.parsing import parse_yaml
+@pytest.mark.parametrize(
+    "document", ["README.md", *(f"docs/{name}.md" for name in ("adapters", "data", "fit", "optimizers"))]
+)
+def test_run_files_that_documents_print_are_valid(document: str) -> None:
     from meshwright.train.run_file import RunConfig
 
-    (block,) = re.findall(r"```yaml\n(data:.*?)```", README, flags=re.DOTALL)
-    RunConfig.model_validate({**parse_yaml(block), "model": {"model_type": "llama"}, "batch_size": 8})
+    text = (ROOT / document).read_text(encoding="utf-8")
+    blocks = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    blocks += map(textwrap.dedent, re.findall(r"(?:^    .*\n|^\n(?=    ))+", text, flags=re.MULTILINE))
+    found = [values for block in blocks if isinstance(values := _parsed(block), dict)]
+    found = [values for values in found if values.keys() & RunConfig.model_fields.keys()]
+    assert found
+    for values in found:
+        rest = {"model": {"model_type": "llama"}, "batch_size": 8, **({} if "epochs" in values else {"steps": 9})}
+        validated(RunConfig, {**rest, **values}, where=document)
+
+
+def _parsed(block: str) -> Any:
+    from meshwright.files.parsing import parse_yaml
+
+    try:
+        return parse_yaml(block)
+    except ValueError:
+        # Commands and Python.
+        return None
 
 
 @pytest.mark.parametrize(
     "document",
     [
-        "README.md",
-        "CONTRIBUTING.md",
-        "docs/adapters.md",
-        "docs/conversations.md",
-        "docs/data.md",
-        "docs/fit.md",
-        "docs/packing.md",
-        "docs/objectives.md",
-        "docs/write-a-strategy.md",
-        "docs/coverage.md",
-        "examples/zero1/README.md",
-        "plugins/fsdp2/README.md",
-        "plugins/ddp/README.md",
-        "plugins/megatron_fsdp/README.md",
-        "plugins/pipeline/README.md",
+        str(path.relative_to(ROOT))
+        for pattern in ("*.md", "docs/**/*.md", "plugins/*/README.md", "examples/*/README.md")
+        for path in sorted(ROOT.glob(pattern))
     ],
 )
 def test_linked_paths_exist(document: str) -> None:

@@ -8,20 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat.peft import require_peft
-from ..base.errors import ModelError
-
 ALL_LAYERS: Mapping[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 """Low-rank matrices in every linear layer of blocks."""
-
-
-def has_peft() -> bool:
-    """Whether adapters can be tried."""
-    try:
-        require_peft()
-    except ModelError:
-        return False
-    return True
 
 
 def adapted_model(model: nn.Module, options: Mapping[str, Any], *, seed: int) -> nn.Module:

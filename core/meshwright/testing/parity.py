@@ -209,12 +209,22 @@ def train_from_checkpoint(
 ) -> Outcome:
     """The task of one rank: some steps of the case, from a checkpoint if there is one, and into another."""
     manager = build_manager(strategy, config, sizes, case, seed=steps.start, device=device)
+    losses, norms, eval_losses = train_between(manager, case, steps, source, target)
+    return Outcome(losses, norms, eval_losses, full_weights(manager))
+
+
+def train_between(
+    manager: StrategyManager, case: Case, steps: range, source: str | None, target: str | None
+) -> tuple[list[float], list[float], list[float]]:
+    """Some steps of the case, from a checkpoint if there is one, and into another if it is named; see `train_steps`."""
     if source is not None:
+        # A step of its own first, so that there is state to be replaced.
         train_steps(manager, case, range(99, 100))
         load_checkpoint(manager, source)
-    losses, norms, eval_losses = train_steps(manager, case, steps)
-    save_checkpoint(manager, target, step=steps.stop)
-    return Outcome(losses, norms, eval_losses, full_weights(manager))
+    found = train_steps(manager, case, steps)
+    if target is not None:
+        save_checkpoint(manager, target, step=steps.stop)
+    return found
 
 
 def unshard_between_steps(
