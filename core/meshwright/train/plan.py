@@ -119,19 +119,19 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
     identity = _identity(config, schedule, data, model, hf_config)
     check_source(config, identity, steps)
     return Plan(
-        stack,
-        degrees,
-        micro_batch_size,
-        data,
-        model,
-        rows,
-        hf_config,
-        objective,
-        needs_reference,
-        steps,
-        schedule,
-        tried,
-        identity,
+        stack=stack,
+        degrees=degrees,
+        micro_batch_size=micro_batch_size,
+        data=data,
+        model=model,
+        rows=rows,
+        model_config=hf_config,
+        objective=objective,
+        needs_reference=needs_reference,
+        steps=steps,
+        schedule=schedule,
+        rows_tried=tried,
+        identity=identity,
     )
 
 
