@@ -122,7 +122,7 @@ def test_each_epoch_of_a_stream_has_every_document_once_in_another_order(config:
     assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(epochs[2])
     assert len(set(epochs[0])) == 100
     assert epochs[0] != epochs[1]
-    assert feed.rows_per_epoch is None
+    assert rows.rows_per_epoch is None
     # Within an epoch it is the blocks' order, and a random one in each.
     assert Counter(epochs[0][:16]) == Counter(epochs[1][:16])
     assert only.place.endswith("[ab].jsonl")
