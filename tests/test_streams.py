@@ -147,21 +147,21 @@ def test_a_stream_and_files_at_hand_mix_by_weight_and_go_on(config: Any, tmp_pat
 
 
 def test_going_on_reads_nothing_before_the_block_of_the_next_row(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = importlib.import_module("meshwright.data.rows.reader")
+    loader = importlib.import_module("meshwright.data.rows.record_loader")
     given = config()
     (whole,) = feeds(given)
     for step in range(6):
         whole.microbatches(step)
     state = json.loads(json.dumps(whole.state(5)))
     read: list[str] = []
-    real = reader.read_records
+    real = loader.read_records
 
     def counting(*arguments: Any) -> Any:
         for record in real(*arguments):
             read.append(record.where)
             yield record
 
-    monkeypatch.setattr(reader, "read_records", counting)
+    monkeypatch.setattr(loader, "read_records", counting)
     (again,) = feeds(given, origin=(5, whole.position(5)))
     again.load_state(state)
     again.microbatches(5)

@@ -1349,7 +1349,7 @@ _bug(
 )
 _bug(
     "a_second_epoch_begins_in_the_middle",
-    "meshwright.data.rows.reader",
+    "meshwright.data.rows.record_loader",
     "self._row, self._dataset = 0, hub.open_dataset(self._config, streaming=True)",
     "self._row = 0",
     f"{_STREAMED}::test_a_dataset_is_streamed",
@@ -1357,7 +1357,7 @@ _bug(
 )
 _bug(
     "streams_draw_numbers_of_the_run",
-    "meshwright.data.rows.reader",
+    "meshwright.data.rows.record_loader",
     "own = torch.Generator()",
     "own = None",
     f"{_STREAMED}::test_random_numbers_of_a_run_stay_as_they_are",

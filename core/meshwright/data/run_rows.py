@@ -105,7 +105,7 @@ def _stream(data: PreparedData, config: DataConfig, source: SourceConfig, masks:
         return None if documents is None else replace(documents, group=data.group)
 
     def open_loader(records: int) -> Any:
-        from .rows.reader import loader_of
+        from .rows.record_loader import loader_of
 
         return loader_of(source, records)
 

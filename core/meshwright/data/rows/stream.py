@@ -64,7 +64,7 @@ class Stream:
         """Nothing is opened yet.
 
         Args:
-            open_loader: gives a loader of lists of so many records, which has state; see `reader.loader_of`.
+            open_loader: gives a loader of lists of so many records, which has state; see `record_loader.loader_of`.
             encode: documents of records; None where none is left.
             make_rows: of the documents of a block.
             records: of a block.
