@@ -227,6 +227,32 @@ def test_a_dataset_is_streamed(config: Any, tmp_path: Path) -> None:
         assert steps_of(again, range(step, 12)) == steps[step:]
 
 
+def test_a_dataset_that_is_broken_further_on_is_told(config: Any, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "rows").mkdir()
+    with write(tmp_path / "rows", "train.jsonl", 60).open("a", encoding="utf-8") as file:
+        file.write("\n{broken\n")
+    (feed,) = feeds(config({"dataset": str(tmp_path / "rows"), "streaming": True}))
+    with pytest.raises(DataError, match=r"the dataset '.*rows' cannot be read: JSON parse error"):
+        steps_of([feed], range(20))
+
+
+@pytest.mark.parametrize("kind", ["none", "of another library", "of a dataset"])
+def test_a_state_of_another_source_is_told(config: Any, kind: str) -> None:
+    given = config()
+    (feed,) = feeds(given)
+    (state,) = feed.state(0) or []
+    if kind == "none":
+        del state["reader"]
+    elif kind == "of a dataset":
+        state["reader"]["dataset_state"] = {"row": 3, "dataset": None}
+    else:
+        state["reader"] = {"x": 1}
+    (again,) = feeds(given)
+    with pytest.raises(CheckpointError, match=r"does not tell where it was in '.*jsonl'.* Was it of another source\?"):
+        again.load_state([state])
+
+
 def test_random_numbers_of_a_run_stay_as_they_are(config: Any) -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
