@@ -150,8 +150,7 @@ class PackedRows(Rows):
     def _read(self, rows: np.ndarray, length: int) -> dict[str, np.ndarray]:
         if length != self.seq_len:
             raise ValueError(f"packed rows have {self.seq_len} tokens, not {length}")
-        stops = self.packing.ends[rows]
-        starts = np.where(rows > 0, self.packing.ends[rows - 1], 0)
+        starts, stops = bounds(self.packing.ends, rows)
         held = stops - starts
         members = self.packing.documents[ranges(starts, held)].astype(np.int64)
         layout = Layout(self._documents, members, np.repeat(np.arange(len(rows)), held), len(rows), length)
@@ -185,7 +184,7 @@ class PaddedRows(Rows):
         return len(self._documents) // self.group * self.group
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
-        starts, ends = bounds(self._documents, indices)
+        starts, ends = bounds(self._documents.ends, indices)
         return ends - starts
 
     def _read(self, rows: np.ndarray, length: int) -> dict[str, np.ndarray]:
