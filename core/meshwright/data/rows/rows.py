@@ -24,9 +24,9 @@ import numpy as np
 
 from ...base.errors import ConfigError, DataError
 from ...strategy.contract import IGNORED_LABEL
-from ..config import Packing as Kind
+from ..config import Packing
 from ..documents import Documents
-from .best_fit import Packing, best_fit, cached_best_fit
+from .best_fit import best_fit, cached_best_fit
 from .layout import Layout, bounds, ranges
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class PackedRows(Rows):
         self.columns = _columns(documents, in_rows=False)
         self._documents = documents
         ends = documents.ends
-        self.packing: Packing = best_fit(ends, seq_len) if cache is None else cached_best_fit(ends, seq_len, cache)
+        self.packing = best_fit(ends, seq_len) if cache is None else cached_best_fit(ends, seq_len, cache)
 
     def __len__(self) -> int:
         return len(self.packing)
@@ -254,7 +254,7 @@ class JoinedRows(Rows):
 
 def make_rows(
     documents: Documents,
-    kind: Kind,
+    kind: Packing,
     seq_len: int,
     *,
     cache: Path | None = None,
