@@ -16,6 +16,7 @@ from meshwright.data.documents import Documents
 from meshwright.data.encoding.examples import Counts
 from meshwright.data.rows.feed import Feed, Place
 from meshwright.data.rows.rows import make_rows
+from meshwright.data.rows.stream import Stream
 from meshwright.data.summary import Run, ShownRow, SourceSummary, first_rows, measured_fill, shown_row
 
 MODEL = {
@@ -81,6 +82,17 @@ def test_rows_of_their_own_are_as_full_as_those_beside_them_allow(workplace):
     assert "in 1 document," in output
     fill = float(output[output.index("nothing learnt") :].split("\n")[1].split()[-5].rstrip("%"))
     assert 70 < fill <= 100
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital'")
+def test_what_was_shown_of_a_source_that_is_read_while_training_is_measured_too(workplace, monkeypatch):
+    # In blocks of few records, so that the first is left behind.
+    monkeypatch.setattr(Stream.__init__, "__kwdefaults__", {"group": 1, "records": 4})
+    source = {"files": str(workplace / "chats.jsonl"), "format": "messages", "weight": 1}
+    sources = json.dumps([source, {**source, "streaming": True}])
+    output = shown(workplace, "--rows", "40", "--set", "data.packing=none", "--set", f"data.sources={sources}")
+    assert output.count("── row ") == 40
+    assert "is read while training: nothing of it is counted before" in output
 
 
 def test_wrong_data_are_one_error(workplace):

@@ -25,6 +25,7 @@ from meshwright.data import (
     PaddedRows,
     Place,
     Rows,
+    RunRows,
     StreamRows,
     eval_microbatches,
     make_rows,
@@ -360,7 +361,7 @@ def test_pairs_stay_together_in_every_order() -> None:
             seen = []
             for rank in range(size):
                 feed = Feed([rows], Place(rank, size, micro), batch_size=8, seed=0, weights=weights)
-                assert (feed.rows_per_epoch, feed.position(3)) == (40, 24)
+                assert (RunRows((rows,), None, {}).rows_per_epoch, feed.position(3)) == (40, 24)
                 for step in range(5):
                     for batch in feed.microbatches(step):
                         chosen = [of_token[int(token)] for token in batch["input_ids"][:, 0]]

@@ -32,6 +32,7 @@ from meshwright.base.validation import validated
 from meshwright.data import DataConfig, PreparedData, SourceConfig, prepare, read_records, train_tokenizer
 from meshwright.data import progress as progress_module
 from meshwright.data.documents import Documents, DocumentsFile, open_documents
+from meshwright.data.encoding import worker as worker_module
 from meshwright.data.encoding.tokenizing import tokenized, tokenizing
 from meshwright.data.encoding.worker import Worker
 from meshwright.data.reading.json_array import elements
@@ -644,6 +645,15 @@ def test_what_goes_wrong_in_a_process_is_told_here(
         monkeypatch.setattr(Worker, "call", killed)
     with pytest.raises(DataError, match=message):
         list(tokenized(records, tokenizing(source, DataConfig(sources=[source]), 0.0), tokenizer))
+
+
+def test_half_an_answer_is_none() -> None:
+    whole = io.BytesIO()
+    worker_module._send(whole, (False, "an answer"))
+    assert worker_module._receive(io.BytesIO(whole.getvalue())) == (False, "an answer")
+    for length in range(len(whole.getvalue())):
+        with pytest.raises(EOFError):
+            worker_module._receive(io.BytesIO(whole.getvalue()[:length]))
 
 
 def killed(worker: Worker, argument: Any) -> Any:

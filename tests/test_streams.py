@@ -122,7 +122,7 @@ def test_each_epoch_of_a_stream_has_every_document_once_in_another_order(config:
     assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(epochs[2])
     assert len(set(epochs[0])) == 100
     assert epochs[0] != epochs[1]
-    assert feed.rows_per_epoch is None
+    assert rows.rows_per_epoch is None
     # Within an epoch it is the blocks' order, and a random one in each.
     assert Counter(epochs[0][:16]) == Counter(epochs[1][:16])
     assert only.place.endswith("[ab].jsonl")
@@ -147,21 +147,21 @@ def test_a_stream_and_files_at_hand_mix_by_weight_and_go_on(config: Any, tmp_pat
 
 
 def test_going_on_reads_nothing_before_the_block_of_the_next_row(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = importlib.import_module("meshwright.data.rows.reader")
+    loader = importlib.import_module("meshwright.data.rows.record_loader")
     given = config()
     (whole,) = feeds(given)
     for step in range(6):
         whole.microbatches(step)
     state = json.loads(json.dumps(whole.state(5)))
     read: list[str] = []
-    real = reader.read_records
+    real = loader.read_records
 
     def counting(*arguments: Any) -> Any:
         for record in real(*arguments):
             read.append(record.where)
             yield record
 
-    monkeypatch.setattr(reader, "read_records", counting)
+    monkeypatch.setattr(loader, "read_records", counting)
     (again,) = feeds(given, origin=(5, whole.position(5)))
     again.load_state(state)
     again.microbatches(5)
@@ -225,6 +225,32 @@ def test_a_dataset_is_streamed(config: Any, tmp_path: Path) -> None:
         for feed in again:
             feed.load_state(json.loads(states[step]))
         assert steps_of(again, range(step, 12)) == steps[step:]
+
+
+def test_a_dataset_that_is_broken_further_on_is_told(config: Any, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "rows").mkdir()
+    with write(tmp_path / "rows", "train.jsonl", 60).open("a", encoding="utf-8") as file:
+        file.write("\n{broken\n")
+    (feed,) = feeds(config({"dataset": str(tmp_path / "rows"), "streaming": True}))
+    with pytest.raises(DataError, match=r"the dataset '.*rows' cannot be read: JSON parse error"):
+        steps_of([feed], range(20))
+
+
+@pytest.mark.parametrize("kind", ["none", "of another library", "of a dataset"])
+def test_a_state_of_another_source_is_told(config: Any, kind: str) -> None:
+    given = config()
+    (feed,) = feeds(given)
+    (state,) = feed.state(0) or []
+    if kind == "none":
+        del state["reader"]
+    elif kind == "of a dataset":
+        state["reader"]["dataset_state"] = {"row": 3, "dataset": None}
+    else:
+        state["reader"] = {"x": 1}
+    (again,) = feeds(given)
+    with pytest.raises(CheckpointError, match=r"does not tell where it was in '.*jsonl'.* Was it of another source\?"):
+        again.load_state([state])
 
 
 def test_random_numbers_of_a_run_stay_as_they_are(config: Any) -> None:

@@ -1188,6 +1188,14 @@ _bug(
     kind="copies of an example are on both sides",
 )
 _bug(
+    "half_an_answer_is_taken",
+    "meshwright.data.encoding.worker",
+    "    if len(content) < count:\n        raise EOFError\n",
+    "",
+    f"{_SOURCES}::test_half_an_answer_is_none",
+    kind="a process that dies while it answers is not told of",
+)
+_bug(
     "tasks_are_taken_as_they_end",
     "meshwright.data.encoding.tokenizing",
     "            while pending:\n                yield pending.popleft().result()\n",
@@ -1348,8 +1356,24 @@ _bug(
     kind="a run that goes on skips what is left of a block",
 )
 _bug(
+    "a_state_is_taken_unseen",
+    "meshwright.data.rows.stream",
+    "                self._iterator = iter(self._loader)\n            except",
+    "            except",
+    f"{_STREAMED}::test_a_state_of_another_source_is_told[of a dataset]",
+    kind="an error of a library in place of what the user can do",
+)
+_bug(
+    "rows_of_a_stream_break_as_they_may",
+    "meshwright.data.reading.hub",
+    '    except Exception as error:  # the library raises whatever its readers and downloads meet\n        raise DataError(f"the dataset',
+    '    except OSError as error:\n        raise DataError(f"the dataset',
+    f"{_STREAMED}::test_a_dataset_that_is_broken_further_on_is_told",
+    kind="an error of a library in place of what the user can do",
+)
+_bug(
     "a_second_epoch_begins_in_the_middle",
-    "meshwright.data.rows.reader",
+    "meshwright.data.rows.record_loader",
     "self._row, self._dataset = 0, hub.open_dataset(self._config, streaming=True)",
     "self._row = 0",
     f"{_STREAMED}::test_a_dataset_is_streamed",
@@ -1357,7 +1381,7 @@ _bug(
 )
 _bug(
     "streams_draw_numbers_of_the_run",
-    "meshwright.data.rows.reader",
+    "meshwright.data.rows.record_loader",
     "own = torch.Generator()",
     "own = None",
     f"{_STREAMED}::test_random_numbers_of_a_run_stay_as_they_are",
@@ -2702,6 +2726,14 @@ _bug(
     "np.flatnonzero(learnt & (labels < 0))",
     f"{_CHAT}::test_what_is_wrong_with_a_record_is_told_with_its_place[labels moved by one]",
     kind="labels that the loss moves a second time",
+)
+_bug(
+    "a_stream_is_shown_and_then_measured",
+    "meshwright.cli.data",
+    "        def feed() -> Feed:\n",
+    "        from functools import cache\n\n        @cache\n        def feed() -> Feed:\n",
+    "tests/test_data_show.py::test_what_was_shown_of_a_source_that_is_read_while_training_is_measured_too",
+    kind="what goes forwards is read twice",
 )
 _bug(
     "text_is_padding",

@@ -37,15 +37,21 @@ def show(
         laid_out, kind = lay_out(data, config.data), config.data.packing_kind()
         summaries = summarize(data, laid_out, kind)
         place = Place(0, 1, config.micro_batch_size or config.batch_size)
-        feed = Feed(laid_out.training, place, batch_size=config.batch_size, seed=config.seed, weights=laid_out.weights)
+
+        def feed() -> Feed:
+            # Each reads from the beginning, as sources do that are read while training.
+            return Feed(
+                laid_out.training, place, batch_size=config.batch_size, seed=config.seed, weights=laid_out.weights
+            )
+
         console = Console()
         if not console.is_terminal:
             console.width = 160  # a file cuts nothing off
         tokenizer = load_tokenizer(data.tokenizer_dir)
-        for number, row in enumerate(first_rows(feed, rows, kind, tokenizer), start=1):
+        for number, row in enumerate(first_rows(feed(), rows, kind, tokenizer), start=1):
             console.print(as_text(row, number, marks=not console.color_system), soft_wrap=True)
         console.print(as_histogram(summaries, config.data.seq_len))
-        console.print(as_table(summaries, measured_fill(feed) if kind == "none" else None))
+        console.print(as_table(summaries, measured_fill(feed()) if kind == "none" and summaries else None))
         for source in data.sources:
             if source.train is None:
                 told_of = f"{source.config.place} is read while training: nothing of it is counted before"

@@ -69,6 +69,11 @@ class SourceConfig(FrozenModel):
             return self.dataset
         return self.files if isinstance(self.files, str) else ", ".join(self.files or ())
 
+    @property
+    def group(self) -> int:
+        """So many consecutive documents belong together: chosen and rejected."""
+        return 2 if self.format == "preference" else 1
+
     @field_validator("files", "dataset")
     @classmethod
     def _is_named(cls, place: str | list[str] | None) -> str | list[str] | None:

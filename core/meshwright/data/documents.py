@@ -58,6 +58,12 @@ def open_documents(directory: Path, split: str, columns: tuple[str, ...], group:
     return Documents(_mapped(paths.tokens), _mapped(paths.ends), labelled, found, group)
 
 
+def mixed_column(name: str) -> DataError:
+    return DataError(
+        f"column {name!r} has one number an example in some, and one for each token in others. Give all the same."
+    )
+
+
 def _mapped(path: Path) -> np.ndarray:
     """The array of a file; one without values, which cannot be mapped everywhere, is read."""
     array: np.ndarray = np.load(path, mmap_mode="r" if path.stat().st_size > HEADER_BYTES else None)
@@ -77,11 +83,6 @@ class DocumentsFile:
     def __len__(self) -> int:
         """Of the documents that have been written."""
         return len(self._ends)
-
-    @property
-    def tokens(self) -> int:
-        """How many have been written."""
-        return len(self._tokens)
 
     def append(self, documents: Documents) -> None:
         """Write documents.
@@ -145,10 +146,7 @@ class _ColumnFile:
         if len(documents) != len(documents.tokens):
             of_tokens = len(values) != len(documents)
             if self._of_tokens not in (None, of_tokens):
-                raise DataError(
-                    f"column {name!r} has one number an example in some, and one for each token in others. Give all "
-                    "the same."
-                )
+                raise mixed_column(name)
             self._of_tokens = of_tokens
         if values.dtype.kind == "f" and self.file.dtype.kind != "f":
             self._become_real()

@@ -106,7 +106,6 @@ def _build(directory: Path, source: FoundSource, how: Tokenizing, tokenizer_dir:
     """
     # An unusable tokenizer is found before the source is read.
     tokenizer = load_tokenizer(tokenizer_dir)
-    group = 2 if source.config.format == "preference" else 1
     try:
         counts = _write_sides(directory, source, how, tokenizer)
     except DataError:
@@ -119,7 +118,7 @@ def _build(directory: Path, source: FoundSource, how: Tokenizing, tokenizer_dir:
         vocab_size=vocab_size_of(tokenizer),
         counts=asdict(counts),
         columns=list(columns),
-        group=group,
+        group=source.config.group,
         fingerprint=_fingerprint(directory, columns, of_stream=how.options["too_long"] is None),
         sizes=_sizes(directory),
     )

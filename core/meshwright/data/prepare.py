@@ -118,7 +118,7 @@ def prepare(config: DataConfig, *, tokenizer_dir: str | Path | None = None) -> P
         documents=sum(entry.counts.documents for entry in kept),
         fingerprint=_fingerprint(sources),
         columns=_columns([*kept, *chain.from_iterable(evaluated.values())], found[0].config.columns),
-        group=2 if found[0].config.format == "preference" else 1,
+        group=found[0].config.group,
     )
 
 

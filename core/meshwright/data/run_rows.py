@@ -34,6 +34,21 @@ class RunRows:
     held_out: Mapping[str, Rows]
 
     @property
+    def streams(self) -> int:
+        """How many sources are read while training."""
+        return sum(isinstance(each, Stream) for each in self.training)
+
+    @property
+    def at_hand(self) -> int:
+        """How many rows the other sources have."""
+        return sum(len(each) for each in self.training if not isinstance(each, Stream))
+
+    @property
+    def rows_per_epoch(self) -> int | None:
+        """Of all sources together; None where one is read while training."""
+        return None if self.streams else self.at_hand
+
+    @property
     def evaluated(self) -> Rows:
         """What is held out of the sources, or else the first set."""
         return self.held_out.get(HELD_OUT) or next(iter(self.held_out.values()))
@@ -90,7 +105,7 @@ def _stream(data: PreparedData, config: DataConfig, source: SourceConfig, masks:
         return None if documents is None else replace(documents, group=data.group)
 
     def open_loader(records: int) -> Any:
-        from .rows.reader import loader_of
+        from .rows.record_loader import loader_of
 
         return loader_of(source, records)
 

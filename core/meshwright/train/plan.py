@@ -22,7 +22,6 @@ from ..data import (
     PreparedData,
     Rows,
     RunRows,
-    Stream,
     check_batch_size,
     check_groups,
     holds_tokenizer,
@@ -108,7 +107,7 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
     tried = can_be_tried(size, seq_len=seq_len, device=device, degrees=degrees)
     rows = _tried_rows(config.data, data, hf_config, dtype if tried else None)
     check_groups(rows.training[0].group, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
-    steps = config.steps or steps_of(config, rows_in(rows))
+    steps = config.steps or steps_of(config, rows.rows_per_epoch)
     schedule = config.schedule.over(steps)
     if config.steps is None:
         check_output(config, steps)
@@ -119,19 +118,19 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
     identity = _identity(config, schedule, data, model, hf_config)
     check_source(config, identity, steps)
     return Plan(
-        stack,
-        degrees,
-        micro_batch_size,
-        data,
-        model,
-        rows,
-        hf_config,
-        objective,
-        needs_reference,
-        steps,
-        schedule,
-        tried,
-        identity,
+        stack=stack,
+        degrees=degrees,
+        micro_batch_size=micro_batch_size,
+        data=data,
+        model=model,
+        rows=rows,
+        model_config=hf_config,
+        objective=objective,
+        needs_reference=needs_reference,
+        steps=steps,
+        schedule=schedule,
+        rows_tried=tried,
+        identity=identity,
     )
 
 
@@ -175,12 +174,6 @@ def steps_of(config: RunConfig, rows: int | None) -> int:
             f"epochs={config.epochs}. Lower it, or set schedule.warmup_ratio."
         )
     return steps
-
-
-def rows_in(rows: RunRows) -> int | None:
-    """Rows of an epoch; None where a source is read while training."""
-    counts = [len(each) for each in rows.training if not isinstance(each, Stream)]
-    return sum(counts) if len(counts) == len(rows.training) else None
 
 
 def masks_padding(hf_config: Any) -> bool:
@@ -296,10 +289,8 @@ def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str
 
 def _told(rows: RunRows) -> str:
     """How many rows there are to train on."""
-    counts = [len(each) for each in rows.training if not isinstance(each, Stream)]
-    streams = len(rows.training) - len(counts)
-    found = [f"{sum(counts):,}"] if counts else []
-    return " and ".join(found + ([f"those of {streams} sources, read while training, as"] if streams else []))
+    found = [f"{rows.at_hand:,}"] if rows.at_hand else []
+    return " and ".join(found + ([f"those of {rows.streams} sources, read while training, as"] if rows.streams else []))
 
 
 def _listed(held_out: Mapping[str, Rows]) -> str:

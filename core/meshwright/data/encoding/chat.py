@@ -7,11 +7,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ...base.errors import DataError
+from ..reading.records import Record
 from .answers import Answers
 from .chat_template import ChatTemplate
 from .conversations import LossOn, Message, MessageReader
 from .drafts import Draft
-from .fields import Fields, Record
+from .fields import Fields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -92,7 +92,7 @@ class ChatTemplate:
                 )
             )
         except Exception as error:  # templates raise whatever their authors thought of
-            raise _refusal(conversation, error) from None
+            raise _refusal(conversation, error) from error
 
     def write_marked(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """The text of a conversation and the spans that the template marks; only where it is marked.
@@ -105,7 +105,7 @@ class ChatTemplate:
         try:
             return render_marked(template, conversation.messages, conversation.tools or None, variables)
         except Exception as error:
-            raise _refusal(conversation, error) from None
+            raise _refusal(conversation, error) from error
 
     def ends(self, text: str) -> bool:
         """Whether a text ends with a special token, and perhaps spaces."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
 from ...base.errors import DataError
-from .fields import Fields, Record
+from ..reading.records import Record
+from .fields import Fields
 
 LossOn = Literal["answers", "last_answer", "all"]
 ANSWERS = "assistant"

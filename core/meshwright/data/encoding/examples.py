@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import ConfigError
 from ..config import FIELDS, Format, TooLong
+from ..reading.records import Record
 from ..tokenizer import no_tokenizer_threads
 from .chat import Conversations
 from .conversations import LossOn
 from .drafts import Draft, DraftWriter
-from .fields import Fields, Record, check_text
+from .fields import Fields, check_text
 from .formats import Parse, text_of, tokens_of
 from .lengths import Counts, Example, fitted
 

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from ...base.errors import ConfigError, DataError, nearest
 from ..config import FIELDS, Format
-
-
-class Record(Protocol):
-    """What a source holds at one place, such as a line of a file."""
-
-    @property
-    def value(self) -> Mapping[str, Any]: ...
-    @property
-    def where(self) -> str: ...
+from ..reading.records import Record
 
 
 class Fields:

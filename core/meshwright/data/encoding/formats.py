@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...base.errors import DataError
+from ..reading.records import Record
 from ..tokenizer import token_dtype, vocab_size_of
 from .drafts import Draft
-from .fields import Fields, Record
+from .fields import Fields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

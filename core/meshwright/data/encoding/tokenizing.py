@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...base.errors import DataError
 from ..config import FIELDS, DataConfig, SourceConfig
-from ..documents import Documents
+from ..documents import Documents, mixed_column
 from ..reading.records import Record, theirs
 from ..split import Split, is_nearer, place_of, split_of
 from ..tokenizer import no_tokenizer_threads, token_dtype
@@ -141,17 +140,12 @@ class PieceEncoder:
 
 
 def content_of(record: Record, source: SourceConfig) -> str:
-    """What an example says, whatever else the source tells of it; equal ones are on the same side.
-
-    Raises:
-        DataError: it holds what is no text.
-    """
+    """What an example says, whatever else the source tells of it; equal ones are on the same side."""
     value = record.value
     if source.format == "text":
         return str(value[theirs("text", source)])
     names = {theirs(name, source) for name in FIELDS[source.format]}
-    content = json.dumps({name: value[name] for name in sorted(names & value.keys())}, sort_keys=True, default=str)
-    return content
+    return json.dumps({name: value[name] for name in sorted(names & value.keys())}, sort_keys=True, default=str)
 
 
 def joined(examples: list[Example], dtype: np.dtype, columns: tuple[str, ...]) -> Documents:
@@ -173,9 +167,7 @@ def joined(examples: list[Example], dtype: np.dtype, columns: tuple[str, ...]) -
 def _column(values: list[Any], name: str) -> np.ndarray:
     kinds = {isinstance(value, list) for value in values}
     if len(kinds) > 1:
-        raise DataError(
-            f"column {name!r} has one number an example in some, and one for each token in others. Give all the same."
-        )
+        raise mixed_column(name)
     flat = [each for value in values for each in value] if kinds == {True} else values
     return np.array(flat, np.int64 if all(isinstance(each, int) for each in flat) else np.float64)
 

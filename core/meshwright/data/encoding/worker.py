@@ -108,8 +108,11 @@ def _send(pipe: IO[bytes], value: Any) -> None:
 
 
 def _receive(pipe: IO[bytes]) -> Any:
-    length = pipe.read(_LENGTH)
-    if len(length) < _LENGTH:
+    return pickle.loads(_read(pipe, int.from_bytes(_read(pipe, _LENGTH), "little")))
+
+
+def _read(pipe: IO[bytes], count: int) -> bytes:
+    content = pipe.read(count)
+    if len(content) < count:
         raise EOFError
-    content = pipe.read(int.from_bytes(length, "little"))
-    return pickle.loads(content)
+    return content

@@ -6,6 +6,7 @@ The library keeps what it has downloaded or converted as Arrow files, which are 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,7 @@ def _saved(datasets: Any, config: SourceConfig, directory: Path) -> Any:
 
 
 def _why_not_opened(config: SourceConfig, directory: Path | None, error: Exception) -> str:
-    text = str(error).partition("\n")[0] or type(error).__name__
+    text = _first_line(error)
     if directory is not None:
         return f"the dataset in {directory} cannot be opened: {text}."
     at = "" if config.revision is None else f" at revision {config.revision!r}"
@@ -93,6 +94,10 @@ def _why_not_opened(config: SourceConfig, directory: Path | None, error: Excepti
         "name, configuration, split and revision; without a network, save it with `save_to_disk` where there is one, "
         "and name the directory."
     )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def files_of(dataset: Any) -> list[Path]:
@@ -116,16 +121,28 @@ def rows(config: SourceConfig, meter: Meter, dataset: Any = None) -> Iterator[tu
     Args:
         meter: is told how many have been read.
         dataset: where it is open already.
+
+    Raises:
+        DataError: it cannot be opened or read.
     """
     found = open_dataset(config) if dataset is None else dataset
-    try:
-        meter.total = len(found)
+    meter.total = len(found)
+    with reading(config):
         for batch in found.iter(_ROWS):
             for values in zip(*batch.values(), strict=True):
                 yield dict(zip(batch, values, strict=True)), place_of_row(config, meter.done)
                 meter.done += 1
-    except OSError as error:
-        raise DataError(f"the dataset {config.dataset!r} cannot be read: {error}.") from error
+
+
+@contextmanager
+def reading(config: SourceConfig) -> Iterator[None]:
+    """A context, in which what is wrong with the rows of a dataset is a DataError."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # the library raises whatever its readers and downloads meet
+        raise DataError(f"the dataset {config.dataset!r} cannot be read: {_first_line(error)}.") from error
 
 
 def place_of_row(config: SourceConfig, number: int) -> str:

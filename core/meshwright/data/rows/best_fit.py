@@ -33,7 +33,7 @@ _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Packing:
+class BestFit:
     """Which documents are in which row.
 
     Attributes:
@@ -48,7 +48,7 @@ class Packing:
         return len(self.ends)
 
 
-def best_fit(ends: np.ndarray, seq_len: int) -> Packing:
+def best_fit(ends: np.ndarray, seq_len: int) -> BestFit:
     """Put documents into as few rows as may be, the same ones each time; see [Note: counts of lengths].
 
     Args:
@@ -70,7 +70,7 @@ def best_fit(ends: np.ndarray, seq_len: int) -> Packing:
     return filling.packing(longest_first)
 
 
-def cached_best_fit(ends: np.ndarray, seq_len: int, root: Path) -> Packing:
+def cached_best_fit(ends: np.ndarray, seq_len: int, root: Path) -> BestFit:
     """As `best_fit`, memory-mapped from a directory in `root`, where it is written unless it is there.
 
     Raises:
@@ -88,12 +88,12 @@ def cached_best_fit(ends: np.ndarray, seq_len: int, root: Path) -> Packing:
     return cached_entry(root / digest.hexdigest()[:32], load=_load, build=build)
 
 
-def _load(directory: Path) -> Packing | None:
+def _load(directory: Path) -> BestFit | None:
     try:
         documents, ends = (np.load(directory / f"{name}.npy", mmap_mode="r") for name in ("documents", "ends"))
     except (OSError, ValueError):
         return None
-    return Packing(documents, ends) if len(ends) == 0 or ends[-1] == len(documents) else None
+    return BestFit(documents, ends) if len(ends) == 0 or ends[-1] == len(documents) else None
 
 
 def _lengths(ends: np.ndarray, seq_len: int) -> np.ndarray:
@@ -171,7 +171,7 @@ class _Filling:
             self.open[room] = []
         self.open[room].append(rows)
 
-    def packing(self, longest_first: np.ndarray) -> Packing:
+    def packing(self, longest_first: np.ndarray) -> BestFit:
         per_row = np.zeros(self.rows, np.int64)
         for rows, each in self.takings:
             per_row[rows] += each
@@ -184,4 +184,4 @@ class _Filling:
             documents[free[rows][:, None] + np.arange(each)] = longest_first[start:stop].reshape(-1, each)
             free[rows] += each
             start = stop
-        return Packing(documents, ends)
+        return BestFit(documents, ends)

@@ -58,9 +58,6 @@ class Feed:
 
     A step depends on no other, but for sources that are read while training: where there is one, steps come in order,
     and a run that goes on begins with `load_state`.
-
-    Attributes:
-        rows_per_epoch: of all sources together; None where one is read while training.
     """
 
     def __init__(
@@ -97,13 +94,13 @@ class Feed:
         self._streams = [each for each in sources if isinstance(each, Stream)]
         at_hand = [each for each in sources if not isinstance(each, Stream)]
         self._rows = JoinedRows(at_hand) if at_hand else None
-        self.rows_per_epoch = None if self._streams or self._rows is None else len(self._rows)
         if weights is None and self._streams:
             weights = [1.0] * len(sources)
         self._mixture = None if weights is None else Mixture(weights, seed)
         first, rows = origin
         self._order = DataOrder(
-            (self.rows_per_epoch or self._group) // self._group,
+            # Of sources that have shares, positions alone are asked for, which hang on no epoch.
+            1 if self._rows is None else len(self._rows) // self._group,
             batch_size // self._group,
             seed,
             version=version,

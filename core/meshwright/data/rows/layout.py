@@ -25,7 +25,7 @@ class Layout:
 
     def __init__(self, documents: Documents, members: np.ndarray, rows: np.ndarray, count: int, length: int) -> None:
         """Lay out documents; `rows` rises."""
-        starts, ends = bounds(documents, members)
+        starts, ends = bounds(documents.ends, members)
         lengths = ends - starts
         self.used = np.bincount(rows, lengths, count).astype(np.int64)
         if self.used.max(initial=0) > length:
@@ -64,9 +64,9 @@ class Layout:
         return found
 
 
-def bounds(documents: Documents, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where documents begin and end."""
-    return np.where(indices > 0, documents.ends[indices - 1], 0), np.asarray(documents.ends[indices])
+def bounds(ends: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where some of what lies one behind the other begins and ends, given all ends."""
+    return np.where(indices > 0, ends[indices - 1], 0), np.asarray(ends[indices])
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -24,9 +24,9 @@ import numpy as np
 
 from ...base.errors import ConfigError, DataError
 from ...strategy.contract import IGNORED_LABEL
-from ..config import Packing as Kind
+from ..config import Packing
 from ..documents import Documents
-from .best_fit import Packing, best_fit, cached_best_fit
+from .best_fit import best_fit, cached_best_fit
 from .layout import Layout, bounds, ranges
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class PackedRows(Rows):
         self.columns = _columns(documents, in_rows=False)
         self._documents = documents
         ends = documents.ends
-        self.packing: Packing = best_fit(ends, seq_len) if cache is None else cached_best_fit(ends, seq_len, cache)
+        self.packing = best_fit(ends, seq_len) if cache is None else cached_best_fit(ends, seq_len, cache)
 
     def __len__(self) -> int:
         return len(self.packing)
@@ -150,8 +150,7 @@ class PackedRows(Rows):
     def _read(self, rows: np.ndarray, length: int) -> dict[str, np.ndarray]:
         if length != self.seq_len:
             raise ValueError(f"packed rows have {self.seq_len} tokens, not {length}")
-        stops = self.packing.ends[rows]
-        starts = np.where(rows > 0, self.packing.ends[rows - 1], 0)
+        starts, stops = bounds(self.packing.ends, rows)
         held = stops - starts
         members = self.packing.documents[ranges(starts, held)].astype(np.int64)
         layout = Layout(self._documents, members, np.repeat(np.arange(len(rows)), held), len(rows), length)
@@ -185,7 +184,7 @@ class PaddedRows(Rows):
         return len(self._documents) // self.group * self.group
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
-        starts, ends = bounds(self._documents, indices)
+        starts, ends = bounds(self._documents.ends, indices)
         return ends - starts
 
     def _read(self, rows: np.ndarray, length: int) -> dict[str, np.ndarray]:
@@ -255,7 +254,7 @@ class JoinedRows(Rows):
 
 def make_rows(
     documents: Documents,
-    kind: Kind,
+    kind: Packing,
     seq_len: int,
     *,
     cache: Path | None = None,

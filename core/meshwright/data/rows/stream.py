@@ -64,7 +64,7 @@ class Stream:
         """Nothing is opened yet.
 
         Args:
-            open_loader: gives a loader of lists of so many records, which has state; see `reader.loader_of`.
+            open_loader: gives a loader of lists of so many records, which has state; see `record_loader.loader_of`.
             encode: documents of records; None where none is left.
             make_rows: of the documents of a block.
             records: of a block.
@@ -92,12 +92,15 @@ class Stream:
             try:
                 self._number, self._stop, self._in_epoch = (int(state[key]) for key in ("block", "first", "in_epoch"))
                 self._loader.load_state_dict(state["reader"])
-            except (KeyError, TypeError, ValueError) as error:
+                # It takes the state now, and asserts what is in it.
+                self._iterator = iter(self._loader)
+            except (KeyError, TypeError, ValueError, AssertionError) as error:
                 raise CheckpointError(
                     f"the checkpoint does not tell where it was in {self.place!r}, which is read while training: "
                     f"{type(error).__name__}: {error}. Was it of another source? Start anew, with resume=never."
                 ) from error
-        self._iterator = iter(self._loader)
+        else:
+            self._iterator = iter(self._loader)
 
     def take(self, start: int, stop: int) -> Iterator[tuple[Rows, np.ndarray]]:
         """The groups [start, stop), in order: rows, and which groups of them. Earlier ones cannot be had any more.

@@ -71,9 +71,10 @@ class DatasetRecords(IterableDataset):
         self._dataset = hub.open_dataset(config, streaming=True)
 
     def __iter__(self) -> Iterator[Record]:
-        for value in self._dataset:
-            self._row += 1
-            yield record_of(value, hub.place_of_row(self._config, self._row - 1), self._config)
+        with hub.reading(self._config):
+            for value in self._dataset:
+                self._row += 1
+                yield record_of(value, hub.place_of_row(self._config, self._row - 1), self._config)
         # One that went on from a state would begin there again.
         self._row, self._dataset = 0, hub.open_dataset(self._config, streaming=True)
 
