@@ -143,7 +143,27 @@ def test_a_step_never_reaches_over_the_end_of_a_pass_and_each_pass_is_told_its_n
     assert found == [[0, 1], [2], [100, 101], [102, 103], [200, 201], [202, 203]]
 
 
+class _Live:
+    """Tells where it is by its own memory, which changes as it goes on."""
+
+    def __init__(self) -> None:
+        self.place = {"next": 0}
+
+    def __iter__(self) -> Iterator[Batch]:
+        for n in range(self.place["next"], 9):
+            self.place["next"] = n + 1
+            yield from _ids(n)
+        self.place["next"] = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return self.place
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place.update(state)
+
+
 MADE: dict[str, Callable[[], Any]] = {
+    "live": _Live,
     "no length": _Epochs,
     "shuffled": lambda: DataLoader(_ids(*range(5)), batch_size=None, shuffle=True),
     "sampler": lambda: DataLoader(
@@ -163,14 +183,16 @@ def test_a_run_goes_on_at_the_microbatch_that_comes_next(kind: str) -> None:
     passes, states, whole = Passes(MADE[kind](), accumulate=2, seed=_seed), [None], []
     for step in range(8):
         whole += _drawn(passes, range(step, step + 1))
-        states.append(json.loads(json.dumps(plain(passes.state()))))
+        states.append(passes.state())
+    # A state is saved after the next step has been drawn.
+    states = json.loads(json.dumps(plain(states)))
     assert len({tuple(each) for each in whole}) > 3
     for start in range(1, 8):
         torch.manual_seed(99)
-        counted = Passes(MADE[kind](), accumulate=2, start=start, seed=_seed)
+        counted = Passes(MADE[kind](), accumulate=2, seed=_seed)
         assert _drawn(counted, range(start, 8)) == whole[start:]
-        if kind == "stateful":
-            drawn = Passes(MADE[kind](), accumulate=2, start=start, state=decoded(states[start]), seed=_seed)
+        if kind in ("stateful", "live"):
+            drawn = Passes(MADE[kind](), accumulate=2, state=decoded(states[start]), seed=_seed)
             assert _drawn(drawn, range(start, 8)) == whole[start:]
 
 
@@ -192,7 +214,7 @@ def test_what_gives_no_microbatches_is_told(batches: Any, text: str) -> None:
 # -- what ranks must have alike
 
 
-def _raised(make: str) -> tuple[str, str, int]:
+def _raised(make: str, directory: str = "") -> tuple[str, str, int]:
     """Class and text of the error that a rank meets, and the steps before it."""
     case, steps = Case(), []
     manager = build_manager("fsdp2", {}, {"tp_size": 2} if make == "tensor" else {}, case)
@@ -212,6 +234,14 @@ def _raised(make: str) -> tuple[str, str, int]:
         "kinds": lambda: Loop(batches=[batch] if rank else lambda step: [batch], steps=3),
         "culprit": lambda: Loop(batches=[batch, batch, {**batch, "text": "a"} if rank else batch], steps=9),
         "callback": lambda: Loop(batches=[batch], steps=3, callbacks=[_fails] if rank else []),
+        "held out": lambda: Loop(batches=[batch], steps=3, held_out={"a": _failing([batch]) if rank else [batch]}),
+        "drawing": lambda: Loop(batches=_failing([batch] * 2) if rank else iter([batch] * 2), steps=9),
+        "extra": lambda: Loop(
+            batches=[batch],
+            steps=3,
+            checkpointer=Checkpointer(manager, directory),
+            extra=lambda step: {"a": 1 / (1 - rank)},
+        ),
     }
 
     def count(result: StepResult) -> None:
@@ -224,6 +254,11 @@ def _raised(make: str) -> tuple[str, str, int]:
     except (MeshwrightError, ZeroDivisionError) as error:
         return type(error).__name__, str(error), len(steps)
     raise AssertionError
+
+
+def _failing(batches: list[Batch]) -> Iterator[Batch]:
+    yield from batches
+    raise ZeroDivisionError("no such row")
 
 
 def _fails(result: StepResult) -> None:
@@ -252,11 +287,21 @@ def test_what_does_not_fit_together_is_one_error_on_all_ranks(make: str, kind: s
     assert len({said for _, said, _ in told}) == 1 or make == "culprit"
 
 
-def test_a_callback_that_fails_on_one_rank_ends_all_of_them() -> None:
-    (kind, text, _), (own, _, _) = pool(2).run(_raised, "callback")
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        ("callback", "TrainingError", "a callback fails after step 2: ZeroDivisionError: no such step"),
+        ("held out", "BatchError", "the microbatches of held_out cannot be drawn: ZeroDivisionError: no such row"),
+        # A pass that ends on the other rank is not the cause.
+        ("drawing", "BatchError", "the microbatches of step 3 cannot be drawn: ZeroDivisionError: no such row"),
+        ("extra", "CheckpointError", "extra of the loop fails after step 3: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_fails_on_one_rank_ends_all_of_them(make: str, kind: str, text: str, tmp_path: Path) -> None:
+    (found, said, _), (own, _, _) = pool(2).run(_raised, make, str(tmp_path))
     assert own == "ZeroDivisionError"
-    assert kind == "TrainingError"
-    assert "a callback fails after step 2: ZeroDivisionError: no such step" in text
+    assert found == kind
+    assert text in said
 
 
 @pytest.mark.parametrize(

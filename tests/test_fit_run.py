@@ -20,7 +20,7 @@ from meshwright.checkpoint.manifest import step_directory
 from meshwright.data import load_tokenizer
 from meshwright.train.plan import data_and_model_config, plan_run, steps_of
 from meshwright.train.resume import early_stopping
-from meshwright.train.run_file import load_run
+from meshwright.train.run_file import ScheduleConfig, load_run
 from meshwright.train.sample import beginning
 from meshwright.train.watch import EarlyStopping
 
@@ -73,6 +73,13 @@ def test_epochs_and_a_share_of_warm_up_are_the_steps_that_they_come_to(
     assert "schedule.warmup_steps" in error
     assert "going on from" in mixed.runs(**plain)
     assert mixed.metrics() == place.metrics()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "steps", "warmup"), [(0.07, 100, 7), (0.0701, 100, 8), (0.1, 30, 3), (0.03, 10, 1), (1, 9, 9), (0, 9, 0)]
+)
+def test_a_share_of_warm_up_is_rounded_up_as_it_is_written(ratio: float, steps: int, warmup: int) -> None:
+    assert ScheduleConfig(warmup_ratio=ratio).over(steps) == ScheduleConfig(warmup_steps=warmup)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +140,11 @@ def test_a_run_that_another_has_stopped_early_is_not_begun(place: Place, workpla
     assert code == 2
     assert f"the run that {source} is of has stopped early at step 3" in error
     assert "after 4 of 8 steps" in other.runs(**_patient(3), resume=source)
+    # What another objective measures is not compared with that: of three further evaluations the first is the lowest.
+    third = Place(workplace, tmp_path / "third")
+    third.directory.mkdir()
+    smooth = {"objective": {"name": "cross_entropy", "label_smoothing": 0.2}}
+    assert "after 6 of 8 steps" in third.runs(**STOPPING, **smooth, resume={"from": source, "allow": ["objective"]})
 
 
 def test_patience_is_with_the_set_that_is_named(workplace: Path, tmp_path: Path) -> None:

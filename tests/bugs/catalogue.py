@@ -635,8 +635,8 @@ _bug(
 _bug(
     "undrawn_is_not_told",
     "meshwright.train.ahead",
-    "            self._tell(drawn.error, step)\n",
-    "",
+    "            raise_on_all(self._manager.mesh.world, error, BatchError, what)\n",
+    "            raise drawn.error\n",
     "tests/test_train.py::test_what_is_wrong_with_a_step_that_was_begun_ahead_is_told_to_all_ranks[culprits0-2]",
     kind="a rank that cannot draw its microbatches raises alone, and the others wait for it",
 )
@@ -1517,6 +1517,39 @@ _bug(
     "            self._drawn = self._begun(step)\n            self.state = self._drawn.state\n",
     f"{_FIT}::test_the_state_of_a_loader_is_in_the_checkpoint_and_no_row_is_read_again",
     kind="a checkpoint tells of a loader that is a step ahead, so that a batch is skipped",
+)
+_bug(
+    "a_state_that_lives_on",
+    "meshwright.train.batches",
+    "deepcopy(find())",
+    "find()",
+    f"{_FIT}::test_a_run_goes_on_at_the_microbatch_that_comes_next[live]",
+    kind="what a checkpoint tells of a loader changes before it is saved",
+)
+_bug(
+    "the_end_of_a_pass_hides_an_error",
+    "meshwright.train.batches",
+    "    if failed or count in (0, world.size):\n",
+    "    if count in (0, world.size):\n",
+    f"{_FIT}::test_what_fails_on_one_rank_ends_all_of_them[drawing-BatchError-the microbatches of step 3 cannot be "
+    "drawn: ZeroDivisionError: no such row]",
+    kind="an error of a dataset is told as batches that end too early",
+)
+_bug(
+    "patience_with_another_measure",
+    "meshwright.train.resume",
+    'in ("data", "objective") for name',
+    'in ("data",) for name',
+    f"{_FIT_RUN}::test_a_run_that_another_has_stopped_early_is_not_begun",
+    kind="losses under one objective are compared with those under another",
+)
+_bug(
+    "a_step_of_warm_up_too_many",
+    "meshwright.train.run_file",
+    "math.ceil(Fraction(str(self.warmup_ratio)) * steps)",
+    "math.ceil(self.warmup_ratio * steps)",
+    f"{_FIT_RUN}::test_a_share_of_warm_up_is_rounded_up_as_it_is_written[0.07-100-7]",
+    kind="a share of steps is rounded up for what floating numbers add to it",
 )
 _bug(
     "patience_is_forgotten",

@@ -7,17 +7,17 @@ back behind the drawing. What fails in drawing is told when the step's turn come
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..base.errors import BatchError, MeshwrightError
+from ..base.errors import BatchError
 from ..step.agreement import defects_told
 from ..strategy.contract import Batch, Objective, StrategyManager
-from .batches import Passes, end_together
+from .batches import PassEnds, Passes, end_together
+from .failures import raise_on_all
 from .seeds import step_seed
 
 
@@ -108,8 +108,10 @@ class Ahead:
             torch.manual_seed(self._seed_of(step, self._seed))
         torch.set_rng_state(drawn.generator)
         if drawn.error is not None:
-            self._tell(drawn.error, step)
-            raise drawn.error
+            # Where a pass has ended here, another rank has failed in drawing, and that is what is told.
+            error = None if isinstance(drawn.error, PassEnds) else drawn.error
+            what = f"the microbatches of step {step + 1} cannot be drawn"
+            raise_on_all(self._manager.mesh.world, error, BatchError, what)
         return drawn.microbatches, drawn.num_tokens
 
     def _ends(self, drawn: _Drawn) -> bool:
@@ -117,15 +119,6 @@ class Ahead:
         if not isinstance(self._batches, Passes) or not defects_told(drawn.num_tokens):
             return False
         return end_together(drawn.error, self._manager.mesh, drawn.step)
-
-    def _tell(self, error: Exception, step: int) -> None:
-        world = self._manager.mesh.world
-        if isinstance(error, MeshwrightError):
-            world.raise_any(error)
-        told = f"the microbatches of step {step + 1} cannot be drawn: {type(error).__name__}: {error}"
-        # What a rank did not expect, it raises itself, with its own traceback.
-        with suppress(MeshwrightError):
-            world.raise_any(BatchError(told))
 
     def _seed_of(self, step: int, seed: int) -> int:
         return step_seed(seed, step, self._manager.mesh.data_rank)

@@ -14,6 +14,7 @@ own. An order that is drawn from torch's generator when a pass begins comes agai
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from itertools import islice
 from typing import Any
 
@@ -44,8 +45,7 @@ class Passes:
     Args:
         source: of microbatches.
         accumulate: microbatches of a step.
-        start: the first step that will be asked for.
-        state: of the loop at that step, see `state`; None: it is found as [Note: going on in a pass] says.
+        state: at the first step that is asked for, see `state`; None: it is found as [Note: going on in a pass] says.
         seed: gives the seed for a step; None: generators are left alone.
     """
 
@@ -54,12 +54,11 @@ class Passes:
         source: Iterable[Batch],
         *,
         accumulate: int = 1,
-        start: int = 0,
         state: Mapping[str, Any] | None = None,
         seed: Callable[[int], int] | None = None,
     ) -> None:
         self._source, self._accumulate, self._seed = source, accumulate, seed
-        self._start, self._state = start, state
+        self._state = state
         self._number, self._given = 0, 0
         self._iterator: Iterator[Batch] | None = None
         self._is_placed = False
@@ -84,7 +83,8 @@ class Passes:
         find = getattr(self._source, "state_dict", None)
         if find is None or not hasattr(self._source, "load_state_dict"):
             return None
-        return {"pass": self._number, "given": self._given, "source": find()}
+        # What it tells may be its own memory, and the next step is drawn before this one is saved.
+        return {"pass": self._number, "given": self._given, "source": deepcopy(find())}
 
     def _drawn(self) -> list[Batch]:
         if self._iterator is None:
@@ -153,7 +153,8 @@ def _check_batch(batch: Any) -> None:
 
 
 def end_together(error: Exception | None, mesh: Mesh, step: int) -> bool:
-    """Whether a pass has ended on all ranks, where some rank has found something wrong with a step. Collective.
+    """Whether a pass has ended on all ranks, where some rank has found something wrong with a step; not so if drawing
+    has failed on any. Collective.
 
     Args:
         error: what this rank has found in drawing.
@@ -162,9 +163,9 @@ def end_together(error: Exception | None, mesh: Mesh, step: int) -> bool:
         BatchError: it has ended on some only; on all ranks.
     """
     world, ended = mesh.world, isinstance(error, PassEnds)
-    count = world.reduce_ints([ended])[0]
-    if count in (0, world.size):
-        return count > 0
+    count, failed = world.reduce_ints([ended, error is not None and not ended])
+    if failed or count in (0, world.size):
+        return not failed and count > 0
     found: list[Any] = [None] * world.size
     dist.all_gather_object(found, (mesh.data_rank, ended), group=world.group)
     ranks = sorted({data_rank for data_rank, has_ended in found if has_ended})

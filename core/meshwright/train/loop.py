@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
-from ..base.errors import BatchError, MeshwrightError, TrainingError
+from ..base.errors import BatchError, CheckpointError, TrainingError
 from ..mesh.mesh import Mesh
 from ..step.agreement import count_tokens
 from ..strategy.contract import StepResult, StrategyManager
@@ -16,6 +16,7 @@ from ..strategy.registry import get_registry
 from .agreed import agree_on
 from .ahead import Ahead
 from .batches import Passes, state_of_rank, states_of_ranks
+from .failures import done_on_all, raise_on_all
 from .loop_options import Callback as Callback
 from .loop_options import Loop as Loop
 from .loop_options import is_due
@@ -53,7 +54,12 @@ class _Course:
         self.loop = loop = replace(loop, steps=agreed.steps, epochs=None)
         self.is_asked = agreed.has_callbacks or loop.save_after_s is not None
         self.watch = Watch(loop.early_stopping, loop.checkpointer, loop.state)
-        self.sets = {name: list(batches) for name, batches in loop.held_out.items()}
+        self.sets = done_on_all(
+            self.world,
+            lambda: {name: list(batches) for name, batches in loop.held_out.items()},
+            BatchError,
+            "the microbatches of held_out cannot be drawn",
+        )
         self.tokens = {name: count_tokens(each, manager.mesh, loop.objective) for name, each in self.sets.items()}
         self.ahead = _ahead(manager, loop)
         self.saved_at = loop.clock()
@@ -106,7 +112,7 @@ class _Course:
         is_late = after is not None and self.world.rank == 0 and self.loop.clock() - self.saved_at >= after
         wanted, late, failed = self.world.reduce_ints([any(wishes), is_late, error is not None])
         if failed:
-            _tell(self.manager, error, result.step)
+            raise_on_all(self.world, error, TrainingError, f"a callback fails after step {result.step}")
         return bool(wanted), bool(late)
 
     def save(self, result: StepResult) -> None:
@@ -116,19 +122,14 @@ class _Course:
         state = self.watch.state()
         if not callable(loop.batches):
             state["batches"] = states_of_ranks(self.ahead.state, self.manager.mesh)
-        extra = {**(loop.extra(result.step) if loop.extra is not None else {}), STATE: state}
-        loop.checkpointer.save(result.step, scheduler=loop.scheduler, extra=extra, evaluations=result.evaluations)
+        extra: Mapping[str, Any] = {}
+        if (tell := loop.extra) is not None:
+            what = f"extra of the loop fails after step {result.step}"
+            extra = done_on_all(self.world, lambda: tell(result.step), CheckpointError, what)
+        loop.checkpointer.save(
+            result.step, scheduler=loop.scheduler, extra={**extra, STATE: state}, evaluations=result.evaluations
+        )
         self.saved_at = loop.clock()
-
-
-def _tell(manager: StrategyManager, error: Exception | None, step: int) -> None:
-    """Have all ranks raise what a callback of some has; it raises what it did not expect with its own traceback."""
-    world = manager.mesh.world
-    if error is None or isinstance(error, MeshwrightError):
-        world.raise_any(error)
-    with suppress(MeshwrightError):
-        world.raise_any(TrainingError(f"a callback fails after step {step}: {type(error).__name__}: {error}"))
-    raise error
 
 
 def _ahead(manager: StrategyManager, loop: Loop) -> Ahead:
@@ -145,7 +146,7 @@ def _passes(loop: Loop, mesh: Mesh) -> Passes:
         raise BatchError(f"batches must be a function of the step, or an iterable, not {type(source).__name__}.")
     state = state_of_rank((loop.state or {}).get("batches"), mesh)
     seed = None if run_seed is None else lambda step: step_seed(run_seed, step, mesh.data_rank)
-    return Passes(source, accumulate=loop.accumulate, start=loop.start, state=state, seed=seed)
+    return Passes(source, accumulate=loop.accumulate, state=state, seed=seed)
 
 
 def train_step(manager: StrategyManager, loop: Loop, step: int, ahead: Ahead | None = None) -> StepResult:

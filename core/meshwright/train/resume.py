@@ -11,7 +11,7 @@ remembers the one that `resume` named when its course began, so that the same co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,11 @@ class Source:
     def order(self) -> int:
         """Which order of the data the run is in; see [Note: versions of the order] in `data.rows.order`."""
         return int(self.manifest.extra["identity"].get("order", _FIRST_ORDER))
+
+    @property
+    def watched(self) -> Mapping[str, Any] | None:
+        """What is remembered of evaluations."""
+        return _watched(self.manifest, self.changed)
 
     def position(self) -> int:
         """Where in the global stream of data the run goes on; see [Note: the global stream] in `data.rows.order`."""
@@ -161,10 +166,10 @@ def check_source(config: RunConfig, identity: Mapping[str, Any], steps: int) -> 
         if not given_directory(source).exists() and began_from(Path(config.output_dir), given_directory(source)):
             return
         manifest = read_manifest(given_directory(source))
-        _changes(Path(source), manifest, identity, config, steps)
+        changed = _changes(Path(source), manifest, identity, config, steps)
         if manifest.step == steps:
             raise _too_few_steps(Path(source), steps, manifest.step)
-        if Watch(early_stopping(config), None, manifest.extra.get(STATE)).is_exhausted:
+        if Watch(early_stopping(config), None, _watched(manifest, changed)).is_exhausted:
             raise CheckpointError(
                 f"the run that {source} is of has stopped early at step {manifest.step}, as eval.early_stopping says. "
                 f"Raise its patience, leave it out, or go on from an earlier checkpoint."
@@ -215,6 +220,14 @@ def _differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[
         elif before != value:
             found.append(section)
     return found
+
+
+def _watched(manifest: Manifest, changed: Sequence[str]) -> Mapping[str, Any] | None:
+    """What the loop of a checkpoint remembers of its evaluations. Losses of other data, or of another objective, cannot
+    be compared with those before, and patience with them begins anew."""
+    if any(name.partition(".")[0] in ("data", "objective") for name in changed):
+        return None
+    return manifest.extra.get(STATE)
 
 
 def early_stopping(config: RunConfig) -> EarlyStopping | None:

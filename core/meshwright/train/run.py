@@ -221,7 +221,7 @@ def _fit(
         objective=plan.objective,
     )
     if source is not None:
-        loop = loop.going_on(source.manifest)
+        loop = replace(loop, start=source.step, state=source.watched)
     with _saving(manager, config, plan, loop) as loop:
         if mesh.rank != 0:
             return fit(manager, loop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -50,7 +51,9 @@ class ScheduleConfig(FrozenModel):
         """The same with its warm-up in steps, of a run that has so many."""
         if self.warmup_ratio is None:
             return self
-        return self.model_copy(update={"warmup_steps": math.ceil(self.warmup_ratio * steps), "warmup_ratio": None})
+        # As it is written: 0.07 of 100 steps are 7, and not 8.
+        warmup_steps = math.ceil(Fraction(str(self.warmup_ratio)) * steps)
+        return self.model_copy(update={"warmup_steps": warmup_steps, "warmup_ratio": None})
 
 
 Allowed = Literal[
