@@ -30,7 +30,7 @@ from .._compat.peft import (
 )
 from ..base.errors import ModelError, nearest
 from .pretrained.files import Source, open_safetensors, rectangle
-from .weights import Weights, fill, is_meta, leave_on_meta
+from .weights import Weights, fill, is_meta, leave_on_meta, replace_parameters
 
 AT_ONCE = 1 << 24
 """So many elements of a base weight are looked at together."""
@@ -114,7 +114,7 @@ def with_adapter(
     if is_deferred and weights is None:
         raise ModelError("the model is on the meta device, and no weights of it are given.")
     if is_deferred:
-        _put_stand_ins(model)
+        replace_parameters(model, stand_in)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         adapted = inject(model, config, hint=f" {_DRAWN_ALONE}" if is_deferred else "")
@@ -129,18 +129,6 @@ def with_adapter(
         raise ModelError(f"{wrong} starts from values of the base model. {_DRAWN_ALONE}")
     leave_on_meta(adapted)
     return adapted, made
-
-
-def _put_stand_ins(model: nn.Module) -> None:
-    """Parameters that take no memory in place of those on the meta device, tied as they are."""
-    made: dict[int, nn.Parameter] = {}
-    kept = []  # ids are of objects that live
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) not in made:
-                kept.append(parameter)
-                made[id(parameter)] = stand_in(parameter)
-            setattr(module, name, made[id(parameter)])
 
 
 def _drawn(adapted: nn.Module, base: Weights) -> dict[str, Tensor]:
