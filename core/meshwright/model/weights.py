@@ -100,9 +100,9 @@ def materialize(
     for names in tied.values():
         for name in names[1:]:
             # `to_empty` has made one for each name.
-            _set(model, name, model.get_parameter(names[0]))
+            set_tensor(model, name, model.get_parameter(names[0]))
     for name, buffer in buffers.items():
-        _set(model, name, torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device))
+        set_tensor(model, name, torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device))
 
 
 @torch.no_grad()
@@ -127,6 +127,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
+def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put another parameter or buffer in the place of one."""
     module, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(module), leaf, tensor)
