@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright.checkpoint import export_checkpoint
-from meshwright.checkpoint import merging as merging_module
+from meshwright.checkpoint import merged_model as merging_module
 from meshwright.checkpoint.manifest import MANIFEST, read_manifest
-from meshwright.checkpoint.merging import merge_adapter
+from meshwright.checkpoint.merged_model import merge_adapter
 from meshwright.checkpoint.read_index import read_index
 from meshwright.cli import main as cli
-from meshwright.model.adapted import BASE_FILE, fingerprint_of
+from meshwright.model.adapter_base import BASE_FILE, fingerprint_of
 from meshwright.model.merge import Merging
 from meshwright.testing import Case, pool
 from meshwright.testing.models import case_model

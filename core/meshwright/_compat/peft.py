@@ -21,7 +21,6 @@ from ..files.parsing import reason
 PREFIX = "base_model.model."
 _WRAPPED = ("base_layer", "original_module", "token_adapter")
 """What wrappers call what they are around; a tuner of single tokens is around an embedding, within another wrapper."""
-_FILE = "adapter_model.safetensors"
 
 
 def require_peft() -> Any:
@@ -277,11 +276,6 @@ def file_names(model: nn.Module, adapter: str = "default") -> dict[str, str]:
 class _Mark:
     def __init__(self, name: str) -> None:
         self.name = name
-
-
-def adapter_file(directory: Any) -> Any:
-    """Where an adapter's tensors are in its directory."""
-    return directory / _FILE
 
 
 def inject(

@@ -1,6 +1,7 @@
 """Merge adapters into their base: a whole model, written in bounded memory.
 
-peft's own layers do the merging, so that the weights are those of `merge_and_unload`, to the bit. But of the adapted
+Layers are merged as `model.merge` merges those of a model that trains, so that the weights are those of
+`merge_and_unload`, to the bit. But of the adapted
 model one layer at a time has values: those of its base are read from the base's files, those of the adapter from the
 checkpoint, or from the directory of an adapter.
 
@@ -22,9 +23,8 @@ from torch import Tensor, nn
 
 from .._compat.peft import active_copies, adapted_on_meta, base_name, wrappers
 from ..base.errors import CheckpointError, ConfigError, ModelError
-from ..model.adapted import ADAPTER_CONFIG, Base, fingerprint_of, read_base
-from ..model.adapter import files_of
-from ..model.adapter_options import read_adapter_config
+from ..model.adapter import files_of, read_adapter_config
+from ..model.adapter_base import ADAPTER_CONFIG, Base, fingerprint_of, read_base
 from ..model.build import config_from_directory
 from ..model.merge import merged_layer
 from ..model.pretrained import PretrainedWeights, find_directory, open_pretrained
