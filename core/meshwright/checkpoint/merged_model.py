@@ -1,9 +1,8 @@
 """Merge adapters into their base: a whole model, written in bounded memory.
 
 Layers are merged as `model.merge` merges those of a model that trains, so that the weights are those of
-`merge_and_unload`, to the bit. But of the adapted
-model one layer at a time has values: those of its base are read from the base's files, those of the adapter from the
-checkpoint, or from the directory of an adapter.
+`merge_and_unload`, to the bit. But of the adapted model one layer at a time has values: those of its base are read from
+the base's files, those of the adapter from the checkpoint, or from the directory of an adapter.
 
 [Note: tied weights] Where an adapter changes one of two tied weights, both are written, and the configuration says that
 they are not tied. So the merged model computes what the adapted one has computed. `merge_and_unload` adds the change to
