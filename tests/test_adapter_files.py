@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -18,12 +18,13 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright.checkpoint import export_checkpoint
-from meshwright.checkpoint import merging as merging_module
+from meshwright.checkpoint import merged_model as merging_module
 from meshwright.checkpoint.manifest import MANIFEST, read_manifest
-from meshwright.checkpoint.merging import merge_adapter
+from meshwright.checkpoint.merged_model import merge_adapter
 from meshwright.checkpoint.read_index import read_index
 from meshwright.cli import main as cli
-from meshwright.model.adapted import BASE_FILE, fingerprint_of
+from meshwright.model.adapter_base import BASE_FILE, fingerprint_of
+from meshwright.model.merge import Merging
 from meshwright.testing import Case, pool
 from meshwright.testing.models import case_model
 from meshwright.testing.parity import full_weights, train_steps
@@ -164,6 +165,27 @@ def test_peft_loads_what_was_trained_and_merged_models_compute_it(
     if not differs:
         state = plain.state_dict()
         assert all(torch.equal(value, state[name]) for name, value in merged.state_dict().items())
+
+
+@pytest.mark.parametrize("tied", ["untied", "tied"])
+def test_single_tokens_that_are_trained_are_merged(tied: str, bases: Path, tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(bases / tied)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1, 5]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.25 if parameter.requires_grad else 0.0)
+    weights = {name: value.clone() for name, value in model.named_parameters()}
+    model.save_pretrained(tmp_path / "adapter")
+    merging = Merging(model)
+    given = dict(merging.merged((name, weights[name]) for name in merging.names))
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged", base=bases / tied)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    plain = model.merge_and_unload()
+    before = AutoModelForCausalLM.from_pretrained(bases / tied).model.embed_tokens.weight
+    assert (plain.model.embed_tokens.weight != before).any(1).nonzero().flatten().tolist() == [1, 5]
+    assert given.keys() <= merged.keys() == plain.state_dict().keys()
+    assert all(torch.equal(value, merged[name]) for name, value in plain.state_dict().items())
+    assert all(torch.equal(value, merged[name]) for name, value in given.items())
 
 
 def test_experts_are_adapted_saved_and_merged(bases: Path, tmp_path: Path) -> None:

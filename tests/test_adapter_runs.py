@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from meshwright.base.errors import MeshwrightError
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.cli import main as cli
-from meshwright.model.adapted import read_base
+from meshwright.model.adapter_base import read_base
 from meshwright.testing import pool
 from meshwright.train.plan import plan_run
 from meshwright.train.run_file import load_run

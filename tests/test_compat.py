@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from meshwright import Mesh, MeshSizes, open_world
 from meshwright._compat.chat_templates import render_marked
 from meshwright._compat.peft import (
+    active_copies,
     adapted_on_meta,
     base_name,
     file_names,
@@ -29,7 +30,6 @@ from meshwright._compat.peft import (
     saved_copies,
     stand_in,
     sum_norms,
-    tuner_layers,
     with_low_rank,
     wrapped,
     wrappers,
@@ -418,10 +418,13 @@ def test_peft_adapts_models_without_memory_and_merges_layers_by_themselves() -> 
     with torch.device("meta"):
         model = adapted_on_meta(tiny_model(tied=False), {"default": config})
     assert all(parameter.is_meta for parameter in model.parameters())
-    assert sorted(name for name, _ in wrappers(model)) == [
-        "base_model.model.lm_head",
-        *(f"base_model.model.model.layers.{index}.self_attn.q_proj" for index in range(3)),
+    assert [name for name, _ in wrappers(model)] == [
+        f"base_model.model.model.layers.{index}.self_attn.q_proj" for index in range(3)
     ]
+    assert active_copies(model) == {
+        "base_model.model.lm_head.original_module.weight": False,
+        "base_model.model.lm_head.modules_to_save.default.weight": True,
+    }
     layer = dict(wrappers(get_peft_model(tiny_model(tied=False), config)))[
         "base_model.model.model.layers.1.self_attn.q_proj"
     ]
@@ -436,7 +439,7 @@ def test_peft_wraps_layers_embeddings_and_parameters_as_low_rank_says() -> None:
     """The attributes by which adapters are placed along `tp` and `ep`, and the copies that `modules_to_save` makes."""
     options = {"r": 2, "use_dora": True, "lora_dropout": 0.1, "target_modules": ["embed_tokens", "o_proj"]}
     model = get_peft_model(tiny_model(tied=False), LoraConfig(**options, modules_to_save=["lm_head"]))
-    layers = {base_name(name): layer for name, layer in tuner_layers(model)}
+    layers = {base_name(name): layer for name, layer in wrappers(model)}
     embedding, linear = (low_rank(layers[f"model.{each}"]) for each in ("embed_tokens", "layers.0.self_attn.o_proj"))
     assert embedding is not None
     assert linear is not None
@@ -457,12 +460,22 @@ def test_peft_wraps_layers_embeddings_and_parameters_as_low_rank_says() -> None:
 def test_peft_stacks_the_adapters_of_experts_as_ranks_of_experts_take_them() -> None:
     config = LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"], target_modules=[])
     model = get_peft_model(case_model("mixtral", tied=None, seed=0, dtype=torch.float64), config)
-    (_, layer), *_ = tuner_layers(model)
+    (_, layer), *_ = wrappers(model)
     assert wrappers_of_parameters(model, wrapped(layer))[0] is layer
     nn.init.normal_(layer.lora_B["default"].weight)
     weight = layer.get_param().detach()
     expected = weight + layer.get_delta_weight("default")
     torch.testing.assert_close(with_low_rank(layer, weight[1:3], 1), expected[1:3], rtol=0, atol=1e-14)
+
+
+def test_wrappers_of_peft_hold_wrappers() -> None:
+    config = LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"], target_modules=[])
+    model = get_peft_model(case_model("mixtral", tied=None, seed=0, dtype=torch.float64), config)
+    outermost = [name for name, _ in wrappers(model, outermost=True)]
+    assert all(name.endswith(".mlp.experts") for name in outermost)
+    assert [name for name, _ in wrappers(model)] == [
+        name for outer in outermost for name in (outer, f"{outer}.base_layer")
+    ]
 
 
 def test_peft_tells_the_names_in_an_adapters_file_and_copies_stand_ins_without_memory() -> None:

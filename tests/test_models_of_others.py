@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright.checkpoint import export_checkpoint
-from meshwright.checkpoint.merging import merge_adapter
+from meshwright.checkpoint.merged_model import merge_adapter
 from meshwright.cli import main as cli
-from meshwright.model.adapted import read_base
+from meshwright.model.adapter_base import read_base
 from meshwright.model.build import config_from_directory
 from meshwright.model.pretrained import find_directory
 from meshwright.model.remote_code import digest_of_code

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import ModelError
+from ..files.parsing import reason
 
 PREFIX = "base_model.model."
-_FILE = "adapter_model.safetensors"
+_WRAPPED = ("base_layer", "original_module", "token_adapter")
+"""What wrappers call what they are around; a tuner of single tokens is around an embedding, within another wrapper."""
 
 
 def require_peft() -> Any:
@@ -50,9 +52,7 @@ def base_name(name: str) -> str:
     """
     parts = name.removeprefix(PREFIX).split(".")
     copied = {at + each for at, part in enumerate(parts) if part == "modules_to_save" for each in (0, 1)}
-    return ".".join(
-        part for at, part in enumerate(parts) if at not in copied and part not in ("base_layer", "original_module")
-    )
+    return ".".join(part for at, part in enumerate(parts) if at not in copied and part not in _WRAPPED)
 
 
 def wrapped(module: nn.Module) -> nn.Module:
@@ -74,15 +74,18 @@ def saved_copies(model: nn.Module, name: str) -> list[str]:
     return [f"{name}.original_module", *(f"{name}.modules_to_save.{each}" for each in module.modules_to_save)]
 
 
-def tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The wrappers of a tuner and their names, those that hold others first."""
+def wrappers(model: nn.Module, *, outermost: bool = False) -> Iterator[tuple[str, Any]]:
+    """The wrappers of a tuner and their names, those that hold others first; or those alone that no other holds."""
     if "peft" not in sys.modules:
         return
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    held: set[nn.Module] = set()
     for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):
-            yield name, module
+        if isinstance(module, BaseTunerLayer) and module not in held:
+            layer: Any = module
+            yield name, layer
+            held.update(layer.modules() if outermost else ())
 
 
 @dataclass(frozen=True)
@@ -122,14 +125,14 @@ class Factors:
 
 
 def active_copies(model: nn.Module) -> dict[str, bool]:
-    """Of parameters of modules that have trained copies, by name: whether it is what takes their place when merged."""
+    """Of tensors of modules that have trained copies, by name: whether it is what takes their place when merged."""
     from peft.utils.other import ModulesToSaveWrapper
 
     found: dict[str, bool] = {}
     for path, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
             chosen = f"modules_to_save.{module.active_adapters[0]}." if module.active_adapters else "original_module."
-            found |= {f"{path}.{name}": name.startswith(chosen) for name, _ in module.named_parameters()}
+            found |= {f"{path}.{name}": name.startswith(chosen) for name in module.state_dict()}
     return found
 
 
@@ -145,9 +148,8 @@ def merge_layer(layer: Any, name: str) -> nn.Module:
         else:
             layer.merge(safe_merge=False)
             base = layer.get_base_layer()
-    except (ValueError, NotImplementedError, RuntimeError, AttributeError, TypeError) as error:
-        told = str(error).strip().split("\n")[0]
-        raise ModelError(f"peft cannot merge the adapter of {name}: {told}.") from error
+    except (ValueError, RuntimeError) as error:
+        raise ModelError(f"peft cannot merge the adapter of {name}: {reason(error)}") from error
     merged: nn.Module = base
     return merged
 
@@ -211,7 +213,7 @@ def low_rank(module: nn.Module) -> LowRank | None:
 
 def wrappers_of_parameters(model: nn.Module, inner: nn.Module) -> list[Any]:
     """The wrappers of LoRA around parameters of one module, which are nested; the outermost first."""
-    layers = (layer for _, layer in tuner_layers(model))
+    layers = (layer for _, layer in wrappers(model))
     return [each for each in layers if getattr(each, "parameter_name", None) is not None and wrapped(each) is inner]
 
 
@@ -244,7 +246,7 @@ def sum_norms(magnitude: Any, summed: Callable[[Tensor], Tensor], is_active: Cal
 
 def magnitudes(model: nn.Module) -> Iterator[tuple[str, str, Factors]]:
     """DoRA's magnitudes: the parameter's name, that of the layer in the base model, and what they are made of."""
-    for path, layer in tuner_layers(model):
+    for path, layer in wrappers(model):
         for adapter, module in getattr(layer, "lora_magnitude_vector", {}).items():
             if adapter in layer.lora_embedding_A:
                 left, right = layer.lora_embedding_B[adapter], layer.lora_embedding_A[adapter]
@@ -276,11 +278,6 @@ class _Mark:
         self.name = name
 
 
-def adapter_file(directory: Any) -> Any:
-    """Where an adapter's tensors are in its directory."""
-    return directory / _FILE
-
-
 def inject(
     model: nn.Module, config: Any, *, adapter: str = "default", hint: str = "", low_cpu_mem_usage: bool = False
 ) -> nn.Module:
@@ -297,8 +294,8 @@ def inject(
             adapted: nn.Module = peft.get_peft_model(
                 model, config, adapter_name=adapter, low_cpu_mem_usage=low_cpu_mem_usage
             )
-    except (ValueError, TypeError, NotImplementedError, RuntimeError, KeyError, ImportError, AttributeError) as error:
-        told = str(error).strip().split("\n")[0]
+    except (ValueError, TypeError, IndexError, RuntimeError, ImportError) as error:
+        told = reason(error).strip().rstrip(".")
         raise ModelError(f"peft cannot adapt {type(model).__name__}: {told}.{hint}") from error
     return adapted
 
@@ -330,19 +327,3 @@ def adapted_on_meta(base: nn.Module, configs: Mapping[str, Any]) -> nn.Module:
                 model.add_adapter(name, config, low_cpu_mem_usage=True)
     adapted: nn.Module = model
     return adapted
-
-
-def wrappers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers that peft has put in the place of the base's, without those within others, and their names."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-            yield name, module
-            return
-        for leaf, child in module.named_children():
-            yield from visit(f"{name}.{leaf}", child)
-
-    base: Any = model
-    yield from visit(PREFIX.rstrip("."), base.base_model.model)

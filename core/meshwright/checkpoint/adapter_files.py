@@ -17,8 +17,8 @@ from torch import nn
 
 from .._compat.peft import adapted_on_meta, file_names
 from ..base.errors import CheckpointError
-from ..model.adapted import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_FILE, adapter_folder
-from ..model.adapter_options import read_adapter_config
+from ..model.adapter import read_adapter_config
+from ..model.adapter_base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_FILE, adapter_folder
 from .stored_model import StoredModel
 
 

@@ -62,7 +62,7 @@ class Manifest:
         extra: what the caller has added; values of JSON.
         files: by name, relative to the checkpoint.
         format: of the checkpoint.
-        base: of a checkpoint that holds adapters alone: see `meshwright.model.adapted.Base`.
+        base: of a checkpoint that holds adapters alone: see `meshwright.model.adapter_base.Base`.
     """
 
     step: int

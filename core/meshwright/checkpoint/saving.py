@@ -19,7 +19,7 @@ from .._compat.transformers import save_code
 from ..base.errors import CheckpointError, CheckpointWriteError
 from ..base.version import __version__
 from ..mesh.world import new_group
-from ..model.adapted import adapter_configs, adapter_folder, base_of, left_out
+from ..model.adapter_base import adapter_configs, adapter_folder, base_of, left_out
 from ..strategy.contract import StrategyManager
 from ..tensors.ownership import Rectangle
 from ..tensors.pieces import Sharded

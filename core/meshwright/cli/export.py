@@ -48,7 +48,7 @@ def export(
 
             trust_code(checkpoint / HUGGING_FACE, trust_remote_code, commit=None, where="--trust-remote-code")
         if merge:
-            from ..checkpoint.merging import merge_adapter
+            from ..checkpoint.merged_model import merge_adapter
 
             merge_adapter(checkpoint, output, base=base, dtype=chosen, max_shard_size=max_shard_size, average=ema)
         else:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from .._compat.peft import (
     Factors,
-    adapter_file,
     base_name,
     file_names,
     inject,
@@ -29,8 +28,10 @@ from .._compat.peft import (
     stand_in,
 )
 from ..base.errors import ModelError, nearest
+from ..files.parsing import read_json_object, reason
+from .adapter_base import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .pretrained.files import Source, open_safetensors, rectangle
-from .weights import Weights, fill, is_meta, leave_on_meta
+from .weights import Weights, fill, is_meta, leave_on_meta, replace_parameters
 
 AT_ONCE = 1 << 24
 """So many elements of a base weight are looked at together."""
@@ -104,7 +105,9 @@ def with_adapter(
     """
     require_peft()
     directory = None if adapter_dir is None else Path(adapter_dir)
-    config = _config_of(directory) if peft_config is None else peft_config
+    if peft_config is None and directory is None:
+        raise ModelError("no adapter is given: neither a configuration of peft nor the directory of a saved one.")
+    config = peft_config if directory is None or peft_config is not None else read_adapter_config(directory)
     if getattr(config, "is_prompt_learning", False):
         raise ModelError(
             f"an adapter of type {config.peft_type.value} puts tokens before each sequence, which labels and positions "
@@ -114,7 +117,7 @@ def with_adapter(
     if is_deferred and weights is None:
         raise ModelError("the model is on the meta device, and no weights of it are given.")
     if is_deferred:
-        _put_stand_ins(model)
+        replace_parameters(model, stand_in)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         adapted = inject(model, config, hint=f" {_DRAWN_ALONE}" if is_deferred else "")
@@ -129,18 +132,6 @@ def with_adapter(
         raise ModelError(f"{wrong} starts from values of the base model. {_DRAWN_ALONE}")
     leave_on_meta(adapted)
     return adapted, made
-
-
-def _put_stand_ins(model: nn.Module) -> None:
-    """Parameters that take no memory in place of those on the meta device, tied as they are."""
-    made: dict[int, nn.Parameter] = {}
-    kept = []  # ids are of objects that live
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) not in made:
-                kept.append(parameter)
-                made[id(parameter)] = stand_in(parameter)
-            setattr(module, name, made[id(parameter)])
 
 
 def _drawn(adapted: nn.Module, base: Weights) -> dict[str, Tensor]:
@@ -172,21 +163,26 @@ def _norms(base: Weights, path: str, factors: Factors, start: int, size: int) ->
     return torch.cat(found)
 
 
-def _config_of(directory: Path | None) -> Any:
-    """The configuration of a saved adapter, to be trained on.
+def read_adapter_config(directory: Path) -> Any:
+    """peft's configuration of a saved adapter, to be trained.
 
     Raises:
-        ModelError: there is none, or it is none of peft's.
+        ModelError: there is none, or it cannot be read.
     """
     peft = require_peft()
-    if directory is None or not (directory / "adapter_config.json").is_file():
-        raise ModelError(f"no adapter is given: {directory} has no adapter_config.json. Give a configuration of peft.")
+    path = directory / ADAPTER_CONFIG
+    if not path.is_file():
+        told = "is no directory" if not directory.is_dir() else f"holds no {ADAPTER_CONFIG}"
+        raise ModelError(
+            f"{str(directory)!r} {told}, so it is no adapter of peft. Give a directory that a run with model.peft, or "
+            f"peft's `save_pretrained`, has written."
+        )
     try:
-        config = peft.PeftConfig.from_pretrained(str(directory))
+        read_json_object(path)
+        config: Any = peft.PeftConfig.from_pretrained(str(directory))
     except Exception as error:
-        # peft raises whatever its fields meet.
-        told = str(error).strip().split("\n")[0]
-        raise ModelError(f"{directory / 'adapter_config.json'} is no configuration of peft: {told}") from error
+        # peft raises whatever the values meet.
+        raise ModelError(f"{path} is no configuration of an adapter: {reason(error)}. Write it again.") from None
     config.inference_mode = False
     return config
 
@@ -197,7 +193,7 @@ def files_of(directory: Path, adapted: nn.Module) -> dict[str, Source]:
     Raises:
         ModelError: they are not those of this adapter and this base.
     """
-    path = adapter_file(directory)
+    path = directory / ADAPTER_WEIGHTS
     if not path.is_file():
         raise ModelError(
             f"{directory} holds no adapter: no {path.name}. Give a directory that peft's save_pretrained wrote."

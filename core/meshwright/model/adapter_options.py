@@ -19,9 +19,9 @@ from torch import nn
 
 from .._compat.peft import require_peft
 from ..base.errors import ConfigError, ModelError, nearest
-from ..files.parsing import read_json_object, reason
-from .adapted import ADAPTER_CONFIG, Base, read_base, remember_base
-from .adapter import with_adapter
+from ..files.parsing import reason
+from .adapter import read_adapter_config, with_adapter
+from .adapter_base import ADAPTER_CONFIG, Base, read_base, remember_base
 from .weights import Weights
 
 TYPES = ("lora",)
@@ -71,31 +71,6 @@ def adapter_options(section: Any, *, where: str = "model.peft") -> AdapterOption
     else:
         config = _made(_config_class(own.get("type"), where), given, where)
     return AdapterOptions(_checked(config, where), directory, _base_dtype(own.get("base_dtype"), where))
-
-
-def read_adapter_config(directory: Path) -> Any:
-    """peft's configuration of a saved adapter, to be trained.
-
-    Raises:
-        ModelError: there is none, or it cannot be read.
-    """
-    from peft import PeftConfig
-
-    path = directory / ADAPTER_CONFIG
-    if not path.is_file():
-        told = "is no directory" if not directory.is_dir() else f"holds no {ADAPTER_CONFIG}"
-        raise ModelError(
-            f"{str(directory)!r} {told}, so it is no adapter of peft. Give a directory that a run with model.peft, or "
-            f"peft's `save_pretrained`, has written."
-        )
-    try:
-        read_json_object(path)
-        config = PeftConfig.from_pretrained(str(directory))
-    except Exception as error:
-        # peft raises whatever the values meet.
-        raise ModelError(f"{path} is no configuration of an adapter: {reason(error)}. Write it again.") from None
-    config.inference_mode = False
-    return config
 
 
 def adapt(

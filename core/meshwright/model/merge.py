@@ -15,10 +15,11 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .._compat.peft import active_copies, base_name, is_adapted, merge_layer, wrapped, wrappers
+from .._compat.peft import active_copies, base_name, is_adapted, merge_layer, wrappers
 from ..base.errors import ConfigError, StrategyError
 from ..mesh.mesh import Mesh
 from ..tensors.whole_parameters import Held, whole_parameters
+from .weights import set_tensor
 
 Adapters: TypeAlias = Literal["apart", "merged"]
 """Whether adapters are given beside the base, by peft's names, or merged into it, by the base's."""
@@ -35,7 +36,7 @@ class Merging:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        layers = {path: layer for path, layer in wrappers(model) if wrapped(layer) is not layer}
+        layers = dict(wrappers(model, outermost=True))
         empty = {id(each): _empty(each) for each in model.parameters()}
         # Without memory; what is tied stays so.
         self._layers: dict[str, Any] = copy.deepcopy(layers, dict(empty))
@@ -100,14 +101,28 @@ class Merging:
         values = {name: value if self._first[name] == name else value.clone() for name, value in values.items()}
         found = {base_name(name): value for name, value in values.items() if name not in self._of_layer}
         for path in group:
-            layer = copy.deepcopy(self._layers[path])
-            for name, _ in list(layer.named_parameters(remove_duplicate=False)):
-                owner, _, leaf = name.rpartition(".")
-                value = nn.Parameter(values[f"{path}.{name}"], requires_grad=False)
-                setattr(layer.get_submodule(owner), leaf, value)
-            merged = merge_layer(layer, base_name(path)).named_parameters()
+            merged = merged_layer(self._layers[path], path, values).named_parameters()
             found |= {f"{base_name(path)}.{name}": each.detach() for name, each in merged}
         return list(found.items())
+
+
+def merged_layer(layer: nn.Module, path: str, values: Mapping[str, Tensor]) -> nn.Module:
+    """The layer of the base that a wrapper's active adapters and what it is around make.
+
+    Args:
+        layer: the wrapper; a copy is merged, which takes no memory where the wrapper has none.
+        path: its name in the adapted model.
+        values: of the wrapper's tensors, by their names in the adapted model; they are written into.
+
+    Raises:
+        ModelError: peft cannot merge it.
+    """
+    layer = copy.deepcopy(layer)
+    for name, _ in list(layer.named_parameters(remove_duplicate=False)):
+        set_tensor(layer, name, nn.Parameter(values[f"{path}.{name}"], requires_grad=False))
+    for name, buffer in list(layer.named_buffers(remove_duplicate=False)):
+        set_tensor(layer, name, values.get(f"{path}.{name}", buffer))
+    return merge_layer(layer, base_name(path))
 
 
 class Holder(Protocol):

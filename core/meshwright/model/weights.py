@@ -44,15 +44,22 @@ def is_meta(model: nn.Module) -> bool:
 
 def leave_on_meta(model: nn.Module) -> None:
     """Plain parameters without values in place of all, tied as they are."""
-    plain: dict[int, nn.Parameter] = {}
-    kept = []  # ids are of objects that live
+
+    def plain(parameter: nn.Parameter) -> nn.Parameter:
+        values = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        return nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+    replace_parameters(model, plain)
+
+
+def replace_parameters(model: nn.Module, made: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """Put what is made of each parameter in its place; in place. What is tied is made once, and stays tied."""
+    others: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) not in plain:
-                kept.append(parameter)
-                values = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                plain[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-            setattr(module, name, plain[id(parameter)])
+            if parameter not in others:
+                others[parameter] = made(parameter)
+            setattr(module, name, others[parameter])
 
 
 def deferred_weights(model: nn.Module, mesh: Mesh) -> DeferredModel:
@@ -93,9 +100,9 @@ def materialize(
     for names in tied.values():
         for name in names[1:]:
             # `to_empty` has made one for each name.
-            _set(model, name, model.get_parameter(names[0]))
+            set_tensor(model, name, model.get_parameter(names[0]))
     for name, buffer in buffers.items():
-        _set(model, name, torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device))
+        set_tensor(model, name, torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device))
 
 
 @torch.no_grad()
@@ -120,6 +127,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
+def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put another parameter or buffer in the place of one."""
     module, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(module), leaf, tensor)

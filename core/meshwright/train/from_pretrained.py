@@ -24,7 +24,7 @@ from ..base.validation import validated
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import MeshSizes
 from ..mesh.world import World, open_world
-from ..model.adapted import Base
+from ..model.adapter_base import Base
 from ..model.adapter_options import AdapterOptions, adapt, adapter_options
 from ..model.build import as_dtype, config_from_directory, config_from_mapping, new_model_on_meta
 from ..model.pretrained import PretrainedWeights, commit_of, find_on_all, open_pretrained

@@ -14,7 +14,7 @@ from ..base.errors import ModelError
 from ..checkpoint import read_manifest
 from ..checkpoint.directory import HUGGING_FACE
 from ..mesh.world import World
-from ..model.adapted import Base, fingerprint_of
+from ..model.adapter_base import Base, fingerprint_of
 from ..model.adapter_options import AdapterOptions, adapt, adapter_options, check_base
 from ..model.build import build_model, dtype_of
 from ..model.pretrained import commit_of, find_directory, find_on_all

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..data import Rows
-from ..model.adapted import ADAPTER_CONFIG
+from ..model.adapter_base import ADAPTER_CONFIG
 from ..strategy.contract import IGNORED_LABEL
 from .run_sections import SampleConfig
 

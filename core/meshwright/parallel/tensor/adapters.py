@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..._compat.peft import LowRank, low_rank, saved_copies, sum_norms, tuner_layers, wrapped
+from ..._compat.peft import LowRank, low_rank, saved_copies, sum_norms, wrapped, wrappers
 from ..._compat.torch import all_reduce, own_parameters
 from ...model.forward_order import Layer, put_around
 from .around import Around
@@ -67,13 +67,12 @@ def of_parameters(model: nn.Module, parameters: Mapping[str, str], leave: Iterab
 
 def has_other_wrappers(model: nn.Module) -> bool:
     """Whether something wraps layers that is no low-rank adapter, of which is not known how it computes."""
-    return any(low_rank(layer) is None for _, layer in tuner_layers(model))
+    return any(low_rank(layer) is None for _, layer in wrappers(model))
 
 
 def parts_of_wrappers(model: nn.Module) -> set[str]:
     """The modules within a tuner's wrappers."""
-    layers = tuner_layers(model)
-    return {f"{name}.{each}" for name, layer in layers for each, _ in layer.named_modules() if each}
+    return {f"{name}.{each}" for name, layer in wrappers(model) for each, _ in layer.named_modules() if each}
 
 
 def layer_at(model: nn.Module, name: str) -> nn.Module:
@@ -118,7 +117,7 @@ def divided_along_input(model: nn.Module, divisions: Mapping[str, Division]) -> 
 def readers_of(model: nn.Module, modules: set[nn.Module]) -> set[nn.Module]:
     """Modules, and in place of those that are not called, of which a wrapper reads the parameters, the wrapper."""
     found = set(modules)
-    for _, layer in tuner_layers(model):
+    for _, layer in wrappers(model):
         adapter = low_rank(layer)
         if adapter is not None:
             read = {layer.get_submodule(each.rpartition(".")[0]) for each in (*adapter.outer, *adapter.inner)}

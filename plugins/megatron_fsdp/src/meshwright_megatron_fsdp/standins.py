@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from meshwright.model.weights import materialize
+from meshwright.model.weights import materialize, replace_parameters
 
 
 def stand_in(model: nn.Module, device: torch.device, *, without_memory: bool) -> None:
@@ -21,16 +21,16 @@ def stand_in(model: nn.Module, device: torch.device, *, without_memory: bool) ->
         device: where parameters and buffers come to lie.
         without_memory: parameters are views of one element each, to be copied and never written to.
     """
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if not parameter.is_meta:
-                continue
-            if id(parameter) not in made:
-                value = _one(parameter, device) if without_memory else torch.empty_like(parameter, device=device)
-                made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                made[id(parameter)].__dict__.update(parameter.__dict__)
-            setattr(module, name, made[id(parameter)])
+
+    def made(parameter: nn.Parameter) -> nn.Parameter:
+        if not parameter.is_meta:
+            return parameter
+        value = _one(parameter, device) if without_memory else torch.empty_like(parameter, device=device)
+        other = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        other.__dict__.update(parameter.__dict__)
+        return other
+
+    replace_parameters(model, made)
     materialize(model, device)
 
 

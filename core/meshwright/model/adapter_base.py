@@ -1,4 +1,4 @@
-"""A model with adapters, and the base below them: which of its tensors come from the base's files, and from which base.
+"""The base below adapters: which one it is, and which tensors of an adapted model come from its files.
 
 [Note: the base] An adapter is of use with the base alone that it was trained on. A base is known by where its files
 are, and by a fingerprint of what they hold, so that it may be moved. What comes from it and does not train is in no

@@ -1,8 +1,8 @@
 """Merge adapters into their base: a whole model, written in bounded memory.
 
-peft's own layers do the merging, so that the weights are those of `merge_and_unload`, to the bit. But of the adapted
-model one layer at a time has values: those of its base are read from the base's files, those of the adapter from the
-checkpoint, or from the directory of an adapter.
+Layers are merged as `model.merge` merges those of a model that trains, so that the weights are those of
+`merge_and_unload`, to the bit. But of the adapted model one layer at a time has values: those of its base are read from
+the base's files, those of the adapter from the checkpoint, or from the directory of an adapter.
 
 [Note: tied weights] Where an adapter changes one of two tied weights, both are written, and the configuration says that
 they are not tied. So the merged model computes what the adapted one has computed. `merge_and_unload` adds the change to
@@ -12,7 +12,7 @@ both.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.peft import adapted_on_meta, base_name, merge_layer, wrappers
+from .._compat.peft import active_copies, adapted_on_meta, base_name, wrappers
 from ..base.errors import CheckpointError, ConfigError, ModelError
-from ..model.adapted import ADAPTER_CONFIG, Base, fingerprint_of, read_base
-from ..model.adapter import files_of
-from ..model.adapter_options import read_adapter_config
+from ..model.adapter import files_of, read_adapter_config
+from ..model.adapter_base import ADAPTER_CONFIG, Base, fingerprint_of, read_base
 from ..model.build import config_from_directory
+from ..model.merge import merged_layer
 from ..model.pretrained import PretrainedWeights, find_directory, open_pretrained
 from ..model.pretrained.files import Source
 from ..tensors.state import TensorKind
@@ -102,13 +102,17 @@ class Merged:
         for name, _ in self._adapted.named_parameters():
             if name not in self._values and base_name(name) not in weights:
                 raise CheckpointError(f"neither the adapter nor its base has {name}. Merge one that is whole.")
-        # Of each tensor of the base: the layer that changes it.
-        self._layer = {
-            name: path
-            for path, layer in wrappers(self._adapted)
-            for name in (base_name(f"{path}.{below}") for below, _ in _tensors(layer))
-            if name in weights
+        copies = active_copies(self._adapted)
+        # Of each tensor of the base: its name in the adapted model, or that of the trained copy in its place.
+        self._names = {base_name(name): name for name in self._adapted.state_dict() if copies.get(name, True)}
+        # The wrapper that changes it.
+        self._wrapper = {
+            base_name(name): path
+            for path, layer in wrappers(self._adapted, outermost=True)
+            for name in (f"{path}.{each}" for each in layer.state_dict())
+            if base_name(name) in weights
         }
+        self._changed = self._wrapper.keys() | {base_name(name) for name in copies}
         self._last: tuple[str, dict[str, Tensor]] | None = None
         self._untie_what_differs()
         state = self.whole.state_dict(keep_vars=True)
@@ -116,9 +120,9 @@ class Merged:
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """All of a tensor of the merged model, in the dtype of the base."""
-        path = self._layer.get(name)
+        path = self._wrapper.get(name)
         if path is None:
-            return self._of_base(f"base_model.model.{name}").to(dtype)
+            return self._before(self._names[name]).to(dtype)
         if self._last is None or self._last[0] != path:
             self._last = None
             self._last = path, self._merged(path)
@@ -126,18 +130,12 @@ class Merged:
 
     def _merged(self, path: str) -> dict[str, Tensor]:
         """The tensors of one layer of the base, with what the adapter makes of them."""
-        layer = copy.deepcopy(self._adapted.get_submodule(path))
-        for name, tensor in list(_tensors(layer)):
-            module, _, leaf = name.rpartition(".")
-            owner = layer.get_submodule(module)
-            value = self._of_base(f"{path}.{name}")
-            setattr(
-                owner, leaf, nn.Parameter(value, requires_grad=False) if isinstance(tensor, nn.Parameter) else value
-            )
-        below = base_name(path)
-        return {f"{below}.{name}": tensor.detach() for name, tensor in _tensors(merge_layer(layer, below))}
+        layer = self._adapted.get_submodule(path)
+        values = {name: self._before(name) for name in (f"{path}.{each}" for each in layer.state_dict())}
+        merged = merged_layer(layer, path, values).state_dict()
+        return {f"{base_name(path)}.{name}": tensor for name, tensor in merged.items()}
 
-    def _of_base(self, name: str) -> Tensor:
+    def _before(self, name: str) -> Tensor:
         """A tensor of the adapted model, before merging."""
         if name in self._values:
             return self._values[name]()
@@ -152,7 +150,7 @@ class Merged:
         first: dict[int, str] = {}
         for name, value in state.items():
             other = first.setdefault(id(value), name)
-            if other == name or not {name, other} & self._layer.keys():
+            if other == name or not {name, other} & self._changed:
                 continue
             if not torch.equal(self.read(name, value.dtype), self.read(other, value.dtype)):
                 self._untie(name, other)
@@ -173,11 +171,6 @@ class Merged:
             )
         whole.generation_config = getattr(self.whole, "generation_config", None)
         self.whole = whole
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 # -- where an adapter comes from
