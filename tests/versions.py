@@ -125,8 +125,8 @@ def page(results: dict[str, dict[str, object]]) -> str:
     lines = [
         "# Versions that were run",
         "",
-        "`make test-versions` runs the tests of compatibility, parity, state, loading, data, adapters and each axis with",
-        "each of these, on CPU over gloo. The ranges in the packages' `pyproject.toml` are bounded by what passed.",
+        "`make test-versions` runs the tests of compatibility, parity, state, loading, data, adapters and each axis",
+        "with each of these, on CPU over gloo. The ranges in `pyproject.toml` are bounded by what passed.",
         "",
         "| | torch | transformers | megatron-fsdp | passed | failed | skipped | date |",
         "|---|---|---|---|---|---|---|---|",
