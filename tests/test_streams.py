@@ -230,10 +230,10 @@ def test_a_dataset_is_streamed(config: Any, tmp_path: Path) -> None:
 def test_a_dataset_that_is_broken_further_on_is_told(config: Any, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "rows").mkdir()
-    with write(tmp_path / "rows", "train.jsonl", 60).open("a", encoding="utf-8") as file:
-        file.write("\n{broken\n")
+    write(tmp_path / "rows", "train-0.jsonl", 60)
+    (tmp_path / "rows" / "train-1.jsonl").write_text('{"text": "whole"}\n{broken\n', encoding="utf-8")
     (feed,) = feeds(config({"dataset": str(tmp_path / "rows"), "streaming": True}))
-    with pytest.raises(DataError, match=r"the dataset '.*rows' cannot be read: JSON parse error"):
+    with pytest.raises(DataError, match=r"the dataset '.*rows' cannot be read: "):
         steps_of([feed], range(20))
 
 
