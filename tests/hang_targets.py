@@ -26,7 +26,7 @@ def wait_long():
 
 def places():
     """Where a rank can hang: the class and name of a method, on which of its calls, and how."""
-    from meshwright.checkpoint.export import _Export
+    from meshwright.checkpoint.export import Export
     from meshwright.checkpoint.saving import Saving
     from meshwright.manager.data_parallel import DataParallelManager
 
@@ -34,7 +34,7 @@ def places():
         "step": (DataParallelManager, "forward_backward", 2, stop),
         "evaluation": (DataParallelManager, "eval_loss", 1, stop),
         "save": (Saving, "write", 1, stop),
-        "export": (_Export, "__init__", 1, stop),
+        "export": (Export, "__init__", 1, stop),
         "code": (DataParallelManager, "clip_grad_norm", 2, wait_long),
     }
 

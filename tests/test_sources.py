@@ -118,6 +118,13 @@ def test_a_text_file_is_a_document_also_where_it_is_compressed(suffix: str, tmp_
     assert record.value == {"text": text}
 
 
+def test_a_text_file_beside_others_has_its_text_where_they_have_theirs(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("plain", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"body": "of a field"}\n', encoding="utf-8")
+    source = SourceConfig(files=[str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")], fields={"text": "body"})
+    assert [record.value for record in read_records(source)] == [{"body": "plain"}, {"body": "of a field"}]
+
+
 def test_places_are_the_lines_where_records_begin(tmp_path: Path) -> None:
     where = {
         "a.jsonl": b'{"text": "a"}\n\n{"text": "b"}\n',

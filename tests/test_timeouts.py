@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hang_targets
 import pytest
 import yaml
 from test_cli import LAUNCHER_VARIABLES, write_run
@@ -53,6 +54,11 @@ def _timeouts(root: str, layout: str) -> list[float]:
         saver.save(1)
         saver.wait()
         return [group_timeout(group).total_seconds() for group in live_groups()]
+
+
+def test_the_places_where_ranks_are_made_to_hang_exist() -> None:
+    for owner, name, _, _ in hang_targets.places().values():
+        assert callable(getattr(owner, name))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1196,6 +1196,14 @@ _bug(
     kind="a process that dies while it answers is not told of",
 )
 _bug(
+    "plain_text_has_no_field",
+    "meshwright.data.reading.sources",
+    'yield {self.config.fields.get("text", "text"): value["text"]}, where',
+    "yield value, where",
+    f"{_SOURCES}::test_a_text_file_beside_others_has_its_text_where_they_have_theirs",
+    kind="text files beside those with fields are refused",
+)
+_bug(
     "tasks_are_taken_as_they_end",
     "meshwright.data.encoding.tokenizing",
     "            while pending:\n                yield pending.popleft().result()\n",

@@ -24,6 +24,8 @@ from .stdlib import library_records
 _STDLIB_LEAVES_OUT = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 )
+_PLAIN = (".txt", ".py")
+"""Kinds of files that are text as a whole."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,9 @@ class FoundSource:
             for value, where in read_file(file.path, meter):
                 if file.path.suffix == ".py" and self.config.format != "text":
                     yield from library_records(value["text"], file.path, self.config.format)
+                elif kind_of(file.path) in _PLAIN:
+                    # Such files have no fields, so the one of the source's other files holds the text.
+                    yield {self.config.fields.get("text", "text"): value["text"]}, where
                 else:
                     yield value, where
             meter.done, meter.file = meter.done + file.size, None
@@ -93,7 +98,7 @@ def find_source(config: SourceConfig) -> FoundSource:
     patterns = [config.files] if isinstance(config.files, str) else config.files or []
     # A file that several globs match is one file: dict keys keep the first place.
     paths = list(dict.fromkeys(path for pattern in patterns for path in _paths(pattern)))
-    if all(kind_of(path) in (".txt", ".py") for path in paths):
+    if all(kind_of(path) in _PLAIN for path in paths):
         if config.format != "text" and any(kind_of(path) == ".txt" for path in paths):
             raise DataError(
                 f"format={config.format} is read from objects with fields; .txt files have none: {paths[0]}."
