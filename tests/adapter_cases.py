@@ -117,15 +117,16 @@ def merged_parameters(strategy: str, config: Any, sizes: Any, case: Case, wrappe
     before = full_weights(manager)
     given = dict(manager.iter_parameters(bucket_bytes=1 << 12, adapters="merged"))
     after = full_weights(manager)
-    # Of two tied weights one may be adapted: then they are two.
-    tied = None if case.tied is None else False
-    plain = case_model(case.model_type, tied=tied, seed=0, dtype=torch.float64, layers=case.layers)
+    # Of two tied weights one may be adapted: then they are two, and come together.
+    how: Any = {"seed": 0, "dtype": torch.float64, "layers": case.layers}
+    plain = case_model(case.model_type, tied=False, **how)
+    is_tied = case_model(case.model_type, tied=case.tied, **how).config.tie_word_embeddings
     order = [name for name, _ in plain.named_parameters()]
     whole = adapted_model(plain, case.adapter or {}, seed=0)
     whole.load_state_dict(before, strict=False)
     expected = dict(whole.merge_and_unload().named_parameters())
-    if case.tied and "lm_head.weight" not in given:
-        given["lm_head.weight"] = given["model.embed_tokens.weight"]
+    if is_tied:
+        given.setdefault("lm_head.weight", given["model.embed_tokens.weight"])
         order.remove("lm_head.weight")
     differing = [name for name, value in expected.items() if name not in given or not torch.equal(given[name], value)]
     is_same = all(torch.equal(before[name], after[name]) for name in before)
