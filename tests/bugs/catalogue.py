@@ -1535,6 +1535,15 @@ _bug(
     kind="what a checkpoint tells of a loader changes before it is saved",
 )
 _bug(
+    "who_fails_alone_ends_alone",
+    "meshwright.train.failures",
+    "    if world.reduce_ints([error is not None])[0]:\n        raise_on_all(world, error, kind, what)\n",
+    "    if error is not None:\n        raise error\n",
+    f"{_FIT}::test_what_fails_on_one_rank_ends_all_of_them[held out-BatchError-the microbatches of held_out cannot be "
+    "drawn: ZeroDivisionError: no such row]",
+    kind="ranks wait for one whose held-out data could not be read",
+)
+_bug(
     "the_end_of_a_pass_hides_an_error",
     "meshwright.train.batches",
     "    if failed or count in (0, world.size):\n",
