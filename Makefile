@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PLUGINS := -e plugins/fsdp2 -e plugins/ddp -e plugins/megatron_fsdp -e plugins/pipeline
+# Over frameworks of others, which training does not need.
+BRIDGES := -e plugins/fabric
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DISTRIBUTIONS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 
@@ -14,7 +16,7 @@ DISTRIBUTIONS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.t
 	touch $@
 
 .venv/installed: .venv/trains
-	$(INSTALL) -e '.[all,dev]' $(PLUGINS)
+	$(INSTALL) -e '.[all,dev]' $(PLUGINS) $(BRIDGES)
 	touch $@
 
 train: .venv/trains

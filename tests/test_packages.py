@@ -29,6 +29,10 @@ def project(directory: Path) -> dict[str, Any]:
 CORE = project(ROOT)
 
 
+STRATEGIES = [path for path in PLUGINS if "entry-points" in project(path)]
+"""The others are bridges to frameworks of others, which register nothing."""
+
+
 def extra_of(directory: Path) -> str:
     return project(directory)["name"].removeprefix("meshwright-")
 
@@ -47,10 +51,15 @@ def test_a_plugin_has_cores_version_and_python_and_depends_on_exactly_that_core(
 
 
 @pytest.mark.parametrize("directory", PLUGINS, ids=lambda path: path.name)
-def test_a_plugin_has_an_extra_an_install_line_and_an_entry_point_of_its_name(directory):
+def test_a_plugin_has_an_extra(directory):
+    name = f"{project(directory)['name']}=={CORE['version']}"
+    assert CORE["optional-dependencies"][extra_of(directory)] == [name]
+
+
+@pytest.mark.parametrize("directory", STRATEGIES, ids=lambda path: path.name)
+def test_a_strategy_has_an_install_line_and_an_entry_point_of_its_name(directory):
     plugin = project(directory)
     name = directory.name
-    assert CORE["optional-dependencies"][extra_of(directory)] == [f"{plugin['name']}=={CORE['version']}"]
     assert list(plugin["entry-points"]["meshwright"]) == [name]
     assert INSTALLABLE[name] == extra_of(directory)
     assert f"plugins/{name}" in install_line(name)
@@ -62,11 +71,11 @@ def test_there_is_an_extra_for_each_strategy_of_the_project_and_all_holds_those_
     (everything,) = extras["all"]
     named = re.fullmatch(r"meshwright\[(.*)\]", everything)
     assert named, everything
-    assert set(named[1].split(",")) == {extra_of(directory) for directory in PLUGINS}
+    assert set(named[1].split(",")) == {extra_of(directory) for directory in STRATEGIES}
 
 
 def test_every_strategy_that_is_offered_for_installation_is_a_package_here():
-    assert set(INSTALLABLE) == {directory.name for directory in PLUGINS}
+    assert set(INSTALLABLE) == {directory.name for directory in STRATEGIES}
 
 
 # -- each alone
@@ -133,7 +142,7 @@ def test_core_alone_lists_single_and_offers_the_others(core, dependencies):
     assert told(run_with([core, dependencies], LIST)) == (["single"], sorted(INSTALLABLE))
 
 
-@pytest.mark.parametrize("directory", PLUGINS, ids=lambda path: path.name)
+@pytest.mark.parametrize("directory", STRATEGIES, ids=lambda path: path.name)
 def test_a_plugin_works_alone_beside_core(directory, core, dependencies, tmp_path):
     name = directory.name
     paths = [installed(directory, tmp_path / name), core, dependencies]

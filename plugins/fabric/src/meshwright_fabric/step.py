@@ -1,0 +1,83 @@
+"""The model that Fabric sees: called once a step, with all microbatches of this rank.
+
+[Note: one call] Fabric's loops call the model for each microbatch and run a backward for each. Neither a pipeline nor a
+loss over the tokens of the whole step can be had so. Here the call computes loss and gradients; `fabric.backward` of
+that loss, and of nothing made from it, says that they are meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright import Objective, StrategyManager
+from meshwright.base.errors import StrategyError
+
+
+class _Announced(torch.autograd.Function):
+    """A loss whose gradients there are already; its backward checks that nothing was done to it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, step: StepModule) -> Tensor:
+        ctx.step = step
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        (factor,) = gradients
+        if float(factor) != 1.0:
+            raise StrategyError(
+                f"backward of the loss times {float(factor):g}: under MeshStrategy the loss of a step is complete when "
+                f"the model returns it. Call fabric.backward(loss) with that loss as it is, once; it is a mean over "
+                f"all tokens of the step already, and other terms belong into an objective."
+            )
+        ctx.step.is_backward_due = False
+        return None, None, None
+
+
+class StepModule(nn.Module):
+    """Calls a manager; see [Note: one call].
+
+    Attributes:
+        is_backward_due: whether there are gradients of a step for whose loss no backward has been called.
+
+    Args:
+        manager: with its model.
+    """
+
+    def __init__(self, manager: StrategyManager) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(manager.model_parts)
+        self.is_backward_due = False
+        self._manager = manager
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def forward(self, *given: Any, objective: Objective | None = None, **others: Any) -> Tensor:
+        """Loss of a step: with gradients, or, under `torch.no_grad()`, in evaluation mode without.
+
+        Args:
+            given: one argument: a list of this data rank's microbatches, mappings with `input_ids` and `labels`.
+            objective: as of `StrategyManager.forward_backward`.
+
+        Returns:
+            Mean loss per token of the global batch [nats], or the objective's sum over its count; equal on all ranks.
+
+        Raises:
+            StrategyError: it was called as a model is.
+        """
+        if len(given) != 1 or others or isinstance(given[0], (Mapping, Tensor)):
+            raise StrategyError(
+                "under MeshStrategy a model is called once a step, with the list of this rank's microbatches, each "
+                "with input_ids and labels, and returns their loss: loss = model([batch, batch])."
+            )
+        microbatches = list(given[0])
+        num_tokens = self._manager.announce(microbatches, objective=objective)
+        if not torch.is_grad_enabled():
+            return self._manager.eval_loss(microbatches, num_tokens=num_tokens, objective=objective)
+        loss = self._manager.forward_backward(microbatches, num_tokens=num_tokens, objective=objective)
+        self.is_backward_due = True
+        announced: Tensor = _Announced.apply(self._anchor, loss, self)
+        return announced

@@ -1,0 +1,217 @@
+"""A strategy for Lightning Fabric that trains through a meshwright manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from inspect import signature
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from lightning.fabric.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright import Mesh, MeshSizes, StrategyManager, load_checkpoint, open_world, resolve, save_checkpoint
+from meshwright.base.errors import CheckpointError, ConfigError, StrategyError, TrainingError
+from meshwright.train.from_pretrained import Sizes
+
+from ._compat import refuse_accumulation
+from .step import StepModule
+
+
+class MeshStrategy(DDPStrategy):
+    """Processes, collectives and launching are those of Lightning's DDPStrategy; model, optimizer, clipping and
+    checkpoints those of a meshwright strategy.
+
+    Args:
+        strategy, config, wrapper_config: as of `meshwright.resolve`.
+        timeout_s: how long a collective waits for peers, in seconds.
+        sizes: `tp_size=2` and the like, as of `meshwright.from_pretrained`.
+    """
+
+    def __init__(
+        self,
+        strategy: str = "fsdp2",
+        *,
+        config: Mapping[str, Any] | None = None,
+        wrapper_config: Mapping[str, Mapping[str, Any]] | None = None,
+        timeout_s: float = 600.0,
+        **sizes: Unpack[Sizes],
+    ) -> None:
+        # Gloo beside NCCL serves CPU tensors: small agreements, and checkpoints.
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else None
+        super().__init__(process_group_backend=backend, timeout=timedelta(seconds=timeout_s))
+        refuse_accumulation(self)
+        self._wanted = (strategy, MeshSizes(**sizes))
+        self._config, self._wrapper_config = config, wrapper_config
+        self._module: StepModule | None = None
+        self._names: dict[nn.Parameter, str] = {}
+        self.steps = 0
+
+    @property
+    def manager(self) -> StrategyManager:
+        """What trains: for `unshard`, `token_stats`, `iter_parameters` and `last_sums`."""
+        if self._module is None:
+            raise StrategyError("MeshStrategy has no model yet: call fabric.setup(model, optimizer) first.")
+        return self._manager
+
+    def setup_environment(self) -> None:
+        if self.precision.precision != "32-true":
+            raise ConfigError(
+                f"precision={self.precision.precision!r} has no effect under MeshStrategy. Leave it out: parameters "
+                f"keep the model's dtype, and dtypes of computing and reducing are options of the strategy (config)."
+            )
+        super().setup_environment()
+        name, sizes = self._wanted
+        world = open_world(self.root_device)
+        stack, degrees = resolve(name, sizes, world.size, config=self._config, wrapper_config=self._wrapper_config)
+        self.mesh = Mesh(degrees, world)
+        self._manager = stack.build(self.mesh)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks along tp, cp and pp share their batches."""
+        return {"num_replicas": self.mesh.data_size, "rank": self.mesh.data_rank}
+
+    # -- model and optimizer
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """A rank's device gets what the strategy keeps there, and no whole model."""
+
+    def setup_module(self, module: nn.Module) -> StepModule:
+        named = list(module.named_parameters())
+        self._manager.parallelize(module)
+        parts = [pair for part in self._manager.model_parts for pair in part.named_parameters()]
+        # An optimizer may have been made of the parameters before, or after.
+        self._names = {parameter: name for name, parameter in [*named, *parts]}
+        self._module = StepModule(self._manager)
+        return self._module
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        if scheduler is not None:
+            raise StrategyError(_SCHEDULER)
+        return self.setup_module(module), [self.setup_optimizer(each) for each in optimizers], None
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Another one of the same class and settings, of the sharded parameters."""
+        manager = self.manager
+        if not self._names:
+            raise StrategyError(
+                "MeshStrategy takes one optimizer, of all parameters that train, with as many groups as needed."
+            )
+        if any("initial_lr" in group for group in optimizer.param_groups):
+            raise StrategyError(_SCHEDULER)
+        options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        group_of = {}
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter not in self._names:
+                    raise StrategyError("the optimizer has a parameter that is not of the model that was set up.")
+                group_of[self._names[parameter]] = number
+        cls: Callable[..., Optimizer] = type(optimizer)
+        # Some defaults are no arguments (AdamW's decoupled_weight_decay); groups have them all.
+        taken = {key: value for key, value in optimizer.defaults.items() if key in signature(cls).parameters}
+
+        def factory(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+            groups: list[dict[str, Any]] = [{**each, "params": []} for each in options]
+            for name, parameter in named:
+                if name not in group_of:
+                    raise StrategyError(
+                        f"the optimizer lacks {name}, which is trained. Give it all, or requires_grad_(False)."
+                    )
+                groups[group_of[name]]["params"].append(parameter)
+            return cls([group for group in groups if group["params"]], **taken)
+
+        made = manager.build_optimizer(factory)
+        self._names = {}
+        return made
+
+    # -- a step
+
+    def optimizer_step(self, optimizer: Any, **options: Any) -> None:
+        module = self._own(optimizer)
+        if options:
+            raise StrategyError(f"optimizer.step({', '.join(options)}=...) is not taken by MeshStrategy: call step().")
+        if module.is_backward_due:
+            raise StrategyError("optimizer.step() before fabric.backward(loss) of the last call of the model.")
+        self.manager.optimizer_step()
+        self.steps += 1
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        self._own(optimizer)
+        norm = self.manager.clip_grad_norm(max_norm, float(norm_type))
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise TrainingError(f"the norm of the gradients is {float(norm)}. Lower the rate, or look at the batch.")
+        return norm
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        raise StrategyError(f"clip_val={clip_val} is not taken by MeshStrategy: use max_norm, or leave clipping out.")
+
+    def _own(self, optimizer: Any) -> StepModule:
+        if self._module is None or optimizer is not self.manager.optimizer:
+            raise StrategyError("this is not the optimizer that fabric.setup has returned, which steps the model.")
+        return self._module
+
+    # -- checkpoints
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """A checkpoint of meshwright: a directory that any layout reads. Other values of `state` are values of JSON."""
+        if storage_options is not None or filter:
+            raise CheckpointError("storage_options and filter are not taken by MeshStrategy: leave them out.")
+        others = {name: _stored(value) for name, value in self._others(state).items()}
+        save_checkpoint(self.manager, Path(path), step=self.steps, extra=others)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: Any = None
+    ) -> dict[str, Any]:
+        others = self._others(state)
+        manifest = load_checkpoint(self.manager, Path(path))
+        stored = dict(manifest.extra)
+        missing = sorted(others.keys() - stored.keys())
+        if missing and strict:
+            raise CheckpointError(f"the checkpoint {path} has no {', '.join(missing)}; it has {sorted(stored)}.")
+        for name in others.keys() & stored.keys():
+            if hasattr(others[name], "load_state_dict"):
+                others[name].load_state_dict(stored.pop(name))
+            else:
+                state[name] = stored.pop(name)
+        self.steps = manifest.step
+        return stored
+
+    def _others(self, state: Any) -> dict[str, Any]:
+        """What of `state` is neither model nor optimizer, both of which it must have."""
+        manager = self.manager
+        needed = {"the model": self._module, "the optimizer": manager.optimizer}
+        lacking = [
+            name
+            for name, each in needed.items()
+            if not isinstance(state, dict) or all(each is not v for v in state.values())
+        ]
+        if lacking:
+            raise CheckpointError(
+                f'state={{"model": model, "optimizer": optimizer, ...}} lacks {" and ".join(lacking)}.'
+            )
+        return {name: value for name, value in state.items() if all(value is not each for each in needed.values())}
+
+
+_SCHEDULER = (
+    "the schedule was made for an optimizer that is replaced by fabric.setup, since its parameters are. Make it from "
+    "the optimizer that fabric.setup returns: scheduler = LambdaLR(optimizer, ...)."
+)
+
+
+def _stored(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "state_dict") else value

@@ -1,0 +1,377 @@
+"""Lightning Fabric over managers: the numbers of one process under every layout, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("lightning")
+
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+import meshwright as mw
+from meshwright.base.errors import CheckpointError, ConfigError, MeshwrightError, StrategyError, TrainingError
+from meshwright.testing import Case, pool
+from meshwright.testing.case import Outcome, share
+from meshwright.testing.models import case_model
+from meshwright.testing.parity import difference, full_weights, reference
+from meshwright_fabric import MeshStrategy
+
+README = Path(__file__).parents[1] / "README.md"
+CASE = Case(microbatches=3, steps=4)
+LAYOUTS = {
+    "single": (1, "single", {}, {}),
+    "ddp": (2, "ddp", {}, {}),
+    "ddp, distributed optimizer": (2, "ddp", {"engine": "bucketed", "use_distributed_optimizer": True}, {}),
+    "fsdp2": (2, "fsdp2", {}, {}),
+    "hsdp": (4, "fsdp2", {}, {"dp_replicate_size": 2}),
+    "tp": (2, "fsdp2", {}, {"tp_size": 2}),
+    "cp": (2, "fsdp2", {}, {"cp_size": 2}),
+    "pp": (2, "fsdp2", {}, {"pp_size": 2}),
+    "pp x dp": (4, "fsdp2", {}, {"pp_size": 2}),
+    "megatron_fsdp": (2, "megatron_fsdp", {}, {}),
+}
+Layout = tuple[int, str, Mapping[str, Any], Mapping[str, Any]]
+
+
+class _Ranks(ClusterEnvironment):
+    """The ranks that there are: Fabric starts none."""
+
+    creates_processes_externally = True
+    main_address, main_port = "127.0.0.1", 0
+
+    @staticmethod
+    def detect() -> bool:
+        return True
+
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+    local_rank = global_rank
+
+    def node_rank(self) -> int:
+        return 0
+
+    def set_world_size(self, size: int) -> None: ...
+
+    def set_global_rank(self, rank: int) -> None: ...
+
+
+def _launched(layout: Layout, **options: Any) -> Fabric:
+    size, strategy, config, sizes = layout
+    wanted = MeshStrategy(strategy, config=config, **sizes)
+    fabric = Fabric(accelerator="cpu", devices=size, strategy=wanted, plugins=[_Ranks()], **options)
+    fabric.launch()
+    return fabric
+
+
+def _set_up(layout: Layout, *, seed: int = 0, late: bool = False) -> tuple[Fabric, Any, Any]:
+    """Fabric with the case's model and an optimizer of two groups, made before the model is set up, or after."""
+    fabric = _launched(layout)
+    model = case_model("llama", tied=False, seed=seed, dtype=torch.float64)
+
+    def optimizer(model: Any) -> torch.optim.Optimizer:
+        norms = [p for p in model.parameters() if p.requires_grad and p.dim() == 1]
+        others = [p for p in model.parameters() if p.requires_grad and p.dim() != 1]
+        groups = [{"params": others}, {"params": norms, "weight_decay": 0.0, "lr": 3e-3}]
+        return torch.optim.AdamW([each for each in groups if each["params"]], lr=1e-2, weight_decay=0.1)
+
+    if late:
+        model = fabric.setup_module(model)
+        return fabric, model, fabric.setup_optimizers(optimizer(model))
+    return fabric, *fabric.setup(model, optimizer(model))
+
+
+GROUPS = Case(microbatches=3, steps=4, rates=(("*norm*", 3e-3, 0.0),))
+
+
+def _train(fabric: Fabric, model: Any, optimizer: Any, steps: range) -> tuple[list[float], list[float]]:
+    mesh, losses, norms = fabric.strategy.mesh, [], []
+    for step in steps:
+        loss = model(share(CASE, step, mesh.data_rank, mesh.data_size))
+        fabric.backward(loss)
+        norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=CASE.max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses, norms
+
+
+def _outcome(layout: Layout, late: bool) -> Outcome:
+    fabric, model, optimizer = _set_up(layout, late=late)
+    losses, norms = _train(fabric, model, optimizer, range(CASE.steps))
+    return Outcome(losses, norms, [], full_weights(fabric.strategy.manager))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fabric_trains_as_one_process(name: str) -> None:
+    layout = LAYOUTS[name]
+    found = difference(pool(layout[0]).run(_outcome, layout, False), reference(GROUPS))
+    assert found.worst <= 1e-9, found
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "tp", "pp"])
+def test_an_optimizer_made_after_the_model_is_set_up_is_the_same(name: str) -> None:
+    layout = LAYOUTS[name]
+    found = difference(pool(layout[0]).run(_outcome, layout, True), reference(GROUPS))
+    assert found.worst <= 1e-9, found
+
+
+def _save_after_two(layout: Layout, path: str) -> list[float]:
+    fabric, model, optimizer = _set_up(layout)
+    schedule = LambdaLR(optimizer, lambda step: 1.0)
+    _train(fabric, model, optimizer, range(2))
+    schedule.step()
+    fabric.save(path, {"model": model, "optimizer": optimizer, "schedule": schedule, "epoch": 7, "unread": [1]})
+    return _train(fabric, model, optimizer, range(2, 4))[0]
+
+
+def _resume(layout: Layout, path: str) -> tuple[list[float], Any, int, dict[str, Any]]:
+    fabric, model, optimizer = _set_up(layout, seed=5)
+    schedule = LambdaLR(optimizer, lambda step: 1.0)
+    _train(fabric, model, optimizer, range(1))
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "epoch": 0}
+    left = fabric.load(path, state)
+    losses = _train(fabric, model, optimizer, range(2, 4))[0]
+    return losses, state["epoch"], schedule.last_epoch, {**left, "steps": fabric.strategy.steps}
+
+
+@pytest.mark.parametrize(("before", "after"), [("fsdp2", "tp"), ("tp", "ddp"), ("pp", "fsdp2"), ("ddp", "single")])
+def test_a_checkpoint_goes_on_under_another_layout(before: str, after: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    first, second = LAYOUTS[before], LAYOUTS[after]
+    expected = pool(first[0]).run(_save_after_two, first, path)[0]
+    for losses, epoch, last_epoch, left in pool(second[0]).run(_resume, second, path):
+        assert losses == pytest.approx(expected, abs=1e-9)
+        assert (epoch, last_epoch) == (7, 1)
+        assert left == {"unread": [1], "steps": 4}
+
+
+def _evaluated(layout: Layout) -> tuple[float, float, bool]:
+    fabric, model, _ = _set_up(layout)
+    mesh = fabric.strategy.mesh
+    batches = share(CASE, 0, mesh.data_rank, mesh.data_size)
+    with torch.no_grad():
+        without = model(batches)
+    loss = model(batches)
+    return float(without), float(loss), without.requires_grad
+
+
+def test_a_call_without_gradients_evaluates_and_leaves_none() -> None:
+    (expected, *_) = reference(GROUPS).losses
+    for without, loss, has_gradient in pool(2).run(_evaluated, LAYOUTS["cp"]):
+        assert (without, loss) == pytest.approx((expected, expected), abs=1e-9)
+        assert not has_gradient
+
+
+def _objective(layout: Layout) -> tuple[float, float]:
+    fabric, model, _ = _set_up(layout)
+    mesh = fabric.strategy.mesh
+    smoothed = mw.get_objective({"name": "cross_entropy", "label_smoothing": 0.3})
+    loss = model(share(CASE, 0, mesh.data_rank, mesh.data_size), objective=smoothed)
+    fabric.backward(loss)
+    return float(loss), float(fabric.strategy.manager.clip_grad_norm(None))
+
+
+def test_an_objective_is_minimized() -> None:
+    ((loss, norm),) = pool(1).run(_objective, LAYOUTS["single"])
+    assert abs(loss - reference(GROUPS).losses[0]) > 1e-4
+    for found in pool(2).run(_objective, LAYOUTS["pp"]):
+        assert found == pytest.approx((loss, norm), abs=1e-9)
+
+
+def _rows(layout: Layout) -> list[int]:
+    fabric = _launched(layout)
+    loader = fabric.setup_dataloaders(DataLoader(list(range(8)), batch_size=2))
+    return [int(each) for batch in loader for each in batch]
+
+
+def test_ranks_that_share_a_batch_get_the_same_rows() -> None:
+    assert pool(2).run(_rows, LAYOUTS["tp"]) == [list(range(8))] * 2
+    assert pool(2).run(_rows, LAYOUTS["fsdp2"]) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+# -- what is refused
+
+
+def _batches(fabric: Fabric) -> list[Any]:
+    mesh = fabric.strategy.mesh
+    return share(CASE, 0, mesh.data_rank, mesh.data_size)
+
+
+def _as_a_model(fabric: Fabric, model: Any, optimizer: Any) -> None:
+    model(**_batches(fabric)[0])
+
+
+def _one_batch(fabric: Fabric, model: Any, optimizer: Any) -> None:
+    model(_batches(fabric)[0])
+
+
+def _scaled(fabric: Fabric, model: Any, optimizer: Any) -> None:
+    fabric.backward(model(_batches(fabric)) / 2)
+
+
+def _no_backward(fabric: Fabric, model: Any, optimizer: Any) -> None:
+    model(_batches(fabric))
+    optimizer.step()
+
+
+def _twice(fabric: Fabric, model: Any, optimizer: Any) -> None:
+    for _ in range(2):
+        fabric.backward(model(_batches(fabric)))
+
+
+def _no_sync(fabric: Fabric, model: Any, optimizer: Any) -> None:
+    with fabric.no_backward_sync(model, enabled=False):
+        pass
+    with fabric.no_backward_sync(model):
+        pass
+
+
+def _values(fabric: Fabric, model: Any, optimizer: Any) -> None:
+    fabric.clip_gradients(model, optimizer, clip_val=1.0)
+
+
+def _closure(fabric: Fabric, model: Any, optimizer: Any) -> None:
+    optimizer.step(lambda: None)
+
+
+def _infinite(fabric: Fabric, model: Any, optimizer: Any) -> None:
+    fabric.backward(model(_batches(fabric)))
+    for parameter in model.parameters():
+        parameter.grad.mul_(float("inf"))
+    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+
+
+def _half_a_state(fabric: Fabric, model: Any, optimizer: Any) -> None:
+    fabric.save("nowhere", {"model": model})
+
+
+def _filtered(fabric: Fabric, model: Any, optimizer: Any) -> None:
+    fabric.save("nowhere", {"model": model, "optimizer": optimizer}, filter={"model": lambda name, value: True})
+
+
+def _second_optimizer(fabric: Fabric, model: Any, optimizer: Any) -> None:
+    fabric.setup_optimizers(torch.optim.SGD(model.parameters()))
+
+
+def _anew() -> tuple[Fabric, Any]:
+    return _launched(LAYOUTS["fsdp2"]), case_model("llama", tied=False, seed=0, dtype=torch.float64)
+
+
+def _no_model(fabric: Fabric, model: Any, optimizer: Any) -> None:
+    other, model = _anew()
+    other.setup_optimizers(torch.optim.SGD(model.parameters()))
+
+
+def _other_parameters(fabric: Fabric, model: Any, optimizer: Any) -> None:
+    other, model = _anew()
+    other.setup(model, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
+
+
+def _some_parameters(fabric: Fabric, model: Any, optimizer: Any) -> None:
+    other, model = _anew()
+    other.setup(model, torch.optim.SGD(list(model.parameters())[:1]))
+
+
+def _early_schedule(fabric: Fabric, model: Any, optimizer: Any) -> None:
+    other, model = _anew()
+    early = torch.optim.SGD(model.parameters(), lr=1.0)
+    LambdaLR(early, lambda step: 1.0)
+    other.setup(model, early)
+
+
+def _given_schedule(fabric: Fabric, model: Any, optimizer: Any) -> None:
+    other, model = _anew()
+    early = torch.optim.SGD(model.parameters(), lr=1.0)
+    other.setup(model, early, scheduler=LambdaLR(early, lambda step: 1.0))
+
+
+def _second_model(fabric: Fabric, model: Any, optimizer: Any) -> None:
+    fabric.setup_module(case_model("llama", tied=False, seed=0, dtype=torch.float64))
+
+
+REFUSED: dict[Callable[..., None], tuple[type[MeshwrightError], str]] = {
+    _as_a_model: (StrategyError, r"loss = model\(\[batch, batch\]\)"),
+    _one_batch: (StrategyError, r"loss = model\(\[batch, batch\]\)"),
+    _scaled: (StrategyError, r"times 0\.5"),
+    _no_backward: (StrategyError, "before fabric.backward"),
+    _twice: (StrategyError, "Give all microbatches of a step in one call"),
+    _no_sync: (StrategyError, "no_backward_sync has no place"),
+    _values: (StrategyError, "clip_val=1.0"),
+    _closure: (StrategyError, "closure"),
+    _infinite: (TrainingError, "norm of the gradients is (inf|nan)"),
+    _half_a_state: (CheckpointError, "the optimizer is missing"),
+    _filtered: (CheckpointError, "filter"),
+    _second_optimizer: (StrategyError, "takes one optimizer"),
+    _no_model: (StrategyError, "no model yet"),
+    _other_parameters: (StrategyError, "not of the model"),
+    _some_parameters: (StrategyError, "lacks .*, which is trained"),
+    _early_schedule: (StrategyError, "Make it from the optimizer that fabric.setup returns"),
+    _given_schedule: (StrategyError, "Make it from the optimizer that fabric.setup returns"),
+    _second_model: (StrategyError, "parallelize was called twice"),
+}
+
+
+def _refused(task: Callable[..., None], layout: Layout) -> tuple[str, str]:
+    fabric, model, optimizer = _set_up(layout)
+    try:
+        task(fabric, model, optimizer)
+    except MeshwrightError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@pytest.mark.parametrize("task", REFUSED, ids=lambda task: task.__name__.removeprefix("_"))
+def test_what_cannot_be_meant_is_refused_on_all_ranks(task: Callable[..., None]) -> None:
+    error, text = REFUSED[task]
+    found = pool(2).run(_refused, task, LAYOUTS["fsdp2"])
+    assert {name for name, _ in found} == {error.__name__}
+    with pytest.raises(MeshwrightError, match=text):
+        raise MeshwrightError(found[0][1])
+
+
+def _precision(layout: Layout) -> str:
+    try:
+        _launched(layout, precision="bf16-mixed")
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_precision_is_refused_which_would_be_the_strategys() -> None:
+    assert "precision='bf16-mixed' has no effect" in pool(1).run(_precision, LAYOUTS["single"])[0]
+
+
+# -- Lightning as it is
+
+
+def test_fabric_still_asks_the_strategy_how_to_skip_a_reduction() -> None:
+    from lightning.fabric.strategies import DDPStrategy
+
+    assert hasattr(DDPStrategy()._backward_sync_control, "no_backward_sync")
+
+
+def test_the_script_of_the_readme_runs_on_ranks_that_fabric_starts(tmp_path: Path) -> None:
+    (script,) = [block.split("```")[0] for block in README.read_text(encoding="utf-8").split("```python\n")[1:]]
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
