@@ -3029,3 +3029,53 @@ _bug(
     f"{_CHAT}::test_what_ends_a_turn_is_not_there_twice[llama3]",
     kind="a token is added that is there",
 )
+_FABRIC = "plugins/fabric/tests/test_fabric.py"
+_MEANT = f"{_FABRIC}::test_what_cannot_be_meant_is_refused_on_all_ranks"
+_bug(
+    "a_scaled_loss_is_taken",
+    "meshwright_fabric.step",
+    "if float(factor) != 1.0:",
+    "if float(factor) == 0.0:",
+    f"{_MEANT}[scaled]",
+    kind="a factor of the loss is dropped without a word",
+)
+_bug(
+    "steps_without_backward",
+    "meshwright_fabric.strategy",
+    "if module.is_backward_due:",
+    "if options:",
+    f"{_MEANT}[no_backward]",
+    kind="a step is made of gradients that were not asked for",
+)
+_bug(
+    "rows_by_rank",
+    "meshwright_fabric.strategy",
+    '{"num_replicas": self.mesh.data_size, "rank": self.mesh.data_rank}',
+    '{"num_replicas": self.world_size, "rank": self.global_rank}',
+    f"{_FABRIC}::test_ranks_that_share_a_batch_get_the_same_rows",
+    kind="ranks that share a batch draw different ones",
+)
+_bug(
+    "groups_of_the_first",
+    "meshwright_fabric.strategy",
+    '[{**each, "params": []} for each in options]',
+    '[{**options[0], "params": []} for each in options]',
+    f"{_FABRIC}::test_fabric_trains_as_one_process[fsdp2]",
+    kind="all groups of an optimizer get the settings of one",
+)
+_bug(
+    "steps_begin_anew",
+    "meshwright_fabric.strategy",
+    "self.steps = manifest.step",
+    "self.steps = 0",
+    f"{_FABRIC}::test_a_checkpoint_goes_on_under_another_layout[fsdp2-tp]",
+    kind="a run that goes on counts its steps from 0",
+)
+_bug(
+    "evaluation_trains",
+    "meshwright_fabric.step",
+    "if not torch.is_grad_enabled():",
+    "if self.is_backward_due:",
+    f"{_FABRIC}::test_a_call_without_gradients_evaluates_and_leaves_none",
+    kind="an evaluation leaves gradients",
+)
