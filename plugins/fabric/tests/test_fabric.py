@@ -160,6 +160,25 @@ def test_a_checkpoint_goes_on_under_another_layout(before: str, after: str, tmp_
         assert left == {"unread": [1], "steps": 4}
 
 
+def _wants_more(layout: Layout, path: str) -> tuple[str, bool]:
+    fabric, model, optimizer = _set_up(layout)
+    fabric.save(path, {"model": model, "optimizer": optimizer, "epoch": 1})
+    _train(fabric, model, optimizer, range(1))
+    before = full_weights(fabric.strategy.manager)
+    try:
+        fabric.load(path, {"model": model, "optimizer": optimizer, "epochs": 0})
+    except CheckpointError as error:
+        after = full_weights(fabric.strategy.manager)
+        return str(error), all(torch.equal(after[name], weight) for name, weight in before.items())
+    return "nothing", False
+
+
+def test_a_checkpoint_that_lacks_a_value_is_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
+    for text, is_unchanged in pool(2).run(_wants_more, LAYOUTS["fsdp2"], str(tmp_path / "checkpoint")):
+        assert "has no epochs; it has ['epoch']" in text
+        assert is_unchanged
+
+
 def _evaluated(layout: Layout) -> tuple[float, float, bool]:
     fabric, model, _ = _set_up(layout)
     mesh = fabric.strategy.mesh

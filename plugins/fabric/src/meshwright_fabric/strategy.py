@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from meshwright import Mesh, MeshSizes, StrategyManager, load_checkpoint, open_world, resolve, save_checkpoint
 from meshwright.base.errors import CheckpointError, ConfigError, StrategyError, TrainingError
+from meshwright.checkpoint import read_manifest
 from meshwright.train.from_pretrained import Sizes
 
 from ._compat import refuse_accumulation
@@ -178,11 +179,11 @@ class MeshStrategy(DDPStrategy):
         self, path: Any, state: Any = None, strict: bool = True, weights_only: Any = None
     ) -> dict[str, Any]:
         others = self._others(state)
-        manifest = load_checkpoint(self.manager, Path(path))
-        stored = dict(manifest.extra)
+        stored = dict(read_manifest(Path(path)).extra)
         missing = sorted(others.keys() - stored.keys())
         if missing and strict:
             raise CheckpointError(f"the checkpoint {path} has no {', '.join(missing)}; it has {sorted(stored)}.")
+        manifest = load_checkpoint(self.manager, Path(path))
         for name in others.keys() & stored.keys():
             if hasattr(others[name], "load_state_dict"):
                 others[name].load_state_dict(stored.pop(name))
@@ -195,16 +196,14 @@ class MeshStrategy(DDPStrategy):
         """What of `state` is neither model nor optimizer, both of which it must have."""
         manager = self.manager
         needed = {"the model": self._module, "the optimizer": manager.optimizer}
-        lacking = [
-            name
-            for name, each in needed.items()
-            if not isinstance(state, dict) or all(each is not v for v in state.values())
-        ]
+        given = state if isinstance(state, dict) else {}
+        lacking = [name for name, each in needed.items() if all(each is not value for value in given.values())]
         if lacking:
             raise CheckpointError(
-                f'state={{"model": model, "optimizer": optimizer, ...}} lacks {" and ".join(lacking)}.'
+                f"a checkpoint has its model and optimizer, and {' and '.join(lacking)} is missing."
+                f' Give {{"model": model, "optimizer": optimizer, ...}}.'
             )
-        return {name: value for name, value in state.items() if all(value is not each for each in needed.values())}
+        return {name: value for name, value in given.items() if all(value is not each for each in needed.values())}
 
 
 _SCHEDULER = (
