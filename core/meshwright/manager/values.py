@@ -66,7 +66,7 @@ class Values:
             outputs = run()
             logits = outputs.logits
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            # Of those of whole sequences, no rank has a part.
+            # Of those of whole sequences, no rank has a part in the sense of `parted`.
             wide = self._joined(wide, of_sequences=wide.dim() == 2)
             return tally(Outputs(targets_whole, wide, positions_BS=positions), columns), outputs
 
@@ -80,5 +80,6 @@ class Values:
         return self._row_loss.of_tokens(run, targets_BS, value, self._check)
 
     def _joined(self, part: Tensor, *, of_sequences: bool = False) -> Tensor:
-        axes = [axis for axis in reversed(self._axes) if not (of_sequences and axis.divides_sequences)]
-        return functools.reduce(lambda whole, axis: axis.joined(whole), axes, part)
+        for axis in reversed(self._axes):
+            part = axis.joined_sequences(part) if of_sequences and axis.divides_sequences else axis.joined(part)
+        return part

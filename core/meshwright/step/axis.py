@@ -85,6 +85,11 @@ class Axis:
         over them. Collective. Without it, an axis that divides batches takes no objective."""
         return part
 
+    def joined_sequences(self, part: Tensor) -> Tensor:
+        """What the model gives for each sequence, (B, K), where each rank of an axis that divides sequences has what it
+        gives for its own positions, with a gradient that is summed over them. Collective, behind the forward."""
+        return part
+
     # -- forwards and backwards
 
     def around_step(self) -> AbstractContextManager[None]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..._compat.torch import all_gather
 from ..._compat.transformers import (
     attention_setting,
     for_documents,
@@ -35,7 +36,7 @@ from .attention import attend
 from .exchange import joined_positions
 from .mask import MaskFunction, PositionMask
 from .positions import Share, Way
-from .probe import Finding, Observer, find_defect, numbered
+from .probe import Finding, Observer, find_defect, numbered, real_tokens
 
 _PREFIX = "meshwright_"
 _WHOLE_POSITIONS = "whole_position_ids"
@@ -148,6 +149,19 @@ class ContextParallel(Axis):
     def joined(self, part: Tensor) -> Tensor:
         return joined_positions(part, self.share.group)
 
+    def joined_sequences(self, part: Tensor) -> Tensor:
+        """What the model gives for each sequence: what the rank gives that has its last token, padding aside.
+
+        Behind its head such a model takes the last position that is no padding (see `probe`), here of this rank's.
+        """
+        positions_S = self.own(torch.arange(self.share.size * self._ids_BS.shape[1], device=part.device)[None])[0]
+        last_B = positions_S.where(real_tokens(self._model, self._ids_BS), -1).amax(1)
+        every_RB = all_gather(last_B[None], 0, self.share.group)
+        # Of the two pieces that a rank has of anything, the second is its own here.
+        pieces_BPK = self.joined(torch.stack([torch.zeros_like(part), part], 1))
+        second = 2 * self.share.size - 1 - every_RB.argmax(0)
+        return pieces_BPK[torch.arange(len(part), device=part.device), second]
+
     @property
     def sharers(self) -> int:  # type: ignore[override]
         return self.share.size
@@ -180,6 +194,7 @@ class ContextParallel(Axis):
         """Around a forward with a divided batch; gives what the model is called with."""
         global _running
         rest = {name: value for name, value in inputs.items() if name not in (_WHOLE_POSITIONS, _MASKS)}
+        self._ids_BS = inputs["input_ids"]
         part = inputs["input_ids"].shape[1]
         length = inputs["attention_mask"].shape[1] if "attention_mask" in inputs else part
         masks = bool(inputs[_MASKS].numel()) if _MASKS in inputs else None

@@ -7,6 +7,8 @@ whatever is done to one position must show nowhere else:
 - equal tokens at equal positions: what attention is given must be equal, or something has counted positions by itself;
 - positions left to the model, and given: equal, or what the model would do by itself is something else.
 
+A model that gives one thing for each sequence must take it from the last position that is no padding.
+
 No class is known by name. A model that runs into an error here is refused with it.
 """
 
@@ -106,10 +108,10 @@ def _found(name: str, probe: _Probe, ids: Tensor, far: int, ranks: int, own_padd
     chosen = length // 2
     others = [each for each in range(length) if each != chosen]
     alone = probe.run({"input_ids": ids})
-    if probe.shape is not None and len(probe.shape) != 3:
+    if probe.logits is not None and probe.logits.dim() != 3 and not _takes_last(probe, ids):
         return Finding(
-            f"{name} gives logits {tuple(probe.shape)}, one for each sequence: behind its head {probe.head} it takes "
-            f"one position of each, which only one of the ranks has."
+            f"{name} gives logits {tuple(probe.logits.shape)}, one for each sequence: behind its head {probe.head} it "
+            f"takes something else than the last position that is no padding."
         )
     changed = ids.clone()
     changed[0, chosen] += 1 if int(ids[0, chosen]) == 0 else -1
@@ -140,6 +142,23 @@ def _found(name: str, probe: _Probe, ids: Tensor, far: int, ranks: int, own_padd
     return Finding(None, follows_mask=not _alike(alone, masked, range(1, length)), padding=padding)
 
 
+def _takes_last(probe: _Probe, ids: Tensor) -> bool:
+    """Whether the model gives for a sequence what its head gives for the last position that is no padding."""
+    places = torch.arange(1, ids.shape[1] + 1, device=ids.device)
+    position = int((real_tokens(probe.model, ids)[0] * places).argmax())
+    for each in range(ids.shape[1]):
+        probe.run({"input_ids": ids}, not_a_number=each)
+        if probe.logits is None or bool(probe.logits.isnan().any()) != (each == position):
+            return False
+    return True
+
+
+def real_tokens(model: nn.Module, ids_BS: Tensor) -> Tensor:
+    """Which tokens are no padding, to a model that looks for the last of them; bool, (B, S)."""
+    padding = _padding(model)
+    return torch.ones_like(ids_BS, dtype=torch.bool) if padding is None else ids_BS != padding
+
+
 def _padding(model: nn.Module) -> int | None:
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
     return padding if isinstance(padding, int) else None
@@ -149,14 +168,14 @@ class _Probe:
     """Runs a model, and gives what its attention was given and what it returns, each (1, P, ...).
 
     Attributes:
-        shape: of the logits that the model has given last; None: it is a stage of a pipeline that gives none.
+        logits: that the model has given last; None: it is a stage of a pipeline that gives none.
         head: the last of its modules with parameters outside of blocks.
     """
 
-    shape: torch.Size | None = None
+    logits: Tensor | None = None
 
     def __init__(self, model: nn.Module, layout: ModelLayout, observer: Observer, call: Call) -> None:
-        self._observer, self._call = observer, call
+        self.model, self._observer, self._call = model, observer, call
         self._embedding = model.get_submodule(layout.embedding) if layout.embedding else None
         self._blocks = [model.get_submodule(stack[0]) for stack in layout.stacks]
         # A later stage of a pipeline is given hidden states, which are any.
@@ -179,7 +198,7 @@ class _Probe:
             outputs = self._call(inputs)
         seen = [*self._observer.seen]
         length = inputs["input_ids"].shape[1]
-        self.shape = None if isinstance(outputs, tuple) else outputs.logits.shape
+        self.logits = None if isinstance(outputs, tuple) else outputs.logits.detach()
         outputs = outputs if isinstance(outputs, tuple) else (outputs.logits,)
         floating = [each for each in outputs if isinstance(each, Tensor) and each.is_floating_point()]
         return seen + [each.detach() for each in floating if each.dim() > 1 and each.shape[1] == length]
