@@ -110,7 +110,8 @@ class MeshTrainerMixin(PrivateMethods):
         return self._manager  # type: ignore[return-value]
 
     def _shard(self) -> None:
-        model = self.model
+        # peft's layers lie within the model that it wraps.
+        model = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
         self._set_signature_columns_if_needed()
         self._names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self._dtype = next(iter(model.parameters())).dtype
