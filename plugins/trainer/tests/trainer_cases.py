@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
@@ -147,6 +150,31 @@ def made(kind: str, mesh: Any, directory: Path, data_size: int, **further: Any) 
     size = 160 if kind == "packed" else 40
     data = {"train_dataset": text_of(size, 1), "eval_dataset": text_of(EVALUATED, 2)}
     return cls(model(), args, processing_class=digits(), **data, **given)
+
+
+class WideHead:
+    """In the place of TRL's kernel, which computes in float32 whatever the model's dtype: the same in float64."""
+
+    @staticmethod
+    def apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, scale, outputs):  # type: ignore[no-untyped-def]
+        logits = torch.nn.functional.linear(hidden, weight, bias) * scale / temperature
+        found = logits.log_softmax(-1)
+        log_probs = found.gather(-1, targets[:, None])[:, 0]
+        with torch.no_grad():
+            entropy = -(found.exp() * found).sum(-1)
+            is_top1 = log_probs >= found.amax(-1)
+        return log_probs, entropy, (2 * found).logsumexp(-1), logits.mean(-1).detach(), is_top1
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Trainers of transformers and TRL compute losses in float32; here in float64."""
+    import trl.trainer.utils as utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "_ChunkedLogProbFunction", WideHead)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
 
 
 def history(trainer: Any) -> list[dict[str, float]]:

@@ -10,8 +10,10 @@ the manager's; what is minimized is the trainer's own loss, see [Note: the train
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,13 @@ from transformers import Trainer
 from meshwright.base.errors import CheckpointError, ConfigError
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.world import open_world
+from meshwright.model.weights import Weights
 from meshwright.objectives.registry import get_objective
 from meshwright.step.agreement import count_tokens
 from meshwright.strategy.contract import Objective, StrategyManager
 from meshwright.strategy.registry import get_registry
 from meshwright.strategy.stack import resolve
+from meshwright.train.from_pretrained import Wanted, opened
 
 from ._compat import PrivateMethods, one_device, without_adapters, without_fused_head
 from .accelerator import DataRanks
@@ -68,7 +72,11 @@ class MeshTrainerMixin(PrivateMethods):
         self._losses: dict[bool, TrainerLoss] = {}
         self._generators: Generators | None = None
         self._reference_manager: StrategyManager | None = None
-        super().__init__(model, *args, **kwargs)
+        self._weights: dict[int, Weights] = {}
+        if isinstance(model, (str, Path)) and "RewardTrainer" not in _names(type(self)):
+            super().__init__(**self._read(str(model), *args, **kwargs))
+        else:
+            super().__init__(model, *args, **kwargs)
         if self.optimizer is not None or self.lr_scheduler is not None:
             raise ConfigError(
                 "optimizers=(...) was made over parameters that are no longer those that are trained once the model is "
@@ -79,28 +87,68 @@ class MeshTrainerMixin(PrivateMethods):
 
     # -- mesh, model and optimizer
 
-    def create_accelerator_and_postprocess(self) -> None:
-        check_arguments(self.args, type(self))
-        one_device(self.args)
-        super().create_accelerator_and_postprocess()
-        world = open_world(self.args.device)
-        given, pairs = self.mesh_options, self.is_paired
-        spec = get_registry().get(given.strategy)
-        options = layout_options(self.args, given, spec)
+    def _open_mesh(self, args: Any) -> None:
+        """Check the trainer's arguments, and have every rank its place; collective."""
+        check_arguments(args, type(self))
+        one_device(args)
+        world, given = open_world(args.device), self.mesh_options
+        options = layout_options(args, given, get_registry().get(given.strategy))
         wrapped = {name: dict(values) for name, values in options.wrapper_config.items()}
-        if pairs and (given.sizes.pp_size or 1) > 1:
+        if self.is_paired and (given.sizes.pp_size or 1) > 1:
             wrapped.setdefault("pipeline", {}).setdefault("pp_microbatch_size", 2)
         self.stack, degrees = resolve(
             options.strategy, options.sizes, world.size, config=options.strategy_config, wrapper_config=wrapped
         )
         self.mesh = Mesh(degrees, world)
+
+    def _read(self, path: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The arguments of the trainer's own constructor, where the model is a path: in its place a model on the meta
+        device, of which each rank reads from the files what it keeps; the reference model likewise. Collective."""
+        given = inspect.signature(super().__init__).bind(path, *args, **kwargs).arguments
+        if given.get("args") is None:
+            raise ConfigError(f"model={path!r} is a path: give args, too, such as TrainingArguments(output_dir=...).")
+        self._open_mesh(given["args"])
+        options = dict(getattr(given["args"], "model_init_kwargs", None) or {})
+        attention = options.pop("attn_implementation", None)
+        wanted = Wanted(
+            path,
+            dtype=options.pop("dtype", "float32" if hasattr(given["args"], "model_init_kwargs") else None),
+            seed=given["args"].seed,
+            revision=options.pop("revision", None),
+            trusted=options.pop("trust_remote_code", None),
+        )
+        if options:
+            raise ConfigError(
+                f"model_init_kwargs has {sorted(options)[0]!r}, which is not read where each rank reads its part of "
+                f"the files. Leave it out, or give a model instead of a path. Read are: dtype, revision, "
+                f"attn_implementation, trust_remote_code (the commit of the code)."
+            )
+
+        def read(peft: Any) -> nn.Module:
+            model, weights = opened(self.mesh.world, replace(wanted, peft=peft))
+            if attention is not None:
+                model.set_attn_implementation(attention)
+            self._weights[id(model)] = weights
+            return model
+
+        peft = given.pop("peft_config", None)
+        given["model"] = read(peft)
+        if "DPOTrainer" in _names(type(self)) and given.get("ref_model") is None and peft is None:
+            given["ref_model"] = read(None)
+        given |= given.pop("kwargs", {})
+        return given
+
+    def create_accelerator_and_postprocess(self) -> None:
+        if not hasattr(self, "mesh"):
+            self._open_mesh(self.args)
+        super().create_accelerator_and_postprocess()
         self.accelerator = DataRanks(self.accelerator, self.mesh)
         self.gather_function = self.accelerator.gather_for_metrics
 
     @property
     def is_paired(self) -> bool:
         """Whether rows of a microbatch are pairs."""
-        return any(each.__name__ in PAIRED for each in type(self).__mro__)
+        return bool(PAIRED & _names(type(self)))
 
     @property
     def manager(self) -> StrategyManager:
@@ -110,8 +158,7 @@ class MeshTrainerMixin(PrivateMethods):
         return self._manager  # type: ignore[return-value]
 
     def _shard(self) -> None:
-        # peft's layers lie within the model that it wraps.
-        model = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+        model = self.model
         self._set_signature_columns_if_needed()
         self._names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self._dtype = next(iter(model.parameters())).dtype
@@ -122,7 +169,7 @@ class MeshTrainerMixin(PrivateMethods):
         self._losses.clear()
         generators = Generators()
         self._manager = self.stack.build(self.mesh)
-        self._manager.parallelize(model)
+        self._manager.parallelize(model, self._weights.pop(id(model), None))
         # A layout that draws numbers must not change the order of the data.
         generators.restore()
         self._managed = self.model = self.model_wrapped = self._manager.model_parts[0]
@@ -241,7 +288,7 @@ class MeshTrainerMixin(PrivateMethods):
             return
         if self._reference_manager is None:
             self._reference_manager = self.stack.build(self.mesh)
-            self._reference_manager.parallelize(self.ref_model)
+            self._reference_manager.parallelize(self.ref_model, self._weights.pop(id(self.ref_model), None))
             self.ref_model = self._reference_manager.model_parts[0]
         yield self._reference_manager
 
@@ -333,6 +380,11 @@ class MeshTrainerMixin(PrivateMethods):
         )
         if self.mesh.rank == 0:
             torch.save(self.args, directory / "training_args.bin")
+
+
+def _names(cls: type) -> frozenset[str]:
+    """Names of a class and all that it derives from."""
+    return frozenset(each.__name__ for each in cls.__mro__)
 
 
 def over(name: str, package: str, base: str) -> type:
