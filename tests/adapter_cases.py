@@ -37,6 +37,7 @@ ADAPTERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "saved modules": ("llama", R | {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
     "dora": ("llama", R | {"target_modules": "all-linear", "use_dora": True}),
     "dora of ends": ("llama", R | {"target_modules": ["o_proj", "embed_tokens", "lm_head"], "use_dora": True}),
+    "widths": ("llama", R | {"target_modules": ["q_proj", "v_proj", "down_proj"]}),
     "patterns": (
         "llama",
         R

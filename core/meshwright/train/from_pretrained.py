@@ -96,8 +96,10 @@ def from_pretrained(
     """
 
     stack, mesh = _placed(strategy, sizes, config, wrapper_config, world, device)
-    wanted = _Wanted(path, hf_config, dtype, seed, revision, allow_pickle, trust_remote_code, peft)
-    return _loaded(stack.build(mesh), wanted)
+    wanted = Wanted(path, hf_config, dtype, seed, revision, allow_pickle, trust_remote_code, peft)
+    manager = stack.build(mesh)
+    manager.parallelize(*opened(mesh.world, wanted))
+    return manager
 
 
 def from_config(
@@ -143,17 +145,17 @@ def from_config(
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class Wanted:
     """Arguments of `from_pretrained` that say which model it is."""
 
     path: str | Path
-    hf_config: Any
-    dtype: torch.dtype | str | None
-    seed: int
-    revision: str | None
-    allow_pickle: bool
-    trusted: str | None
-    peft: Any
+    hf_config: Any = None
+    dtype: torch.dtype | str | None = None
+    seed: int = 0
+    revision: str | None = None
+    allow_pickle: bool = False
+    trusted: str | None = None
+    peft: Any = None
 
     @property
     def files(self) -> dict[str, Any]:
@@ -166,9 +168,12 @@ class _Wanted:
         }
 
 
-def _loaded(manager: StrategyManager, wanted: _Wanted) -> StrategyManager:
-    """Let a manager have its model. Collective."""
-    world = manager.mesh.world
+def opened(world: World, wanted: Wanted) -> tuple[nn.Module, Weights]:
+    """A model on the meta device, and its values: what `StrategyManager.parallelize` takes. Collective.
+
+    Raises:
+        MeshwrightError: as `from_pretrained`; on all ranks.
+    """
     adapters = world.together(lambda: _adapters(wanted.peft))
     directory = find_on_all(wanted.path, world, **wanted.files)
 
@@ -189,11 +194,10 @@ def _loaded(manager: StrategyManager, wanted: _Wanted) -> StrategyManager:
     check_same_weights(weights, world, base)
     tell(weights, world, stacklevel=4)
     if adapters is None:
-        manager.parallelize(model, weights)
-        return manager
+        return model, weights
     options = adapters
-    manager.parallelize(*world.together(lambda: adapt(model, weights, options, base, seed=wanted.seed, where="peft")))
-    return manager
+    adapted, values = world.together(lambda: adapt(model, weights, options, base, seed=wanted.seed, where="peft"))
+    return adapted, values or weights
 
 
 def _adapters(peft: Any) -> AdapterOptions | None:

@@ -6,6 +6,8 @@ What a wrapped model does afterwards is in `wrapped`; when its gradients are red
 from __future__ import annotations
 
 import functools
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -64,6 +66,7 @@ def wrap(
     """
     theirs = _package_config(config)
     policy = package().MixedPrecisionPolicy(dtypes.main_params, dtypes.main_grads, dtypes.grad_comm)
+    _keep_rows_whole(model, units)
     used = {parameter.dtype for parameter in model.parameters()} | {dtypes.main_params, dtypes.main_grads}
     with float64_buffers() if torch.float64 in used else nullcontext():
         fsdp = _wrapper()(
@@ -86,6 +89,31 @@ def wrap(
         if group.hfsdp_helper_gbuf is not None:
             group.hfsdp_helper_gbuf.gradient_scaling_factor = group.main_grad_buffer.gradient_scaling_factor
     return fsdp
+
+
+def _keep_rows_whole(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Give a bucket of its own to each parameter of which the package would cut a row in two.
+
+    A bucket is cut at multiples of the least common multiple of its parameters' row lengths, and a parameter with fewer
+    elements than that is put wherever there is room, across a cut, too: so adapters of a low rank on matrices of
+    different widths. A parameter that bears `shared_embedding` has its own.
+    """
+    unit_of = {id(parameter): number for number, unit in enumerate(units) for parameter in unit.parameters()}
+    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            groups[unit_of.get(id(parameter)), parameter.dtype, parameter.requires_grad].append(parameter)
+    for group in groups.values():
+        rest = sorted(group, key=lambda parameter: parameter[0].numel())
+        while _may_be_cut([parameter.shape for parameter in rest]):
+            rest.pop().shared_embedding = True  # type: ignore[attr-defined]
+
+
+def _may_be_cut(shapes: Sequence[torch.Size]) -> bool:
+    """Whether small parameters of a bucket may lie across a cut: all of them in a row are longer than what lies between
+    two cuts."""
+    between = math.lcm(*(shape[1:].numel() for shape in shapes))
+    return sum(shape.numel() for shape in shapes if shape.numel() < between) > between
 
 
 def _index(mesh: Mesh, *, shards_outer: bool) -> Any:

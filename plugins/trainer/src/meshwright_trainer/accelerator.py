@@ -1,0 +1,147 @@
+"""The accelerator as a trainer sees it over a mesh: a process is a data rank.
+
+Trainers count processes, deal out batches and gather metrics by their accelerator, as if each rank had a batch of its
+own. Over a mesh those that differ in pp, cp or tp share one, so that here all of them are one process.
+Source: accelerate.Accelerator, whose methods these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import prepare_data_loader
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from meshwright.mesh.mesh import Mesh
+
+
+class DataRanks:
+    """An accelerator of which each process is a data rank.
+
+    Args:
+        accelerator: of the trainer; what is not here is its own.
+        mesh: of the trainer.
+    """
+
+    def __init__(self, accelerator: Any, mesh: Mesh) -> None:
+        self._accelerator, self._mesh = accelerator, mesh
+        self.num_processes, self.process_index = mesh.data_size, mesh.data_rank
+        self.even_batches = True
+        """Whether each data rank gets as many batches, some twice if need be."""
+        self.present: list[bool] | None = None
+        """Of an evaluation: which data ranks have a batch, of whatever number of rows; None: all, of as many."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def prepare(self, *objects: Any, **_: Any) -> Any:
+        """A data loader of this data rank's batches; anything else is the manager's affair, and as it was."""
+        prepared = tuple(self._dealt(each) if isinstance(each, DataLoader) else each for each in objects)
+        return prepared if len(prepared) > 1 else prepared[0]
+
+    def _dealt(self, loader: DataLoader[Any]) -> Any:
+        config = self._accelerator.dataloader_config
+        return prepare_data_loader(
+            loader,
+            self._accelerator.device,
+            num_processes=self.num_processes,
+            process_index=self.process_index,
+            split_batches=config.split_batches,
+            put_on_device=True,
+            # Ranks that share a batch draw the same order by its seed; a generator is sent over all ranks.
+            rng_types=["generator"],
+            dispatch_batches=False,
+            even_batches=self.even_batches and config.even_batches,
+            use_seedable_sampler=config.use_seedable_sampler,
+            data_seed=config.data_seed,
+            non_blocking=config.non_blocking,
+        )
+
+    def prepare_model(self, model: Any, *_: Any, **__: Any) -> Any:
+        return model
+
+    def unwrap_model(self, model: Any, *_: Any, **__: Any) -> Any:
+        return model
+
+    def no_sync(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def gather(self, values: Any) -> Any:
+        """Tensors of all data ranks behind each other along their first dim; scalars become (data ranks,).
+
+        Args:
+            values: a tensor, or lists, tuples and mappings of tensors, of equal shapes on all data ranks.
+        """
+        if isinstance(values, Mapping):
+            return {key: self.gather(each) for key, each in values.items()}
+        if isinstance(values, (list, tuple)):
+            return type(values)(self.gather(each) for each in values)
+        if not isinstance(values, Tensor):
+            return values
+        mine = (values[None] if values.dim() == 0 else values).contiguous()
+        if self.num_processes == 1:
+            return mine.clone()
+        if self.present is None:
+            return torch.cat(self._gathered(mine))
+        lengths = [int(each) for each in self._gathered(torch.tensor(len(mine), device=mine.device))]
+        padded = mine.new_zeros((max(lengths), *mine.shape[1:]))
+        padded[: len(mine)] = mine
+        parts = zip(self._gathered(padded), lengths, self.present, strict=True)
+        return torch.cat([part[:length] for part, length, is_present in parts if is_present])
+
+    def _gathered(self, mine: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(mine) for _ in range(self.num_processes)]
+        dist.all_gather(parts, mine, group=self._mesh.group("dp"))
+        return parts
+
+    def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
+        """`gather`; what is evaluated twice for the sake of even batches is not here, see `MeshTrainerMixin`."""
+        return self.gather(values)
+
+    def reduce(self, values: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Sum or mean over data ranks of tensors of equal shapes."""
+        if isinstance(values, Mapping):
+            return {key: self.reduce(each, reduction, scale) for key, each in values.items()}
+        if isinstance(values, (list, tuple)):
+            return type(values)(self.reduce(each, reduction, scale) for each in values)
+        if not isinstance(values, Tensor) or reduction == "none":
+            return values
+        total = self.gather(values[None]).sum(0) * scale
+        return total / self.num_processes if reduction == "mean" else total
+
+    def pad_across_processes(self, values: Tensor, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Tensor:
+        """A tensor made as long along `dim` as the longest of all data ranks."""
+        if self.num_processes == 1 or dim >= values.dim():
+            return values
+        length = int(self.gather(torch.tensor(values.shape[dim], device=values.device)).max())
+        shape = list(values.shape)
+        shape[dim] = length
+        padded = values.new_full(shape, pad_index)
+        start = length - values.shape[dim] if pad_first else 0
+        padded.narrow(dim, start, values.shape[dim]).copy_(values)
+        return padded
+
+
+class OneCall:
+    """In the place of an accelerator within an objective, where nothing may be sent: each rank sees its own share."""
+
+    def __init__(self, accelerator: Any, num_processes: int) -> None:
+        self._accelerator, self.num_processes = accelerator, num_processes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather(self, values: Any, *_: Any, **__: Any) -> Any:
+        if isinstance(values, (list, tuple)):
+            return type(values)(self.gather(each) for each in values)
+        return values[None] if isinstance(values, Tensor) and values.dim() == 0 else values
+
+    gather_for_metrics = gather
+
+    def reduce(self, values: Any, *_: Any, **__: Any) -> Any:
+        return values

@@ -1,0 +1,138 @@
+"""Evaluation over a mesh: the loss of all targets, each counted once, and predictions where metrics ask for them.
+
+Trainer averages means of batches, and gives ranks that have no batch left one of the others'. Here the sum over all
+targets is divided by their number, and such a rank joins in with a batch in which nothing counts.
+
+Shapes: B rows of a microbatch, S positions of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import EvalPrediction
+from transformers.trainer_utils import EvalLoopOutput
+
+from meshwright.strategy.contract import IGNORED_LABEL
+
+from .stand_in import labels_of
+
+if TYPE_CHECKING:
+    from .mixin import MeshTrainerMixin
+
+PADDING = -100
+"""Of predictions and labels of different lengths, as in Trainer."""
+IDLE = "is_idle"
+"""Key of a microbatch of which nothing counts."""
+
+
+def evaluated(
+    trainer: MeshTrainerMixin, dataloader: Any, *, takes_predictions: bool, metric_key_prefix: str
+) -> EvalLoopOutput:
+    """Evaluate on what a data loader of this data rank gives; collective.
+
+    Args:
+        takes_predictions: whether predictions are gathered, on every rank.
+    """
+    sums, counts, samples = 0.0, 0, 0
+    found = _Predictions(trainer) if takes_predictions else None
+    accelerator = trainer.accelerator
+    try:
+        for inputs, rows in _rounds(trainer, dataloader):
+            accelerator.present = [bool(each) for each in rows]
+            loss, count, predicted = trainer.evaluate_batch(inputs, takes_logits=takes_predictions)
+            sums, counts, samples = sums + loss * count, counts + count, samples + sum(rows)
+            if found is not None:
+                found.add(inputs, predicted)
+            handler = trainer.callback_handler
+            trainer.control = handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
+    finally:
+        accelerator.present = None
+    predictions, labels = (None, None) if found is None else found.whole()
+    metrics: dict[str, Any] = {}
+    if trainer.compute_metrics is not None and predictions is not None and labels is not None:
+        kinds = trainer.args.include_for_metrics
+        given = {"inputs": found.inputs()} if found is not None and "inputs" in kinds else {}
+        metrics = dict(trainer.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels, **given)))
+    if counts:
+        metrics[f"{metric_key_prefix}_loss"] = sums / counts
+    prefix = f"{metric_key_prefix}_"
+    metrics = {name if name.startswith(prefix) else prefix + name: _plain(value) for name, value in metrics.items()}
+    return EvalLoopOutput(predictions=predictions, label_ids=labels, metrics=metrics, num_samples=samples)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
+
+
+def _rounds(trainer: MeshTrainerMixin, dataloader: Any) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    """Microbatches of this data rank, as many as the rank with the most has, and how many rows each data rank has."""
+    mesh = trainer.mesh
+    iterator, last = iter(dataloader), None
+    while True:
+        inputs = next(iterator, None)
+        mine = 0 if inputs is None or not mesh.leads_data else len(inputs["input_ids"])
+        rows = mesh.world.reduce_ints([mine if rank == mesh.data_rank else 0 for rank in range(mesh.data_size)])
+        if not any(rows):
+            return
+        if last is None and not all(rows):
+            # A rank without any batch does not know what one looks like.
+            told: list[Any] = [None] * mesh.world.size
+            dist.all_gather_object(told, inputs, group=mesh.world.group)
+            last = trainer._prepare_inputs(next(each for each in told if each is not None))
+        if inputs is not None:
+            last = inputs = trainer._prepare_inputs(inputs)
+        yield (inputs if inputs is not None else _nothing(last)), rows
+
+
+def _nothing(like: Any) -> dict[str, Any]:
+    """A microbatch like another, of which nothing counts."""
+    return {**like, "labels": torch.full_like(labels_of(like), IGNORED_LABEL), IDLE: True}
+
+
+class _Predictions:
+    """What is predicted, of all data ranks, in the order of the data set."""
+
+    def __init__(self, trainer: MeshTrainerMixin) -> None:
+        self._mesh = trainer.mesh
+        self._rounds: list[dict[str, np.ndarray]] = []
+
+    def add(self, inputs: dict[str, Any], predicted: Tensor | None) -> None:
+        """Those of the microbatch that has just been evaluated, where this rank knows them. Collective."""
+        mesh = self._mesh
+        mine: dict[str, np.ndarray] | None = None
+        # Of ranks that know the same, the first tells it.
+        tells = all(mesh.axis_rank(axis) == 0 for axis in ("cp", "tp"))
+        if predicted is not None and tells and IDLE not in inputs:
+            mine = {"predictions": _array(predicted), "labels": _array(labels_of(inputs))}
+            mine["inputs"] = _array(inputs["input_ids"])
+        told: list[Any] = [None] * mesh.world.size
+        dist.all_gather_object(told, (mesh.data_rank, mine), group=mesh.world.group)
+        self._rounds += [each for _, each in sorted(told, key=lambda pair: pair[0]) if each is not None]
+
+    def whole(self) -> tuple[Any, Any]:
+        return _joined(self._rounds, "predictions"), _joined(self._rounds, "labels")
+
+    def inputs(self) -> Any:
+        return _joined(self._rounds, "inputs")
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    wide = tensor.detach().float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.detach()
+    return wide.cpu().numpy()
+
+
+def _joined(rounds: list[dict[str, np.ndarray]], name: str) -> np.ndarray | None:
+    arrays = [each[name] for each in rounds]
+    if not arrays:
+        return None
+    if arrays[0].ndim > 1:
+        length = max(each.shape[1] for each in arrays)
+        pads = [[(0, 0), (0, length - each.shape[1]), *[(0, 0)] * (each.ndim - 2)] for each in arrays]
+        arrays = [np.pad(each, pad, constant_values=PADDING) for each, pad in zip(arrays, pads, strict=True)]
+    return np.concatenate(arrays)

@@ -1,0 +1,134 @@
+"""Checkpoints of a trainer: ours, which any layout reads, inside of its directories, and the model as it writes it."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from meshwright.base.errors import CheckpointError
+from meshwright.checkpoint import export_checkpoint, first_whole, load_checkpoint, save_checkpoint
+from meshwright.mesh.world import World
+from meshwright.strategy.contract import StrategyManager
+
+INNER = "mesh"
+"""Of a directory of Trainer's, where our checkpoint is."""
+TRAINER_STATE = "trainer_state.json"
+_WRITING = ".model.writing"
+
+
+def save(
+    manager: StrategyManager,
+    directory: Path,
+    *,
+    step: int,
+    scheduler: LRScheduler | None,
+    tokenizer: Any,
+    with_state: bool,
+) -> None:
+    """Write a model as `save_pretrained` does, and, with its state, a checkpoint beside it. Collective.
+
+    Args:
+        with_state: whether the checkpoint stays there, with optimizer and schedule; else it is removed.
+    """
+    world, inner = manager.mesh.world, directory / INNER
+    if world.rank == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(directory / _WRITING, ignore_errors=True)
+    checkpoint = inner if with_state else directory / f"{_WRITING}.{INNER}"
+    save_checkpoint(
+        manager,
+        checkpoint,
+        step=step,
+        scheduler=scheduler if with_state else None,
+        tokenizer=tokenizer,
+        extra={"generators": _of_libraries()} if with_state else None,
+        with_optimizer=with_state,
+    )
+    export_checkpoint(checkpoint, directory / _WRITING, world=world)
+    if world.rank == 0:
+        for each in sorted((directory / _WRITING).iterdir()):
+            target = directory / each.name
+            if each.is_dir():
+                shutil.rmtree(target, ignore_errors=True)
+            each.replace(target)
+        (directory / _WRITING).rmdir()
+        if not with_state:
+            shutil.rmtree(checkpoint)
+    world.reduce_ints([0])
+
+
+def load(manager: StrategyManager, directory: Path, scheduler: LRScheduler | None) -> None:
+    """Load what `save` has written with state, under any layout. Collective.
+
+    Raises:
+        CheckpointError: it has no state, or as of `load_checkpoint`; on all ranks.
+    """
+    inner = directory / INNER
+    if not inner.is_dir():
+        raise CheckpointError(
+            f"{directory} holds no checkpoint of meshwright (a directory {INNER!r}): it was written by a trainer "
+            f"without a mesh, or with save_only_model. Begin with its weights: model={str(directory)!r}, without "
+            f"resume_from_checkpoint."
+        )
+    manifest = load_checkpoint(manager, inner, scheduler=scheduler)
+    _restore_libraries((manifest.extra or {}).get("generators"))
+
+
+def newest(world: World, root: Path) -> Path | None:
+    """The newest directory of a trainer whose checkpoint is whole, with Trainer's own state beside it. Collective.
+
+    Warns:
+        UserWarning: on the first rank, of newer ones that are not whole.
+    """
+
+    def candidates() -> list[Path]:
+        numbered = [(each.name.rpartition("-")[2], each) for each in root.glob("checkpoint-*")]
+        found = sorted(((int(number), each) for number, each in numbered if number.isdecimal()), reverse=True)
+        return [each for _, each in found if (each / INNER).is_dir() and (each / TRAINER_STATE).is_file()]
+
+    paths = world.from_first(candidates)
+    whole, torn = first_whole([path / INNER for path in paths], world)
+    for text in torn if world.rank == 0 else ():
+        warnings.warn(f"{text} An older one is tried.", stacklevel=3)
+    return None if whole is None else whole.parent
+
+
+class Generators:
+    """The state of this rank's generators: python's, numpy's, torch's and the accelerator's."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._torch = torch.get_rng_state()
+        self._device = torch.get_device_module().get_rng_state() if torch.accelerator.is_available() else None
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        if self._device is not None:
+            torch.get_device_module().set_rng_state(self._device)
+
+
+def _of_libraries() -> dict[str, Any]:
+    """Python's and numpy's generators, as values of JSON; those of the first rank, since Trainer seeds all alike."""
+    version, state, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": [version, list(state), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+    }
+
+
+def _restore_libraries(saved: Any) -> None:
+    if saved:
+        version, state, gauss = saved["python"]
+        random.setstate((version, tuple(state), gauss))
+        kind, keys, position, has_gauss, cached = saved["numpy"]
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))

@@ -1,0 +1,212 @@
+"""One script in two forms: trainers of transformers and TRL on one process, and the same over a mesh."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from meshwright.testing.models import tiny_model
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+STEPS, ROWS, ACCUMULATE, EVALUATED = 4, 4, 2, 8
+"""Optimizer steps, sequences of a microbatch on all data ranks together, microbatches of a step."""
+
+
+def digits() -> PreTrainedTokenizerFast:
+    words = ["<pad>", "<end>", *map(str, range(10))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+
+
+def model(**changes: Any) -> Any:
+    made = tiny_model(**changes)
+    made.config.pad_token_id, made.config.eos_token_id, made.config.bos_token_id = 0, 1, None
+    made.generation_config.pad_token_id, made.generation_config.eos_token_id = 0, 1
+    made.warnings_issued = {}
+    return made
+
+
+def numbers(count: int, seed: int, longest: int = 14) -> list[str]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, longest, (count,), generator=generator).tolist()
+    return [" ".join(map(str, torch.randint(0, 10, (length,), generator=generator).tolist())) for length in lengths]
+
+
+def arguments(directory: Path, data_size: int, **further: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(directory),
+        "per_device_train_batch_size": ROWS // data_size,
+        "per_device_eval_batch_size": EVALUATED // data_size,
+        "gradient_accumulation_steps": ACCUMULATE,
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "lr_scheduler_type": "cosine",
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "seed": 3,
+        **further,
+    }
+
+
+def text_of(count: int, seed: int) -> Dataset:
+    return Dataset.from_list([{"text": text} for text in numbers(count, seed)])
+
+
+def pairs_of(count: int, seed: int) -> Dataset:
+    parts = [numbers(count, seed + shift, longest=7) for shift in range(3)]
+    rows = [{"prompt": p + " ", "chosen": c, "rejected": r} for p, c, r in zip(*parts, strict=True)]
+    return Dataset.from_list(rows)
+
+
+class Padded:
+    """A collator of token ids with ragged labels."""
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        ids = torch.zeros(len(examples), 16, dtype=torch.int64)
+        labels = torch.full_like(ids, -100)
+        mask = torch.zeros_like(ids)
+        for row, each in enumerate(examples):
+            tokens = torch.tensor(each["input_ids"])
+            ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
+            labels[row, len(tokens) // 3 : len(tokens)] = tokens[len(tokens) // 3 :]
+        return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def made(kind: str, mesh: Any, directory: Path, data_size: int, **further: Any) -> Any:
+    """A trainer of a kind, over a mesh or, without, transformers' or TRL's own."""
+    name = {"trainer": "Trainer", "dpo": "DPOTrainer", "reward": "RewardTrainer"}.get(kind, "SFTTrainer")
+    if mesh is None:
+        import transformers
+        import trl
+
+        cls, given = getattr(transformers if name == "Trainer" else trl, name), {}
+    else:
+        import meshwright_trainer
+
+        cls, given = getattr(meshwright_trainer, f"Mesh{name}"), {"mesh": mesh}
+    basic = arguments(directory, data_size, **further)
+    if kind == "trainer":
+        from transformers import TrainingArguments
+
+        rows = [{"input_ids": [int(word) + 2 for word in text.split()]} for text in numbers(48, 5)]
+        data = {"train_dataset": Dataset.from_list(rows[:40]), "eval_dataset": Dataset.from_list(rows[40:])}
+        return cls(model(), TrainingArguments(**basic), data_collator=Padded(), **data, **given)
+    if kind == "dpo":
+        from trl import DPOConfig
+
+        reference = model()
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(11)
+            for parameter in reference.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator))
+        args = DPOConfig(**basic, beta=0.4, max_length=16, pad_to_multiple_of=8)
+        data = {"train_dataset": pairs_of(40, 1), "eval_dataset": pairs_of(8, 2)}
+        return cls(model(), reference, args, processing_class=digits(), **data, **given)
+    if kind == "reward":
+        from transformers import AutoModelForSequenceClassification
+        from trl import RewardConfig
+
+        config = model().config
+        config.num_labels = 1
+        torch.manual_seed(0)
+        scorer = AutoModelForSequenceClassification.from_config(config).double()
+        scorer.warnings_issued = {}
+        args = RewardConfig(**basic, max_length=32, pad_to_multiple_of=8, center_rewards_coefficient=0.01)
+        data = {"train_dataset": pairs_of(40, 1), "eval_dataset": pairs_of(8, 2)}
+        return cls(scorer, args, processing_class=digits(), **data, **given)
+    from trl import SFTConfig
+
+    packing = {"packing": True, "max_length": 32, "packing_strategy": "bfd"} if kind == "packed" else {"max_length": 16}
+    args = SFTConfig(**basic, **packing, pad_to_multiple_of=8)
+    if kind == "lora":
+        from peft import LoraConfig
+
+        torch.manual_seed(7)
+        given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    size = 160 if kind == "packed" else 40
+    data = {"train_dataset": text_of(size, 1), "eval_dataset": text_of(EVALUATED, 2)}
+    return cls(model(), args, processing_class=digits(), **data, **given)
+
+
+class WideHead:
+    """In the place of TRL's kernel, which computes in float32 whatever the model's dtype: the same in float64."""
+
+    @staticmethod
+    def apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, scale, outputs):  # type: ignore[no-untyped-def]
+        logits = torch.nn.functional.linear(hidden, weight, bias) * scale / temperature
+        found = logits.log_softmax(-1)
+        log_probs = found.gather(-1, targets[:, None])[:, 0]
+        with torch.no_grad():
+            entropy = -(found.exp() * found).sum(-1)
+            is_top1 = log_probs >= found.amax(-1)
+        return log_probs, entropy, (2 * found).logsumexp(-1), logits.mean(-1).detach(), is_top1
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Trainers of transformers and TRL compute losses in float32; here in float64."""
+    import trl.trainer.utils as utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "_ChunkedLogProbFunction", WideHead)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+def history(trainer: Any) -> list[dict[str, float]]:
+    """What a run logs, without times."""
+    trainer.train()
+    left_out = ("runtime", "per_second", "total_flos", "epoch")
+    return [
+        {key: value for key, value in each.items() if not any(part in key for part in left_out)}
+        for each in trainer.state.log_history
+    ]
+
+
+def main(directory: str, mesh_json: str, kinds: list[str]) -> None:
+    from meshwright.mesh.world import open_world
+
+    mesh = json.loads(mesh_json)
+    torch.set_num_threads(1)
+    with open_world("cpu") as world:
+        sharing = 1
+        for axis in ("tp_size", "cp_size", "pp_size"):
+            sharing *= mesh.get(axis, 1)
+        for kind in kinds:
+            try:
+                found: Any = history(made(kind, mesh, Path(directory) / kind, world.size // sharing))
+            except Exception as error:
+                import traceback
+
+                traceback.print_exc()
+                found = f"{type(error).__name__}: {error}"
+            if world.rank == 0:
+                (Path(directory) / f"{kind}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])
