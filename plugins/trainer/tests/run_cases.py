@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 import trainer_cases
-from meshwright_trainer import MeshTrainer
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from meshwright.mesh.world import open_world
+from meshwright_trainer import MeshTrainer
 
 
 def accuracy(prediction: Any) -> dict[str, float]:

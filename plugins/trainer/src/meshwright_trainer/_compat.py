@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from meshwright.strategy.contract import StrategyManager
+
 if TYPE_CHECKING:
-    from .mixin import MeshTrainerMixin
+    from transformers import Trainer
+else:
+    Trainer = object
 
 PRIVATE = {
     "_move_model_to_device": "each rank gets what it keeps of the model, and no more",
@@ -29,14 +33,27 @@ PRIVATE = {
 """Methods of `transformers.Trainer` that are overridden, and why."""
 
 
-class PrivateMethods:
-    """`PRIVATE`, under names of our own."""
+class PrivateMethods(Trainer):
+    """`PRIVATE`, of a mixin that has a manager."""
 
-    def _move_model_to_device(self: MeshTrainerMixin, model: nn.Module, device: Any) -> None:
+    # Trainer's and TRL's.
+    model: Any
+    ref_model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Any
+    _metrics: Any
+    _total_train_tokens: Any
+
+    @property
+    def manager(self) -> StrategyManager:
+        raise NotImplementedError
+
+    def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         pass
 
     def _prepare_for_training(
-        self: MeshTrainerMixin, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
         self.begin_training(max_steps, resume_from_checkpoint)
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -44,36 +61,46 @@ class PrivateMethods:
         self.callback_handler.train_dataloader = train_dataloader
         return self.model, train_dataloader
 
-    def _clip_grad_norm(self: MeshTrainerMixin, model: nn.Module) -> Any:
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
         return self.manager.clip_grad_norm(self.args.max_grad_norm)
 
-    def _get_grad_norm(self: MeshTrainerMixin, model: nn.Module, grad_norm: Any = None) -> float:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
         norm = self.manager.clip_grad_norm(None) if grad_norm is None else grad_norm
         return self.manager.read(norm)[0]
 
-    def _save_optimizer_and_scheduler(self: MeshTrainerMixin, output_dir: str) -> None:
+    def begin_training(self, max_steps: int, checkpoint: str | None) -> None:
+        """Have optimizer and schedule, and the state of a checkpoint."""
+        raise NotImplementedError
+
+    def load_state(self, directory: str) -> None:
+        """Load a checkpoint."""
+        raise NotImplementedError
+
+    def restore_generators(self) -> None:
+        """Put the generators back to where the checkpoint had them."""
+        raise NotImplementedError
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         pass
 
-    def _save_rng_state(self: MeshTrainerMixin, output_dir: str) -> None:
+    def _save_rng_state(self, output_dir: str) -> None:
         pass
 
-    def _load_rng_state(self: MeshTrainerMixin, checkpoint: str | None) -> None:
+    def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             self.restore_generators()
 
-    def _load_from_checkpoint(
-        self: MeshTrainerMixin, resume_from_checkpoint: str, model: nn.Module | None = None
-    ) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         pass
 
-    def _load_best_model(self: MeshTrainerMixin) -> None:
+    def _load_best_model(self) -> None:
         self.load_state(self.state.best_model_checkpoint)
 
 
-def without_fused_head(model: nn.Module | None) -> None:
+def without_fused_head(model: Any) -> None:
     """Undo TRL's `add_fused_lm_head`, a forward on the instance: the manager computes the same statistics."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if base is not None:
+    if model is not None:
+        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         base.__dict__.pop("forward", None)
 
 

@@ -9,7 +9,7 @@ Shapes: B rows of a microbatch, S positions of each.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,18 +22,13 @@ from meshwright.strategy.contract import IGNORED_LABEL
 
 from .stand_in import labels_of
 
-if TYPE_CHECKING:
-    from .mixin import MeshTrainerMixin
-
 PADDING = -100
 """Of predictions and labels of different lengths, as in Trainer."""
 IDLE = "is_idle"
 """Key of a microbatch of which nothing counts."""
 
 
-def evaluated(
-    trainer: MeshTrainerMixin, dataloader: Any, *, takes_predictions: bool, metric_key_prefix: str
-) -> EvalLoopOutput:
+def evaluated(trainer: Any, dataloader: Any, *, takes_predictions: bool, metric_key_prefix: str) -> EvalLoopOutput:
     """Evaluate on what a data loader of this data rank gives; collective.
 
     Args:
@@ -70,7 +65,7 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
 
 
-def _rounds(trainer: MeshTrainerMixin, dataloader: Any) -> Iterator[tuple[dict[str, Any], list[int]]]:
+def _rounds(trainer: Any, dataloader: Any) -> Iterator[tuple[dict[str, Any], list[int]]]:
     """Microbatches of this data rank, as many as the rank with the most has, and how many rows each data rank has."""
     mesh = trainer.mesh
     iterator, last = iter(dataloader), None
@@ -98,7 +93,7 @@ def _nothing(like: Any) -> dict[str, Any]:
 class _Predictions:
     """What is predicted, of all data ranks, in the order of the data set."""
 
-    def __init__(self, trainer: MeshTrainerMixin) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._mesh = trainer.mesh
         self._rounds: list[dict[str, np.ndarray]] = []
 

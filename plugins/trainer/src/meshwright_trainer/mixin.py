@@ -180,8 +180,8 @@ class MeshTrainerMixin(PrivateMethods):
         """Have optimizer and schedule, and the state of a checkpoint; collective."""
         manager = self.manager
         if not isinstance(self.optimizer, SteppedByManager) or self.optimizer.manager is not manager:
-            given = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            factory = grouped(*given, self._decayed, self.args.weight_decay, known=self._names)
+            cls, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            factory = grouped(cls, options, self._decayed, self.args.weight_decay, known=self._names)
             manager.build_optimizer(factory)
             self.optimizer = SteppedByManager(manager)
         self.lr_scheduler = None

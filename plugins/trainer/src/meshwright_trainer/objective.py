@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from meshwright.strategy.contract import IGNORED_LABEL
 
 from .accelerator import OneCall
 from .stand_in import ROWS, Answer, Kept, StandIn, from_tokens, labels_of, rows_of
-
-if TYPE_CHECKING:
-    from .mixin import MeshTrainerMixin
 
 REFERENCE = "reference_log_probs"
 """Key of a microbatch that is held: log-probabilities under the reference model, (B, S - 1)."""
@@ -50,7 +47,7 @@ class TrainerLoss:
 
     def __init__(
         self,
-        trainer: MeshTrainerMixin,
+        trainer: Any,
         *,
         on: Literal["tokens", "outputs"],
         rows: int,

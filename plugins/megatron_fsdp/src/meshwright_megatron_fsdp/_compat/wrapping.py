@@ -106,7 +106,7 @@ def _keep_rows_whole(model: nn.Module, units: Sequence[nn.Module]) -> None:
     for group in groups.values():
         rest = sorted(group, key=lambda parameter: parameter[0].numel())
         while _may_be_cut([parameter.shape for parameter in rest]):
-            rest.pop().shared_embedding = True  # type: ignore[attr-defined]
+            rest.pop().shared_embedding = True
 
 
 def _may_be_cut(shapes: Sequence[torch.Size]) -> bool:
