@@ -200,6 +200,9 @@ class _Order:
 
 def _run_rank(order: _Order) -> None:
     """What a rank's process runs."""
+    from .interruptible import mind
+
+    mind()
     import torch
 
     rank = int(os.environ["RANK"])
