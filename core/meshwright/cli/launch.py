@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ..clusters.files import check_can_submit, files_of, submission, submit, write
-from ..clusters.job import TARGETS, Target, plan_job
+from ..clusters.job import TARGETS, Target, is_of_one_machine, plan_job
 from ..train.run_file import load_run, read_values
 from .errors import told
 
@@ -48,6 +48,8 @@ def launch(
             for name, text in files.items():
                 sys.stdout.write(f"# {job.directory / name}\n{text}\n")
             return
+        if is_of_one_machine(config.output_dir):
+            sys.stderr.write(f"note: {config.output_dir} is this machine's own; the job can go on only here\n")
         if submits:
             check_can_submit(command)
         write(job, files)

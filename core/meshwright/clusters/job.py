@@ -186,16 +186,16 @@ def _check_goes_on(config: RunConfig, to: Target) -> None:
 def _check_storage(config: RunConfig, launch: LaunchConfig, to: Target) -> None:
     """What the job leaves must be where each of its machines finds it."""
     path = PurePosixPath(config.output_dir)
-    shared = launch.nodes > 1 or to != "slurm"
-    why = "on which checkpoints would be lost, or in parts" if launch.nodes > 1 else "where the next one would not be"
+    shared = launch.nodes > 1 or to in ("kubernetes", "skypilot")
+    why = "and checkpoints would be in parts" if launch.nodes > 1 else "and the next one would not find checkpoints"
     if shared and not path.is_absolute():
         raise ConfigError(
-            f"output_dir={config.output_dir!r} is relative, so each machine would have its own, {why}. Name a "
+            f"output_dir={config.output_dir!r} is relative, so each machine has its own, {why}. Name a "
             f"directory on shared storage by its whole path."
         )
-    if shared and any(_is_below(path, each) for each in _OF_ONE_MACHINE):
+    if shared and is_of_one_machine(config.output_dir):
         raise ConfigError(
-            f"output_dir={config.output_dir!r} is on a machine's own disk, {why}. Name a directory on shared storage."
+            f"output_dir={config.output_dir!r} is a machine's own, {why}. Name a directory on shared storage."
         )
     places: Sequence[str] | None = None
     if to == "kubernetes":
@@ -210,6 +210,11 @@ def _check_storage(config: RunConfig, launch: LaunchConfig, to: Target) -> None:
             f"output_dir={config.output_dir!r} is not below {' or '.join(places) or 'anything'} ({key}), so what the "
             f"job leaves would end with its machines. Name a directory there."
         )
+
+
+def is_of_one_machine(path: str) -> bool:
+    """Whether a directory is surely on one machine alone."""
+    return any(_is_below(PurePosixPath(path), place) for place in _OF_ONE_MACHINE)
 
 
 def _is_below(path: PurePosixPath, place: str) -> bool:
