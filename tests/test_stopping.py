@@ -1,4 +1,4 @@
-"""A run that a signal asks to stop saves, leaves with the code that was asked for, and goes on as if nothing had been."""
+"""A run that a signal asks to stop saves, leaves with the code that was asked for, and goes on as if it had not."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from kill_sweep import Run, end_session, fingerprint, finish, make_run
 from test_cli import LAUNCHER_VARIABLES
-from torch import Tensor
 
-from meshwright import Checkpointer, EMAConfig, Loop, fit
-from meshwright.base.errors import ConfigError
+from meshwright import Checkpointer, ConfigError, Loop, fit, load_checkpoint
+from meshwright.checkpoint.manifest import step_directory
 from meshwright.launch.stopping import SAME_S, Stopped, StopSignals
+from meshwright.strategy.contract import StepResult, StrategyManager
+from meshwright.strategy.hooks import hookimpl
+from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
-from meshwright.testing.collectives import measure_collectives
-from meshwright.testing.parity import build_manager
+from meshwright.testing.parity import build_manager, full_weights
+from meshwright.train.run_file import ScheduleConfig
 from meshwright.train.run_sections import CheckpointConfig
+from meshwright.train.schedules import build_scheduler
 
 STEPS = 60
 LAYOUT: dict[str, Any] = {
@@ -39,7 +41,6 @@ LAYOUT: dict[str, Any] = {
 }
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 PROMPT_S = 60.0
-EMA = EMAConfig(decay=0.5)
 
 
 def _stop(run: Run, after: int, number: int, victim: str, *, launcher: Sequence[str] = ()) -> tuple[int, str]:
@@ -108,3 +109,170 @@ def _agents_traceback(said: str) -> str:
     """What torchrun itself has to say of a signal, or of ranks that left with another code than 0."""
     start = said.find("Traceback")
     return said[start:] if start >= 0 and "torch/distributed/run.py" in said else ""
+
+
+# -- the loop
+
+
+class _SignalAt:
+    """Sends a signal to its own process after a step."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        if result.step == self.step:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def _built(seed: int) -> tuple[StrategyManager, Any]:
+    from meshwright import OptimizerConfig, optimizer_factory
+
+    manager = build_manager("fsdp2", {}, {}, Case())
+    optimizer = manager.build_optimizer(optimizer_factory(OptimizerConfig(lr=1e-2)))
+    return manager, build_scheduler(ScheduleConfig(name="linear", warmup_steps=2), optimizer, 9)
+
+
+def _in_passes(kind: str, directory: str) -> dict[str, Any]:
+    """A run over passes of four steps, and another that a signal to rank 1 stops in the middle of the second."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    (whole, rates), (first, early), (second, late) = (_built(seed) for seed in range(3))
+    mesh = whole.mesh
+    rows = [batch for step in range(8) for batch in share(Case(), step, mesh.data_rank, mesh.data_size)]
+    rows = rows[: len(rows) // 8 * 8]
+
+    def batches() -> Any:
+        return StatefulDataLoader(rows, batch_size=None, shuffle=False) if kind == "stateful" else rows
+
+    options = {"steps": 9, "accumulate": len(rows) // 4, "seed": 3, "max_grad_norm": 1.0}
+    expected = fit(whole, Loop(batches=batches(), scheduler=rates, **options))
+    stopped: Stopped | None = None
+    with Checkpointer(first, directory) as checkpointer, StopSignals(["SIGUSR1"], exit_code=7) as signals:
+        with get_registry().observing(_SignalAt(5 if mesh.rank == 1 else None)):
+            try:
+                fit(first, Loop(batches(), scheduler=early, checkpointer=checkpointer, signals=signals, **options))
+            except Stopped as caught:
+                stopped = caught
+    assert stopped is not None
+    manifest = load_checkpoint(second, step_directory(Path(directory), stopped.step), scheduler=late)
+    rest = fit(second, Loop(batches(), scheduler=late, **options).going_on(manifest))
+    weights, others = full_weights(whole), full_weights(second)
+    return {
+        "stopped": (stopped.signal, stopped.step, stopped.saved, stopped.code),
+        "steps": [each.step for each in rest],
+        "equal": [(each.loss, each.learning_rate) for each in rest]
+        == [(each.loss, each.learning_rate) for each in expected[stopped.step :]],
+        "weights": all(torch.equal(weights[name], others[name]) for name in weights),
+    }
+
+
+@pytest.mark.parametrize("kind", ["stateful", "counted"])
+def test_a_loop_stopped_in_a_pass_by_a_signal_to_one_rank_goes_on_there(kind: str, tmp_path: Path) -> None:
+    # Step 6 had begun when the signal came.
+    expected = {"stopped": ("SIGUSR1", 6, True, 7), "steps": [7, 8, 9], "equal": True, "weights": True}
+    assert pool(2).run(_in_passes, kind, str(tmp_path / "checkpoints")) == [expected] * 2
+
+
+def _messages(case: Case, signals: StopSignals | None) -> tuple[int, list[int]]:
+    """How many messages of all ranks a loop sends, and how many numbers each has."""
+    manager, _ = _built(0)
+    mesh = manager.mesh
+    sent: list[int] = []
+    exchanged = mesh.world._exchanged
+
+    def noted(*numbers: Any) -> Any:
+        sent.append(sum(map(len, numbers)))
+        return exchanged(*numbers)
+
+    mesh.world._exchanged = noted  # type: ignore[method-assign]
+    loop = Loop(batches=lambda step: share(case, step, mesh.data_rank, mesh.data_size), steps=5, signals=signals)
+    fit(manager, loop)
+    mesh.world._exchanged = exchanged  # type: ignore[method-assign]
+    return len(sent), sent
+
+
+def _with_and_without() -> list[Any]:
+    with StopSignals(["SIGUSR1"]) as signals:
+        return [_messages(Case(), None), _messages(Case(), signals)]
+
+
+def test_signals_that_may_come_cost_a_step_no_message_and_no_byte() -> None:
+    for without, with_signals in pool(2).run(_with_and_without):
+        assert with_signals == without
+        assert without[0] >= 5
+
+
+def _apart() -> str:
+    manager, _ = _built(0)
+    mesh = manager.mesh
+    names = ["SIGUSR1"] if mesh.rank else ["SIGTERM"]
+    batches = share(Case(), 0, mesh.data_rank, mesh.data_size)
+    try:
+        fit(manager, Loop(batches=lambda step: batches, steps=1, signals=StopSignals(names)))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_would_stop_on_different_signals_are_refused() -> None:
+    for told in pool(2).run(_apart):
+        assert "ranks disagree on signals of the loop: ('SIGTERM',) on rank 0, ('SIGUSR1',) on rank 1" in told
+
+
+# -- signals
+
+
+WAITS = """
+import os, sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+from meshwright.launch.stopping import StopSignals
+
+store = TCPStore("127.0.0.1", 0, is_master=True)
+with StopSignals(["SIGTERM"], tell=lambda text: print(text, flush=True)):
+    print("ready", flush=True)
+    store.wait(["never"], timedelta(seconds=100))
+"""
+
+
+def test_a_second_signal_ends_a_rank_that_waits_for_a_peer_and_one_that_comes_twice_does_not() -> None:
+    with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGTERM)
+            assert "a second signal ends it at once" in process.stdout.readline()
+            process.send_signal(signal.SIGTERM)
+            time.sleep(SAME_S + 0.5)
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 143
+        finally:
+            process.kill()
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)]
+    with StopSignals(["SIGTERM", "SIGUSR2"]) as signals:
+        assert signals.noted == 0
+        assert signal.getsignal(signal.SIGTERM) is not before[0]
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+# -- the run file
+
+
+def test_signals_save_where_checkpoints_are_saved_or_where_they_are_asked_for() -> None:
+    assert not CheckpointConfig().saves
+    assert CheckpointConfig().stops_on.signals == []
+    assert CheckpointConfig(every=5).stops_on.signals == ["SIGTERM", "SIGUSR1"]
+    asked = CheckpointConfig.model_validate({"on_signal": {"signals": ["SIGUSR2"], "exit_code": 3}})
+    assert asked.saves
+    assert (asked.stops_on.signals, asked.stops_on.exit_code) == (["SIGUSR2"], 3)
+    off = CheckpointConfig.model_validate({"every": 5, "on_signal": {"signals": []}})
+    assert off.stops_on.signals == []
+    with pytest.raises(ValueError, match="SIGKILL"):
+        CheckpointConfig.model_validate({"on_signal": {"signals": ["SIGKILL"]}})

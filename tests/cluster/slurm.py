@@ -161,6 +161,6 @@ JobRequeue=1
 KillWait=30
 MinJobAge=600
 NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 CPUs={self._cpus} State=UNKNOWN
-PartitionName=low Nodes=node1 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime={self._grace_s}
-PartitionName=high Nodes=node1 MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=low Nodes=node1 Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime={self._grace_s}
+PartitionName=high Nodes=node1 State=UP PriorityTier=10 PreemptMode=OFF
 """

@@ -1,4 +1,4 @@
-"""The driver that `meshwright launch` makes for Ray Train trains as one machine does, and goes on when a rank is killed."""
+"""The driver that `meshwright launch` makes for Ray Train trains as without Ray, and goes on when a rank is killed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kill_sweep import Run, finish, fingerprint, make_run
+from kill_sweep import Run, fingerprint, finish, make_run
 from test_cli import LAUNCHER_VARIABLES, command
 
 pytest.importorskip("ray.train", reason="pip install 'ray[train]'")

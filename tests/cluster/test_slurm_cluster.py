@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster.slurm import Cluster, missing
-from kill_sweep import Run, finish, fingerprint, make_run
+from kill_sweep import Run, fingerprint, finish, make_run
 from test_cli import LAUNCHER_VARIABLES
+
+from cluster.slurm import Cluster, missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -52,9 +53,10 @@ def cluster() -> Iterator[Cluster]:
 def _submitted(cluster: Cluster, run: Run) -> str:
     """The number of a job that trains a run."""
     environment = {name: value for name, value in cluster.environment.items() if name not in LAUNCHER_VARIABLES}
+    out = run.directory.with_name(f"{run.directory.name}-job")
+    arguments = ("launch", str(run.file), "--to", "slurm", "--submit", "--out", str(out))
     done = subprocess.run(
-        [sys.executable, "-m", "meshwright", "launch", str(run.file), "--to", "slurm", "--submit"]
-        + ["--out", str(run.directory.with_name(f"{run.directory.name}-job"))],
+        [sys.executable, "-m", "meshwright", *arguments],
         env=environment,
         cwd=run.file.parent,
         capture_output=True,
