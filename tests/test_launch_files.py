@@ -267,6 +267,60 @@ def test_the_driver_of_ray_asks_for_a_worker_for_each_rank() -> None:
     assert "launch" not in yaml.safe_load(files["run.yaml"])
 
 
+# -- each option
+
+
+OPTIONS: list[tuple[Target, str, Any, str]] = [
+    ("slurm", "name", "other", "--job-name=other\n"),
+    ("slurm", "nodes", 4, "--nodes=4\n"),
+    ("slurm", "gpus_per_node", 4, "--gpus-per-node=4\n"),
+    ("slurm", "cpus_per_rank", 3, "--cpus-per-task=3\n"),
+    ("slurm", "memory_per_node", "3T", "--mem=3T\n"),
+    ("slurm", "time_limit", "2d", "--time=2880\n"),
+    ("slurm", "grace_s", 77, "--signal=TERM@77\n"),
+    ("slurm", "python", "/opt/a b/python", "'/opt/a b/python' -m meshwright"),
+    ("slurm", "setup", ["source env"], "\nsource env\n"),
+    ("slurm", "env", {"A": "b c"}, "export A='b c'\n"),
+    ("slurm", "slurm.partition", "big", "--partition=big\n"),
+    ("slurm", "slurm.account", "me", "--account=me\n"),
+    ("slurm", "slurm.qos", "high", "--qos=high\n"),
+    ("slurm", "slurm.constraint", "a|b", "--constraint='a|b'\n"),
+    ("slurm", "slurm.options", ["--mail-type=END"], "#SBATCH --mail-type=END\n"),
+    ("kubernetes", "max_restarts", 3, "maxRestarts: 3\n"),
+    ("kubernetes", "kubernetes.kind", "TrainJob", "kind: TrainJob\n"),
+    ("kubernetes", "kubernetes.namespace", "other", "namespace: other\n"),
+    ("kubernetes", "kubernetes.image", "other:2", "image: other:2\n"),
+    ("kubernetes", "kubernetes.claim", "other", "claimName: other\n"),
+    ("kubernetes", "kubernetes.mount", "/shared/runs", "mountPath: /shared/runs\n"),
+    ("kubernetes", "kubernetes.queue", "other", "queue-name: other\n"),
+    ("kubernetes", "kubernetes.gpu_resource", "amd.com/gpu", "amd.com/gpu: '8'\n"),
+    ("kubernetes", "kubernetes.node_selector", {"zone": "b"}, "zone: b\n"),
+    ("kubernetes", "kubernetes.service_account", "other", "serviceAccountName: other\n"),
+    ("skypilot", "skypilot.accelerators", "A100", "accelerators: A100:8\n"),
+    ("skypilot", "skypilot.infra", "gcp", "infra: gcp\n"),
+    ("skypilot", "skypilot.image", "docker:a", "image_id: docker:a\n"),
+    ("skypilot", "skypilot.use_spot", False, "use_spot: false\n"),
+    ("skypilot", "skypilot.mounts", {"/shared/runs": "gs://b"}, "source: gs://b\n"),
+    ("skypilot", "skypilot.workdir", "code", "workdir: code\n"),
+]
+
+
+@pytest.mark.parametrize(("to", "key", "value", "told"), OPTIONS, ids=[key for _, key, _, _ in OPTIONS])
+def test_a_job_heeds_the_option(to: Target, key: str, value: Any, told: str) -> None:
+    changes = {f"launch__{key.replace('.', '__')}": value}
+    assert told in "".join(_texts(to, **changes).values())
+    assert told not in "".join(_texts(to).values())
+
+
+def test_a_job_heeds_ranks_per_node_runtime_and_address() -> None:
+    on_cpu = {"device": "cpu", "launch__gpus_per_node": 0}
+    assert "--ntasks-per-node=4\n" in _texts("slurm", launch__ranks_per_node=4, **on_cpu)["job.sbatch"]
+    train_job = _manifests("TrainJob", launch__kubernetes__runtime="other")[1]
+    assert train_job["spec"]["runtimeRef"] == {"name": "other"}
+    command = submission(_job("ray", launch__ray={"address": "http://head:8265"}), "ray")
+    assert command[:5] == ["ray", "job", "submit", "--address", "http://head:8265"]
+
+
 # -- what is refused
 
 
