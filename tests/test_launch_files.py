@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -442,3 +444,48 @@ def test_files_are_made_without_torch(run_file: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# -- the page
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "clusters.md"
+HOME = "/home/me/project"
+"""Where the page's commands are given."""
+
+
+def _printed(run_file: str, command: str, directory: Path) -> str:
+    """What a command of the page prints, up to the copy of the run file."""
+    (directory / "run.yaml").write_text(run_file)
+    done = subprocess.run(
+        [sys.executable, "-m", *shlex.split(command)],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.replace(str(directory.resolve()), HOME)
+    return text.split(f"\n# {HOME}")[0].rstrip("\n") + "\n"
+
+
+def page(text: str, directory: Path) -> str:
+    """The page as it should be."""
+    (run_file,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+
+    def block(found: re.Match[str]) -> str:
+        return f"```console\n$ {found[1]}\n{_printed(run_file, found[1], directory)}```"
+
+    return re.sub(r"```console\n\$ ([^\n]*)\n.*?```", block, text, flags=re.DOTALL)
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text.count("```console") == len(TARGETS)
+    assert page(text, tmp_path) == text, "run python tests/test_launch_files.py"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), Path(place)), encoding="utf-8")

@@ -17,15 +17,15 @@ import torch
 from kill_sweep import Run, end_session, fingerprint, finish, make_run
 from test_cli import LAUNCHER_VARIABLES
 
-from meshwright import Checkpointer, ConfigError, Loop, fit, load_checkpoint
+from meshwright import Checkpointer, ConfigError, Loop, Stopped, StopSignals, fit, load_checkpoint
 from meshwright.checkpoint.manifest import step_directory
-from meshwright.launch.stopping import SAME_S, Stopped, StopSignals
+from meshwright.launch.stopping import SAME_S
 from meshwright.strategy.contract import StepResult, StrategyManager
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
-from meshwright.testing.parity import build_manager, full_weights
+from meshwright.testing.parity import build_manager, build_with_optimizer, full_weights
 from meshwright.train.run_file import ScheduleConfig
 from meshwright.train.run_sections import CheckpointConfig
 from meshwright.train.schedules import build_scheduler
@@ -36,7 +36,7 @@ LAYOUT: dict[str, Any] = {
     "nproc": 2,
     "steps": STEPS,
     "schedule": {"name": "cosine", "warmup_steps": 4},
-    "checkpoint": {"every": 11, "keep_last": 2},
+    "checkpoint": {"every": 11, "keep_last": 2, "on_signal": {"exit_code": 75}},
     "eval": {"every": 25, "sequences": 4},
 }
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -86,9 +86,9 @@ def test_a_run_stopped_time_and_again_ends_as_one_that_was_not(tmp_path: Path) -
     finish("train", str(whole.file))
     # Whoever gets the signal, all ranks save the same step: between checkpoints, and in the middle of an epoch.
     for after, number, victim, launcher, expected in (
-        (5, signal.SIGTERM, "parent", (), 143),
-        (15, signal.SIGUSR1, "parent", (), 143),
-        (25, signal.SIGTERM, "all", (), 143),
+        (5, signal.SIGTERM, "parent", (), 75),
+        (15, signal.SIGUSR1, "parent", (), 75),
+        (25, signal.SIGTERM, "all", (), 75),
         (32, signal.SIGTERM, "parent", TORCHRUN, 1),
         (40, signal.SIGUSR1, "one rank", TORCHRUN, 1),
     ):
@@ -219,6 +219,50 @@ def _apart() -> str:
 def test_ranks_that_would_stop_on_different_signals_are_refused() -> None:
     for told in pool(2).run(_apart):
         assert "ranks disagree on signals of the loop: ('SIGTERM',) on rank 0, ('SIGUSR1',) on rank 1" in told
+
+
+STACKS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
+    "ddp bucketed": ("ddp", {"engine": "bucketed", "use_distributed_optimizer": True}, {}),
+    "fsdp2 tp2": ("fsdp2", {}, {"tp_size": 2}),
+    "fsdp2 cp2": ("fsdp2", {}, {"cp_size": 2}),
+    "pp2 fsdp2": ("fsdp2", {}, {"pp_size": 2}),
+    "megatron_fsdp": ("megatron_fsdp", {}, {}),
+}
+
+
+def _stopped_and_on(
+    strategy: str, config: dict[str, Any], sizes: dict[str, int], directory: str
+) -> tuple[tuple[Any, ...], list[float], list[float]]:
+    case = Case(microbatches=2, sequences=16)
+    (whole, _), (first, _), (second, _) = (build_with_optimizer(strategy, config, sizes, case) for _ in range(3))
+    mesh = whole.mesh
+
+    def batches(step: int) -> Any:
+        return share(case, step, mesh.data_rank, mesh.data_size)
+
+    expected = fit(whole, Loop(batches, steps=6, seed=1))
+    stopped: Stopped | None = None
+    with Checkpointer(first, directory) as checkpointer, StopSignals(["SIGUSR1"]) as signals:
+        with get_registry().observing(_SignalAt(2 if mesh.rank == 3 else None)):
+            try:
+                fit(first, Loop(batches, steps=6, seed=1, checkpointer=checkpointer, signals=signals))
+            except Stopped as caught:
+                stopped = caught
+    assert stopped is not None
+    manifest = load_checkpoint(second, step_directory(Path(directory), stopped.step))
+    rest = fit(second, Loop(batches, steps=6, seed=1).going_on(manifest))
+    weights, others = full_weights(whole), full_weights(second)
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    told = (stopped.signal, stopped.step, stopped.saved)
+    return told, [each.loss for each in rest], [each.loss for each in expected[stopped.step :]]
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_every_stack_stops_on_all_ranks_and_goes_on(stack: str, tmp_path: Path) -> None:
+    for told, rest, expected in pool(4).run(_stopped_and_on, *STACKS[stack], str(tmp_path / "checkpoints")):
+        assert told == ("SIGUSR1", 3, True)
+        assert len(rest) == 3
+        assert rest == expected
 
 
 # -- signals
