@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from kill_sweep import Run, end_session, fingerprint, finish, make_run
+from kill_sweep import Run, end_session, fingerprint, finish, make_run, members
 from test_cli import LAUNCHER_VARIABLES
 
 from meshwright import Checkpointer, ConfigError, Loop, Stopped, StopSignals, fit, load_checkpoint
@@ -103,6 +103,44 @@ def test_a_run_stopped_time_and_again_ends_as_one_that_was_not(tmp_path: Path) -
     finish("train", str(run.file))
     assert run.numbers() == whole.numbers()
     assert fingerprint(run.directory / "model") == fingerprint(whole.directory / "model")
+
+
+def _parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_second_signal_to_the_parent_ends_ranks_that_cannot_save(tmp_path: Path) -> None:
+    saving = {"every": 5000, "on_signal": {"signals": ["SIGINT"]}}
+    run = make_run(tmp_path, "hanging", {**LAYOUT, "steps": 5000, "checkpoint": saving})
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    command = [sys.executable, "-m", "meshwright", "train", str(run.file)]
+    log = tmp_path / "log"
+    with log.open("w") as said:
+        process = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
+    try:
+        deadline_s = time.monotonic() + PROMPT_S * 2
+        while run.steps_done() < 3:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        servers = [pid for pid in members(process) if _parent_of(pid) == process.pid]
+        ranks = [pid for pid in members(process) if _parent_of(pid) in servers]
+        assert len(ranks) == 2
+        # One rank hangs, so that the other waits for it.
+        os.kill(ranks[1], signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(SAME_S + 1)
+        assert process.poll() is None, log.read_text()
+        assert "SIGINT: this run stops after its step" in log.read_text()
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(PROMPT_S / 2) == 130
+        while left := members(process):
+            # The fork server sees that its parent is gone.
+            assert not left.keys() & set(ranks)
+            assert time.monotonic() < deadline_s, left
+            time.sleep(0.1)
+    finally:
+        end_session(process)
 
 
 def _agents_traceback(said: str) -> str:

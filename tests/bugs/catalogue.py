@@ -165,7 +165,7 @@ _bug(
 _bug(
     "dead_rank_not_told",
     "meshwright.launch.local",
-    'sys.stderr.write(f"rank {rank} was killed by {_signal_name(-failure.exitcode)}{hint}\\n")',
+    'sys.stderr.write(f"rank {rank} was killed by {signal_name(-failure.exitcode)}{hint}\\n")',
     "del hint",
     "tests/test_launch.py::test_killed_rank_is_named_with_its_signal",
     kind="a rank that was killed is not named",
