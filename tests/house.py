@@ -27,7 +27,7 @@ FLOORS = (
     ("step", "objectives", "data", "checkpoint"),
     ("parallel", "train"),
     ("manager",),
-    ("single", "testing"),
+    ("single", "testing", "clusters"),
     ("cli",),
 )
 """The rooms of core from the ground up; each stands on those of lower floors alone, or on those left of it."""

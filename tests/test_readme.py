@@ -96,7 +96,7 @@ def test_the_test_of_the_readme_tries_every_cell() -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", *(f"docs/{name}.md" for name in ("adapters", "data", "fit", "optimizers"))]
+    "document", ["README.md", *(f"docs/{name}.md" for name in ("adapters", "clusters", "data", "fit", "optimizers"))]
 )
 def test_run_files_that_documents_print_are_valid(document: str) -> None:
     from meshwright.train.run_file import RunConfig

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from .checkpoint import load_checkpoint as load_checkpoint
     from .checkpoint import save_checkpoint as save_checkpoint
     from .files.class_paths import allow_imports as allow_imports
+    from .launch.stopping import Stopped as Stopped
+    from .launch.stopping import StopSignals as StopSignals
     from .manager.data_parallel import DataParallelManager as DataParallelManager
     from .mesh.mesh import Mesh as Mesh
     from .mesh.sizes import Degrees as Degrees
@@ -85,6 +87,8 @@ _MODULE_OF = {
     "TrainingError": "base.errors",
     "UnknownStrategyError": "base.errors",
     "FrozenModel": "base.validation",
+    "Stopped": "launch.stopping",
+    "StopSignals": "launch.stopping",
     "Checkpointer": "checkpoint",
     "load_checkpoint": "checkpoint",
     "save_checkpoint": "checkpoint",

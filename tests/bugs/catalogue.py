@@ -165,7 +165,7 @@ _bug(
 _bug(
     "dead_rank_not_told",
     "meshwright.launch.local",
-    'sys.stderr.write(f"rank {rank} was killed by {_signal_name(-failure.exitcode)}{hint}\\n")',
+    'sys.stderr.write(f"rank {rank} was killed by {signal_name(-failure.exitcode)}{hint}\\n")',
     "del hint",
     "tests/test_launch.py::test_killed_rank_is_named_with_its_signal",
     kind="a rank that was killed is not named",
@@ -3078,4 +3078,64 @@ _bug(
     "if self.is_backward_due:",
     f"{_FABRIC}::test_a_call_without_gradients_evaluates_and_leaves_none",
     kind="an evaluation leaves gradients",
+
+# -- jobs, and stopping
+
+_STOPPING = "tests/test_stopping.py"
+_JOBS = "tests/test_launch_files.py"
+_bug(
+    "signals_unheard_by_peers",
+    "meshwright.train.ahead",
+    "noted = 0 if self._signals is None else self._signals.noted",
+    "noted = 0",
+    f"{_STOPPING}::test_a_loop_stopped_in_a_pass_by_a_signal_to_one_rank_goes_on_there[counted]",
+    kind="a signal to one rank stops none",
+)
+_bug(
+    "one_signal_for_two",
+    "meshwright.launch.stopping",
+    "SAME_S = 2.0",
+    "SAME_S = 0.0",
+    f"{_STOPPING}::test_a_second_signal_ends_a_rank_that_waits_for_a_peer_and_one_that_comes_twice_does_not",
+    kind="a signal that a scheduler and a launcher both send kills a rank that is saving",
+)
+_bug(
+    "stops_where_it_was_saved_before",
+    "meshwright.train.loop",
+    "if checkpointer.saved != step:",
+    "if checkpointer.saved is None:",
+    f"{_STOPPING}::test_a_run_stopped_time_and_again_ends_as_one_that_was_not",
+    kind="steps since the last checkpoint are lost when a run is stopped",
+)
+_bug(
+    "server_dies_of_signals",
+    "meshwright.launch.interruptible",
+    "        signal.signal(number, signal.SIG_IGN)",
+    "        pass",
+    f"{_STOPPING}::test_a_run_stopped_time_and_again_ends_as_one_that_was_not",
+    kind="a signal to all processes ends the one that tells how the ranks have ended",
+)
+_bug(
+    "failed_jobs_queue_again",
+    "meshwright.clusters.slurm",
+    'if [ "$code" -eq {stopped} ]; then',
+    'if [ "$code" -ne 0 ]; then',
+    f"{_JOBS}::test_a_batch_script_is_shell_in_which_nothing_is_replaced_that_was_given",
+    kind="a job that cannot run is queued for ever",
+)
+_bug(
+    "pods_die_before_ranks",
+    "meshwright.clusters.kubernetes",
+    '"terminationGracePeriodSeconds": job.kill_after_s,',
+    '"terminationGracePeriodSeconds": 30,',
+    f"{_JOBS}::test_pods_have_storage_and_more_time_than_torchrun_gives_the_ranks[JobSet]",
+    kind="a machine is gone before its ranks have saved",
+)
+_bug(
+    "each_machine_its_own_checkpoints",
+    "meshwright.clusters.job",
+    'shared = launch.nodes > 1 or to in ("kubernetes", "skypilot")',
+    'shared = to in ("kubernetes", "skypilot")',
+    f"{_JOBS}::test_what_the_cluster_could_not_run_is_refused[a relative directory]",
+    kind="checkpoints of several machines lie on each one's own disk",
 )

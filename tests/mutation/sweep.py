@@ -55,6 +55,10 @@ OWNERS = {
     "meshwright.train.optimizer_config": ["OptimizerConfig", "OptimizerGroup", "EMAConfig"],
     "meshwright.train.run_sections": [
         *("EvalConfig", "EarlyStoppingConfig", "SampleConfig", "CheckpointConfig", "KeepBestConfig", "SaveOnConfig"),
+        "OnSignalConfig",
+    ],
+    "meshwright.train.launch_section": [
+        *("LaunchConfig", "SlurmSection", "KubernetesSection", "SkyPilotSection", "RaySection"),
     ],
     "meshwright.data.config": ["DataConfig", "SourceConfig"],
 }

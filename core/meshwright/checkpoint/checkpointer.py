@@ -80,6 +80,9 @@ class Checkpointer:
         on_error: whether a checkpoint that cannot be written ends the training, or is told in a warning. Either way
             those that were there are.
         tokenizer: of Hugging Face, to be exported with the model.
+
+    Attributes:
+        saved: step of the last one that is on disk, of those that this has written; None: none is. After `wait`.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Checkpointer:
         self._agreement = Agreement()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
+        self.saved: int | None = None
         if manager.mesh.rank == 0:
             remove_leftovers(self._root)
 
@@ -182,6 +186,7 @@ class Checkpointer:
     def _write(self, saving: Saving, step: int) -> None:
         try:
             saving.write()
+            self.saved = step
             if self._manager.mesh.rank == 0:
                 retain(
                     self._root,

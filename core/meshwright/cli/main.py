@@ -16,6 +16,7 @@ from .check import check
 from .checkpoint import show
 from .errors import told
 from .export import export
+from .launch import launch
 from .schema import schema
 from .strategies import strategies
 from .train import train
@@ -32,6 +33,7 @@ checkpoints.command()(show)
 data_commands = typer.Typer(help="Look at the data of a run.", no_args_is_help=True)
 data_commands.command()(data.show)
 app.command()(train)
+app.command()(launch)
 app.command()(strategies)
 app.command()(check)
 app.add_typer(checkpoints, name="checkpoint")

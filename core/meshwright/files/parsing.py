@@ -93,9 +93,23 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(str(error)) from None
 
 
-def as_yaml(value: Any) -> str:
-    """YAML of plain values, which `parse_yaml` and readers of YAML 1.1 read as the same."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+class _BlockDumper(_Dumper):
+    """Writes a text of several lines as such."""
+
+
+_BlockDumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar(f"{_TAG}str", text, style="|" if "\n" in text else None)
+)
+
+
+def as_yaml(value: Any, *, blocks: bool = False) -> str:
+    """YAML of plain values, which `parse_yaml` and readers of YAML 1.1 read as the same.
+
+    Args:
+        blocks: write texts of several lines as such.
+    """
+    dumper = _BlockDumper if blocks else _Dumper
+    return yaml.dump(value, Dumper=dumper, sort_keys=False, allow_unicode=True)
 
 
 def parse_json(text: str) -> Any:

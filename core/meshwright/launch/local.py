@@ -30,6 +30,7 @@ from multiprocessing import forkserver, resource_tracker
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError
+from .parent_signals import interrupts_held, left_to_agent, own_signals, passing_on, signal_name
 from .rank import INTERRUPTED, guarded, leave
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def warm_up(preload: Sequence[str] = ()) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         resource_tracker.ensure_running()  # the server would start it otherwise, and that ends with SIGINT let through
-        with _interrupts_held():  # the server inherits the mask; see meshwright.launch.interruptible
+        with interrupts_held():  # the server inherits the mask; see meshwright.launch.interruptible
             forkserver.ensure_running()
     finally:
         if threads is None:
@@ -79,7 +80,14 @@ def warm_up(preload: Sequence[str] = ()) -> None:
             os.environ["OMP_NUM_THREADS"] = threads
 
 
-def launch(main: Callable[..., object], args: tuple[Any, ...], *, nproc: int, show_traceback: bool = False) -> int:
+def launch(
+    main: Callable[..., object],
+    args: tuple[Any, ...],
+    *,
+    nproc: int,
+    show_traceback: bool = False,
+    passed_on: Sequence[str] = (),
+) -> int:
     """Run `main(store, *args)` on `nproc` ranks of this machine, each in a process of its own, and wait for them.
 
     Each rank runs it under `rank.guarded`, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its
@@ -90,6 +98,8 @@ def launch(main: Callable[..., object], args: tuple[Any, ...], *, nproc: int, sh
         args: its arguments after the store.
         nproc: number of ranks, at least 1.
         show_traceback: show the traceback of a MeshwrightError too.
+        passed_on: names of signals that the ranks take as `StopSignals` does: they are passed on, and the ranks have
+            all the time that they need. A second one ends the job, as any other signal does at once.
 
     Returns:
         0, the exit code of the rank that failed first (1 when a signal killed it), or 128 plus the number of the
@@ -99,14 +109,14 @@ def launch(main: Callable[..., object], args: tuple[Any, ...], *, nproc: int, sh
         raise ConfigError(f"no rank to start: nproc={nproc}. It must be at least 1.")
     try:
         warm_up()
-        with _interrupts_held():  # torch's import can swallow a KeyboardInterrupt
+        with interrupts_held():  # torch's import can swallow a KeyboardInterrupt
             from torch.distributed.elastic.multiprocessing import SignalException
         _await_fork_server()
     except KeyboardInterrupt:
         return INTERRUPTED
     try:
-        with _own_signals(), _quiet(), _sweep():
-            return _run_agent(main, args, nproc, show_traceback)
+        with own_signals(), _quiet(), _sweep():
+            return _run_agent(main, args, nproc, show_traceback, passed_on)
     except SignalException as stop:
         return 128 + stop.sigval
     except KeyboardInterrupt:
@@ -128,26 +138,31 @@ def _do_nothing() -> None:
     pass
 
 
-def _run_agent(main: Callable[..., object], args: tuple[Any, ...], nproc: int, show_traceback: bool) -> int:
+def _run_agent(
+    main: Callable[..., object], args: tuple[Any, ...], nproc: int, show_traceback: bool, passed_on: Sequence[str]
+) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
     roll: SimpleQueue[tuple[int, int | None]] = multiprocessing.get_context("forkserver").SimpleQueue()
     order = _Order(main, args, _threads_per_rank(nproc), show_traceback, roll)
     try:
-        with _Reaper(roll):
-            elastic_launch(_launch_config(nproc), _run_rank)(order)
+        with _Reaper(roll) as reaper, passing_on(passed_on, reaper.pids) as passed:
+            elastic_launch(_launch_config(nproc, passed_on), _run_rank)(order)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
+        if failure.exitcode < 0 and passed:
+            # Ranks that were not yet so far as to save anything.
+            return 128 + passed[0]
         if failure.exitcode > 0:
             return failure.exitcode
         hint = " (for instance: out of memory)" if -failure.exitcode == signal.SIGKILL else ""
-        sys.stderr.write(f"rank {rank} was killed by {_signal_name(-failure.exitcode)}{hint}\n")
+        sys.stderr.write(f"rank {rank} was killed by {signal_name(-failure.exitcode)}{hint}\n")
         return 1
     return 0
 
 
-def _launch_config(nproc: int) -> LaunchConfig:
+def _launch_config(nproc: int, passed_on: Sequence[str]) -> LaunchConfig:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -165,6 +180,7 @@ def _launch_config(nproc: int) -> LaunchConfig:
         max_restarts=0,
         monitor_interval=MONITOR_INTERVAL_S,
         start_method="forkserver",
+        signals_to_handle=left_to_agent(passed_on),
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # no redirection, and no directory left behind
         **options,
     )
@@ -184,6 +200,9 @@ class _Order:
 
 def _run_rank(order: _Order) -> None:
     """What a rank's process runs."""
+    from .interruptible import mind
+
+    mind()
     import torch
 
     rank = int(os.environ["RANK"])
@@ -221,8 +240,13 @@ class _Reaper(threading.Thread):
         self._pids: dict[int, int] = {}
         self._over = threading.Event()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Reaper:
         self.start()
+        return self
+
+    def pids(self) -> list[int]:
+        """Of the ranks that have begun, and not ended well."""
+        return list(self._pids.values())
 
     def __exit__(self, *exc_info: object) -> None:
         self._over.set()
@@ -267,23 +291,6 @@ def _threads_per_rank(nproc: int) -> int:
     return max(1, cpus // nproc)
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal has no name
-        return f"signal {number}"
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Keep Ctrl-C waiting until the end of the context."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
 @contextmanager
 def _sweep() -> Iterator[None]:
     """Kill what the context has started and left behind; on the main thread, since polling races with the agent's."""
@@ -294,26 +301,6 @@ def _sweep() -> Iterator[None]:
         for child in set(multiprocessing.active_children()) - others:
             child.kill()
             child.join()
-
-
-@contextmanager
-def _own_signals() -> Iterator[None]:
-    """Put back the signal handlers, and the variable naming them, that the agent leaves behind."""
-    variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-    before = os.environ.get(variable)
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                if handler is not None:  # None: not installed from Python, and so not known here
-                    signal.signal(number, handler)
-        if before is None:
-            os.environ.pop(variable, None)
-        else:
-            os.environ[variable] = before
 
 
 @contextmanager

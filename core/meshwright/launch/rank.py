@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..base.errors import MeshwrightError, RankError
 from .pulse import Pulse, who_hangs
+from .stopping import Stopped
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -130,6 +131,9 @@ def guarded(
         return INTERRUPTED
     try:
         main(store, *args)
+    except Stopped as stopped:
+        # No failure, and all ranks have agreed on it.
+        return int(stopped.code or 0)
     except BaseException as error:
         failure = Failure.of(error, show_traceback)
     else:

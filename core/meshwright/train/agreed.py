@@ -90,6 +90,7 @@ def told_of(loop: Loop) -> dict[str, Any]:
         "save_every": loop.save_every,
         "save_after_s": loop.save_after_s,
         "seed": loop.seed,
+        "signals": loop.signals and loop.signals.names,
     }
 
 

@@ -2,6 +2,10 @@
 
 Each step draws the same whether it was begun ahead or not: random numbers of a step follow from its seed, and are put
 back behind the drawing. What fails in drawing is told when the step's turn comes, when the one before has been done.
+
+[Note: agreeing to stop] A rank that has noted a signal draws nothing for the next step, so that the others hear, in the
+message that each step sends, that there is something wrong with it. Only then ranks ask each other what: the steps
+before have cost nothing. A signal that comes when the next step has begun is heard one step later.
 """
 
 from __future__ import annotations
@@ -12,13 +16,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from ..base.errors import BatchError
+from ..launch.stopping import StopSignals
 from ..step.agreement import defects_told
 from ..strategy.contract import Batch, Objective, StrategyManager
 from .batches import PassEnds, Passes, end_together
 from .failures import raise_on_all
 from .seeds import step_seed
+
+
+class StopsBefore(Exception):
+    """All ranks stop before a step, since a rank has noted a signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 @dataclass(frozen=True)
@@ -28,6 +42,7 @@ class _Drawn:
     Attributes:
         generator: the state of torch's generator behind it.
         state: see `Passes.state`.
+        signal: number of the one for which nothing was drawn; 0: none.
     """
 
     step: int
@@ -36,6 +51,7 @@ class _Drawn:
     error: Exception | None
     generator: Tensor
     state: dict[str, Any] | None
+    signal: int
 
 
 class Ahead:
@@ -47,6 +63,7 @@ class Ahead:
         steps: number of the last step.
         seed: of the run; None: random numbers go on as they are.
         objective: that the microbatches are for.
+        signals: end the loop; on all ranks or none.
 
     Attributes:
         state: of `Passes`, behind the step that was taken last.
@@ -60,9 +77,10 @@ class Ahead:
         steps: int,
         seed: int | None,
         objective: Objective | None = None,
+        signals: StopSignals | None = None,
     ) -> None:
         self._manager, self._batches, self._steps, self._seed = manager, batches, steps, seed
-        self._objective = objective
+        self._objective, self._signals = objective, signals
         self._drawn: _Drawn | None = None
         self.state: dict[str, Any] | None = None
 
@@ -79,8 +97,9 @@ class Ahead:
         microbatches: Sequence[Batch] = ()
         error: Exception | None = None
         state = None
+        noted = 0 if self._signals is None else self._signals.noted
         try:
-            drawn = self._batches(step)
+            drawn = () if noted else self._batches(step)
             if isinstance(self._batches, Passes):
                 state = self._batches.state()
             microbatches = drawn
@@ -90,12 +109,13 @@ class Ahead:
         torch.set_rng_state(before)
         # Of none, the others hear that there is something wrong.
         num_tokens = self._manager.announce(microbatches, objective=self._objective)
-        return _Drawn(step, microbatches, num_tokens, error, generator, state)
+        return _Drawn(step, microbatches, num_tokens, error, generator, state, noted)
 
     def take(self, step: int) -> tuple[Sequence[Batch], Tensor]:
         """The microbatches of a step, and `num_tokens` for them; seeds all generators. Collective.
 
         Raises:
+            StopsBefore: a rank has noted a signal; on all ranks. Nothing has changed since the step before.
             Exception: in drawing them; the other ranks hear of it in `forward_backward`, and raise MeshwrightError.
         """
         drawn, self._drawn = self._drawn, None
@@ -116,7 +136,15 @@ class Ahead:
 
     def _ends(self, drawn: _Drawn) -> bool:
         """Whether a pass has ended, so that the step is to be drawn from the next. Collective."""
-        if not isinstance(self._batches, Passes) or not defects_told(drawn.num_tokens):
+        if self._signals is None and not isinstance(self._batches, Passes):
+            return False
+        if not defects_told(drawn.num_tokens):
+            return False
+        if self._signals is not None:
+            (number,) = self._manager.mesh.world.reduce_ints([drawn.signal], ReduceOp.MAX)
+            if number:
+                raise StopsBefore(number)
+        if not isinstance(self._batches, Passes):
             return False
         return end_together(drawn.error, self._manager.mesh, drawn.step)
 

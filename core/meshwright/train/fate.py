@@ -138,7 +138,7 @@ def is_finished(config: RunConfig) -> bool:
 
 def _trains(config: RunConfig, **without: Any) -> RunConfig:
     """A run without what does not say how it trains, and without what else is to be left out."""
-    return config.model_copy(update={"overwrite": False, "resume": AUTO, **without})
+    return config.model_copy(update={"overwrite": False, "resume": AUTO, "launch": None, **without})
 
 
 def _holds_something(directory: Path) -> bool:

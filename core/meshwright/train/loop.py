@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from ..base.errors import BatchError, CheckpointError, TrainingError
+from ..launch.stopping import Stopped, StopSignals
 from ..mesh.mesh import Mesh
 from ..step.agreement import count_tokens
 from ..strategy.contract import StepResult, StrategyManager
 from ..strategy.registry import get_registry
 from .agreed import agree_on
-from .ahead import Ahead
+from .ahead import Ahead, StopsBefore
 from .batches import Passes, state_of_rank, states_of_ranks
 from .failures import done_on_all, raise_on_all
 from .loop_options import Callback as Callback
@@ -41,6 +42,7 @@ def fit(manager: StrategyManager, loop: Loop) -> list[StepResult]:
         TrainingError: loss or gradient is not finite (on all ranks); the parameters are those before that step. Or an
             optimizer stepped with another learning rate than the schedule's. Or a callback of another rank has failed.
         CheckpointError: as of `Checkpointer.save`.
+        Stopped: a rank has noted one of `loop.signals`; on all ranks. If there is a checkpointer, it has saved.
     """
     return _Course(manager, loop).run()
 
@@ -70,7 +72,12 @@ class _Course:
             if self.watch.is_exhausted:
                 # It was before the run was interrupted.
                 break
-            result = train_step(self.manager, self.loop, step, self.ahead)
+            try:
+                result = train_step(self.manager, self.loop, step, self.ahead)
+            except StopsBefore as stop:
+                if self.loop.signals is None:
+                    raise
+                raise self.stopped(stop.number, self.loop.signals, results) from None
             if self.loop.evaluates_after(result.step):
                 result = replace(result, evaluations=self.evaluated())
             is_best = self.watch.note(result)
@@ -131,12 +138,26 @@ class _Course:
         )
         self.saved_at = loop.clock()
 
+    def stopped(self, number: int, signals: StopSignals, results: list[StepResult]) -> Stopped:
+        """Save what is not saved, and wait until it is on disk everywhere. Collective."""
+        step, checkpointer = results[-1].step if results else self.loop.start, self.loop.checkpointer
+        saved = not results
+        if checkpointer is not None and results:
+            checkpointer.wait()
+            if checkpointer.saved != step:
+                self.save(results[-1])
+                checkpointer.wait()
+            saved = checkpointer.saved == step
+        # Who leaves first would take connections with it that others may still need.
+        self.world.reduce_ints([0])
+        return Stopped(number, step=step, saved=saved, exit_code=signals.exit_code)
+
 
 def _ahead(manager: StrategyManager, loop: Loop) -> Ahead:
     batches = loop.batches
     if not callable(batches):
         batches = _passes(loop, manager.mesh)
-    return Ahead(manager, batches, steps=loop.num_steps, seed=loop.seed, objective=loop.objective)
+    return Ahead(manager, batches, steps=loop.num_steps, seed=loop.seed, objective=loop.objective, signals=loop.signals)
 
 
 def _passes(loop: Loop, mesh: Mesh) -> Passes:

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..base.errors import ConfigError
 from ..checkpoint import Checkpointer, Manifest
 from ..checkpoint.values import decoded
+from ..launch.stopping import StopSignals
 from ..strategy.contract import Batch, Objective, StepResult
 from .batches import steps_in_a_pass
 from .ema import EMA
@@ -53,6 +54,8 @@ class Loop:
         state: what `fit` has put into the checkpoint that the run goes on from.
         seed: random numbers of a step (dropout) follow from it, the step and the data rank alone, so that a run that
             goes on draws what it would have drawn; None: the generators go on as they are.
+        signals: end the loop before the next step, with a checkpoint if there is a checkpointer; see
+            [Note: agreeing to stop] in `train.ahead`. Each rank enters its own before `fit`, with the same names.
         clock: tells seconds.
     """
 
@@ -76,6 +79,7 @@ class Loop:
     start: int = 0
     state: Mapping[str, Any] | None = None
     seed: int | None = None
+    signals: StopSignals | None = None
     clock: Callable[[], float] = time.monotonic
 
     @property

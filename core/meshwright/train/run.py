@@ -16,6 +16,7 @@ from ..checkpoint.directory import set_aside
 from ..data import ORDER_VERSION, Feed, Place, eval_microbatches
 from ..data.progress import CONSOLE
 from ..launch.rank import guarded, signs_of_life, started_by_launcher
+from ..launch.stopping import Stopped, StopSignals
 from ..mesh.mesh import Mesh
 from ..mesh.world import World, open_world
 from ..model.pretrained import PretrainedWeights
@@ -66,7 +67,8 @@ def start(config: RunConfig, *, show_traceback: bool = False) -> int:
         return guarded(run_rank, (config,), show_traceback=show_traceback)
     from ..launch.local import launch
 
-    return launch(run_rank, (config,), nproc=count, show_traceback=show_traceback)
+    passed_on = config.checkpoint.stops_on.signals
+    return launch(run_rank, (config,), nproc=count, show_traceback=show_traceback, passed_on=passed_on)
 
 
 def run_rank(store: Store | None, config: RunConfig) -> None:
@@ -90,7 +92,13 @@ def run_rank(store: Store | None, config: RunConfig) -> None:
             if fate is Fate.DONE:
                 # By the run that was waited for.
                 return
-            results = _train(config, plan, fate, world)
+            signals = held.enter_context(_signals(config, world))
+            try:
+                results = _train(config, plan, fate, world, signals)
+            except Stopped as stopped:
+                if world.rank == 0:
+                    _say_stopped(config, plan, stopped)
+                raise
         # The other ranks are done: what is left needs no collective.
         if world.rank == 0:
             finish(config, plan, results, Console())
@@ -106,7 +114,28 @@ def _say_finished(config: RunConfig) -> None:
     )
 
 
-def _train(config: RunConfig, plan: Plan, fate: Fate, world: World) -> list[StepResult]:
+def _signals(config: RunConfig, world: World) -> StopSignals:
+    """What ends this run after a step."""
+    asked = config.checkpoint.stops_on
+
+    def tell(text: str) -> None:
+        Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+
+    return StopSignals(asked.signals, exit_code=asked.exit_code, tell=tell if world.rank == 0 else None)
+
+
+def _say_stopped(config: RunConfig, plan: Plan, stopped: Stopped) -> None:
+    saved = "saved; the same command goes on" if stopped.saved else "which could not be saved"
+    if not stopped.step:
+        saved = "so there is nothing to save"
+    Console().print(
+        f"stopped by {stopped.signal} after step {stopped.step} of {plan.steps}, {saved}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _train(config: RunConfig, plan: Plan, fate: Fate, world: World, signals: StopSignals) -> list[StepResult]:
     """Train the model, and write it. Collective."""
     console = Console()
     source = find_source(config, fate, plan.identity, world, steps=plan.steps)
@@ -127,7 +156,7 @@ def _train(config: RunConfig, plan: Plan, fate: Fate, world: World) -> list[Step
         load_checkpoint(manager, Path(config.model["checkpoint"]).expanduser())
     if plan.needs_reference:
         plan = _with_reference(manager, config, plan, console, is_loaded=source is None)
-    results = _fit(manager, config, plan, source, earlier, console)
+    results = _fit(manager, config, plan, source, earlier, console, signals)
     # There may have been nothing left to be done.
     done = results[-1].step if results else plan.steps if source is None else source.step
     export(manager, config, plan, step=done)
@@ -183,6 +212,7 @@ def _fit(
     source: Source | None,
     earlier: list[StepResult],
     console: Console,
+    signals: StopSignals,
 ) -> list[StepResult]:
     mesh = manager.mesh
     optimizer = manager.build_optimizer(optimizer_factory(config.optimizer))
@@ -218,6 +248,7 @@ def _fit(
         early_stopping=early_stopping(config),
         extra=lambda step: {**extra, "position": feed.position(step), "streams": feed.state(step)},
         seed=config.seed,
+        signals=signals,
         objective=plan.objective,
     )
     if source is not None:

@@ -18,6 +18,7 @@ from ..files.paths import PathText
 from ..mesh.sizes import MeshSizes, Size
 from ..objectives.registry import check_objective, list_objectives
 from ..strategy.registry import Registry, get_registry
+from .launch_section import LaunchConfig
 from .model_section import check_model_section
 from .optimizer_config import AVERAGED, FinitePositive
 from .optimizer_config import EMAConfig as EMAConfig
@@ -148,6 +149,7 @@ class RunConfig(MeshSizes):
         "ones are set aside, and the same command goes on from what has been saved since. Or {from: ..., allow: "
         "[...]}.",
     )
+    launch: LaunchConfig | None = Field(None, description="What `meshwright launch` tells a cluster.")
     log_every: Size = Field(10, description="Steps between lines where no progress bar can be drawn.")
 
     @field_validator("model")
@@ -216,6 +218,15 @@ def load_run(path: str | Path, assignments: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: the file or an assignment cannot be read, or a value is not valid.
     """
+    return validated(RunConfig, read_values(path, assignments), where=str(path))
+
+
+def read_values(path: str | Path, assignments: Sequence[str] = ()) -> dict[str, Any]:
+    """What a run file says, with changes, as plain values; see `load_run`.
+
+    Raises:
+        ConfigError: the file or an assignment cannot be read.
+    """
     file = Path(path)
     try:
         values = parse_yaml(read_text(file))
@@ -227,7 +238,7 @@ def load_run(path: str | Path, assignments: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{file} must hold a mapping of keys to values, not {type(values).__name__}.")
     for assignment in assignments:
         _assign(values, assignment)
-    return validated(RunConfig, values, where=str(file))
+    return values
 
 
 def as_options(assignments: Sequence[str]) -> dict[str, Any]:

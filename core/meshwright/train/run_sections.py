@@ -70,6 +70,15 @@ class SaveOnConfig(FrozenModel):
         return float(self.time[:-1]) * _SECONDS[self.time[-1]]
 
 
+class OnSignalConfig(FrozenModel):
+    """What a signal does that announces the end of a job: the run stops after its step, and saves."""
+
+    signals: list[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"]] = Field(
+        ["SIGTERM", "SIGUSR1"], description="Which; []: none, so that each ends the run at once."
+    )
+    exit_code: int = Field(143, ge=0, le=255, description="Of each rank, and of the command, when it has stopped so.")
+
+
 class CheckpointConfig(FrozenModel):
     """Checkpoints, in output_dir/checkpoints; after the last step, too, if there are any."""
 
@@ -86,10 +95,22 @@ class CheckpointConfig(FrozenModel):
         "stop", description="What to do when one cannot be written; those that were there are kept either way."
     )
 
+    on_signal: OnSignalConfig | None = Field(
+        None,
+        description="Save when a signal asks the run to stop; the same command goes on. null: on SIGTERM and SIGUSR1, "
+        "if checkpoints are saved otherwise.",
+    )
+
     @property
     def saves(self) -> bool:
         """Whether there are any."""
-        return self.every is not None or bool(self.save_on) or self.keep_best is not None
+        occasions = (self.every, self.keep_best, self.on_signal and self.on_signal.signals)
+        return bool(self.save_on) or any(occasions)
+
+    @property
+    def stops_on(self) -> OnSignalConfig:
+        """`on_signal`, written out."""
+        return self.on_signal or OnSignalConfig(signals=["SIGTERM", "SIGUSR1"] if self.saves else [])
 
     @property
     def after_s(self) -> float | None:

@@ -1,0 +1,227 @@
+"""A run as a cluster's job: how many ranks on how many machines, checked as `meshwright train` will check it.
+
+[Note: what a job needs] It will be stopped and begun anew on other machines. So what it leaves must be on storage that
+all of them share, it must save checkpoints, and the same command must go on from them. All this is refused here, while
+somebody is there to read it, and not by the first of many machines.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, get_args
+
+from ..base.errors import ConfigError
+from ..data.rows.order import check_batch_size
+from ..mesh.sizes import Degrees
+from ..strategy.registry import get_registry
+from ..strategy.stack import resolve
+from ..train.launch_section import LaunchConfig
+from ..train.run_file import RunConfig
+
+Target = Literal["slurm", "kubernetes", "ray", "skypilot"]
+TARGETS: tuple[Target, ...] = get_args(Target)
+RUN_FILE = "run.yaml"
+PORT = 29500
+"""Where the first machine listens; torchrun's own choice."""
+_OF_ONE_MACHINE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+_STOP_S = 30
+"""Beside the grace period: for a launcher to end."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run file as a job.
+
+    Attributes:
+        values: what the run file says, with changes; written beside the job's files.
+        config: the same, validated.
+        launch: its section `launch`.
+        ranks_per_node, gpus_per_node: on each of `launch.nodes` machines.
+        degrees: of the mesh of all ranks.
+        name: of the job.
+        directory: of the job's files, absolute.
+    """
+
+    values: Mapping[str, Any]
+    config: RunConfig
+    launch: LaunchConfig
+    ranks_per_node: int
+    gpus_per_node: int
+    degrees: Degrees
+    name: str
+    directory: Path
+
+    @property
+    def world_size(self) -> int:
+        return self.launch.nodes * self.ranks_per_node
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of a rank."""
+        threads = self.config.threads_per_rank
+        return threads if threads != "auto" else self.launch.cpus_per_rank or 1
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of all ranks."""
+        return {"OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1", **self.launch.env}
+
+    @property
+    def kill_after_s(self) -> int:
+        """From the signal to the end of a machine's processes, their launcher's time included."""
+        return self.launch.grace_s + _STOP_S
+
+    def torchrun(self, run_file: str, *, node_rank: str | None = None, address: str | None = None) -> list[str]:
+        """The command of one machine.
+
+        Args:
+            node_rank, address: text that the machine makes its number, and the first one's name, of; None: torchrun's
+                own variables (PET_*) say it, and how many machines and ranks there are.
+        """
+        command = [self.launch.python, "-m", "torch.distributed.run"]
+        if node_rank is not None and address is not None:
+            command += [f"--nnodes={self.launch.nodes}", f"--nproc-per-node={self.ranks_per_node}"]
+            command += [f"--node-rank={node_rank}", f"--master-addr={address}", f"--master-port={PORT}"]
+        # Else it kills ranks that are saving.
+        command += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
+        command += [f"--shutdown-timeout={self.launch.grace_s}"]
+        return [*command, "-m", "meshwright", "train", run_file]
+
+
+def plan_job(values: Mapping[str, Any], config: RunConfig, to: Target, directory: Path | None = None) -> Job:
+    """Check that a run can be a job; see [Note: what a job needs].
+
+    Args:
+        values: what the run file says.
+        config: the same, validated.
+        directory: of the job's files; None: launch/NAME.
+
+    Raises:
+        MeshwrightError: whatever is wrong with it, as `meshwright train` would say it.
+    """
+    launch = config.launch or LaunchConfig()
+    gpus, ranks = _on_each_node(config, launch)
+    _, degrees = resolve(
+        config.strategy,
+        config,
+        launch.nodes * ranks,
+        config=config.strategy_config,
+        wrapper_config=config.wrapper_config,
+        registry=get_registry(),
+    )
+    micro_batch_size = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
+    check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=micro_batch_size)
+    _check_goes_on(config, to)
+    _check_storage(config, launch, to)
+    name = launch.name or _name(config.output_dir)
+    where = directory or Path("launch") / name
+    return Job(
+        # Without what only this reads.
+        values={key: value for key, value in values.items() if key != "launch"},
+        config=config,
+        launch=launch,
+        ranks_per_node=ranks,
+        gpus_per_node=gpus,
+        degrees=degrees,
+        name=name,
+        directory=where.absolute(),
+    )
+
+
+def _on_each_node(config: RunConfig, launch: LaunchConfig) -> tuple[int, int]:
+    """GPUs and ranks of a machine."""
+    ranks = launch.ranks_per_node or launch.gpus_per_node or (config.nproc if config.nproc != "auto" else None)
+    if ranks is None:
+        raise ConfigError(
+            "how many ranks a machine is to have is not known. Set launch.ranks_per_node, or launch.gpus_per_node, "
+            "such as --gpus-per-node 8."
+        )
+    on_cpu = config.device == "cpu"
+    gpus = launch.gpus_per_node if launch.gpus_per_node is not None else 0 if on_cpu else ranks
+    if on_cpu and gpus:
+        raise ConfigError(f"launch.gpus_per_node={gpus}, but device=cpu. Leave one of the two out.")
+    if not on_cpu and not gpus:
+        raise ConfigError("launch.gpus_per_node=0, but device is not cpu. Set device=cpu, or ask for GPUs.")
+    if gpus and ranks != gpus:
+        raise ConfigError(
+            f"launch.ranks_per_node={ranks}, but launch.gpus_per_node={gpus}: each rank has one GPU. "
+            f"Set both to the same."
+        )
+    return gpus, ranks
+
+
+def _check_goes_on(config: RunConfig, to: Target) -> None:
+    """A job that is begun anew must go on."""
+    saving = config.checkpoint
+    if not saving.saves:
+        raise ConfigError(
+            "the run saves no checkpoints, so a job that is stopped and begun anew would begin at step 0. Set "
+            "checkpoint.every, or checkpoint.save_on, such as [{time: 20m}]."
+        )
+    if config.resumption.source == "never":
+        raise ConfigError(
+            "resume=never would remove, each time that the job is begun anew, what has been done. Set resume=auto."
+        )
+    at_times = saving.every is not None or saving.save_on or saving.keep_best is not None
+    if to in ("ray", "skypilot") and not at_times:
+        raise ConfigError(
+            f"the run saves only when a signal comes, and {to} takes machines away without one. Set checkpoint.every, "
+            f"or checkpoint.save_on."
+        )
+    if to in ("slurm", "kubernetes") and "SIGTERM" not in saving.stops_on.signals:
+        raise ConfigError(
+            f"checkpoint.on_signal.signals={saving.stops_on.signals}, but {to} announces the end of a job by SIGTERM. "
+            f"Add it, or leave on_signal out."
+        )
+    if to == "slurm" and saving.stops_on.exit_code in (0, 1, 2):
+        raise ConfigError(
+            f"checkpoint.on_signal.exit_code={saving.stops_on.exit_code} is also that of a run that has ended or "
+            f"failed; the job could not tell whether to queue again. Leave it out: it is 143 then."
+        )
+
+
+def _check_storage(config: RunConfig, launch: LaunchConfig, to: Target) -> None:
+    """What the job leaves must be where each of its machines finds it."""
+    path = PurePosixPath(config.output_dir)
+    shared = launch.nodes > 1 or to in ("kubernetes", "skypilot")
+    why = "and checkpoints would be in parts" if launch.nodes > 1 else "and the next one would not find checkpoints"
+    if shared and not path.is_absolute():
+        raise ConfigError(
+            f"output_dir={config.output_dir!r} is relative, so each machine has its own, {why}. Name a "
+            f"directory on shared storage by its whole path."
+        )
+    if shared and is_of_one_machine(config.output_dir):
+        raise ConfigError(
+            f"output_dir={config.output_dir!r} is a machine's own, {why}. Name a directory on shared storage."
+        )
+    places: Sequence[str] | None = None
+    if to == "kubernetes":
+        if launch.kubernetes.image is None or launch.kubernetes.claim is None:
+            missing = "image" if launch.kubernetes.image is None else "claim"
+            raise ConfigError(f"Kubernetes needs launch.kubernetes.{missing}. Set it, such as by --set.")
+        places, key = [launch.kubernetes.mount], "launch.kubernetes.mount"
+    elif to == "skypilot":
+        places, key = list(launch.skypilot.mounts), "launch.skypilot.mounts"
+    if places is not None and not any(_is_below(path, each) for each in places):
+        raise ConfigError(
+            f"output_dir={config.output_dir!r} is not below {' or '.join(places) or 'anything'} ({key}), so what the "
+            f"job leaves would end with its machines. Name a directory there."
+        )
+
+
+def is_of_one_machine(path: str) -> bool:
+    """Whether a directory is surely on one machine alone."""
+    return any(_is_below(PurePosixPath(path), place) for place in _OF_ONE_MACHINE)
+
+
+def _is_below(path: PurePosixPath, place: str) -> bool:
+    return PurePosixPath(place) in (path, *path.parents)
+
+
+def _name(output_dir: str) -> str:
+    """A name that every cluster takes."""
+    plain = re.sub(r"[^a-z0-9]+", "-", Path(output_dir).name.lower()).strip("-")
+    return plain[:40].strip("-") or "run"

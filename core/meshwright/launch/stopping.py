@@ -1,0 +1,114 @@
+"""Signals that ask a run to stop: noted, told to the ranks, and obeyed at the end of a step.
+
+[Note: stopping] Schedulers announce that a machine is wanted by a signal, and take it some time later. A rank notes the
+signal; before the next step all ranks agree to stop (see `meshwright.train.ahead`), save, and leave with `Stopped`. A
+second signal ends a rank at once. One signal may come twice, from the scheduler, which signals all processes, and from
+a launcher, which passes on its own: what comes within SAME_S is the same.
+
+Python runs handlers in the main thread, and only between two of its instructions: one that waits for a peer in torch
+would not hear of the second. So a thread reads what the interpreter writes into a pipe as a signal arrives.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+SAME_S = 2.0
+"""A signal that comes again within this time is the same."""
+
+
+class Stopped(SystemExit):
+    """A signal has ended the training, after a step; a SystemExit, with the exit code that was asked for.
+
+    Attributes:
+        signal: its name.
+        step: steps done.
+        saved: whether the state after this step is in a checkpoint.
+    """
+
+    def __init__(self, number: int, *, step: int, saved: bool, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.signal, self.step, self.saved = signal.Signals(number).name, step, saved
+
+
+class StopSignals:
+    """Notes the first of some signals in the place of what it would do, until the context is left.
+
+    See [Note: stopping]. Only a process's main thread can note signals; a context in another thread notes none.
+
+    Args:
+        names: such as SIGTERM.
+        exit_code: of `Stopped`.
+        tell: called with what there is to say when one is noted; in a thread.
+    """
+
+    def __init__(
+        self, names: Sequence[str], *, exit_code: int = 143, tell: Callable[[str], object] | None = None
+    ) -> None:
+        self.names, self.exit_code = tuple(names), exit_code
+        self._numbers = {int(signal.Signals[name]) for name in names}
+        self._tell = tell
+        self._noted, self._noted_s = 0, 0.0
+        self._handlers: dict[int, Any] = {}
+        self._thread: threading.Thread | None = None
+        self._before = -1
+
+    @property
+    def noted(self) -> int:
+        """Number of the signal that has come; 0: none has."""
+        return self._noted
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is not threading.main_thread() or not self._numbers:
+            return self
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, name="meshwright-signals", daemon=True)
+        self._thread.start()
+        self._handlers = {number: signal.signal(number, _leave_to_thread) for number in self._numbers}
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._thread is None:
+            return
+        # A rank that leaves is not to be killed on its way by what its launcher sends when the first has left.
+        late = isinstance(error, Stopped)
+        for number, handler in self._handlers.items():
+            signal.signal(number, signal.SIG_IGN if late else signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(self._before)
+        os.close(self._writer)
+        self._thread.join()
+        os.close(self._reader)
+        self._thread = None
+
+    def _listen(self) -> None:
+        while found := os.read(self._reader, 64):
+            if self._before != -1:
+                os.write(self._before, found)
+            for number in found:
+                if number in self._numbers:
+                    self._note(number)
+
+    def _note(self, number: int) -> None:
+        now, name = time.monotonic(), signal.Signals(number).name
+        if not self._noted:
+            self._noted, self._noted_s = number, now
+            if self._tell is not None:
+                self._tell(f"{name}: this run stops after its step; a second signal ends it at once")
+        elif now - self._noted_s > SAME_S:
+            sys.stderr.flush()
+            os._exit(128 + number)
+
+
+def _leave_to_thread(number: int, frame: FrameType | None) -> None:
+    """What a handler in Python is: the signal does nothing by itself."""

@@ -1,0 +1,78 @@
+"""The driver that `meshwright launch` makes for Ray Train trains as without Ray, and goes on when a rank is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kill_sweep import Run, fingerprint, finish, make_run
+from test_cli import LAUNCHER_VARIABLES, command
+
+pytest.importorskip("ray.train", reason="pip install 'ray[train]'")
+
+STEPS = 300
+LAYOUT: dict[str, Any] = {
+    "strategy": "fsdp2",
+    "nproc": 2,
+    "steps": STEPS,
+    "checkpoint": {"every": 50},
+    "schedule": {"name": "cosine", "warmup_steps": 20},
+    "eval": {"every": 90, "sequences": 4},
+    "launch": {"ranks_per_node": 2, "max_restarts": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = make_run(tmp_path_factory.mktemp("ray"), "whole", LAYOUT)
+    finish("train", str(run.file))
+    return run
+
+
+def _driver(run: Run) -> Path:
+    job = run.directory.with_name(f"{run.directory.name}-job")
+    done = command("launch", str(run.file), "--to", "ray", "--out", str(job))
+    assert done.returncode == 0, done.stderr
+    return job / "job.py"
+
+
+def _workers() -> Iterator[int]:
+    """Processes in which Ray runs ranks."""
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            try:
+                if b"RayTrainWorker" in (path / "cmdline").read_bytes():
+                    yield int(path.name)
+            except OSError:
+                continue
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["whole", "killed"])
+def test_ray_trains_the_same_numbers(whole: Run, killed: bool) -> None:
+    run = make_run(whole.file.parent, f"ray-{killed}", LAYOUT)
+    driver = _driver(run)
+    before = set(_workers())
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    log = driver.with_name("log")
+    with log.open("w") as said:
+        process = subprocess.Popen([sys.executable, str(driver)], env=environment, stdout=said, stderr=said)
+    try:
+        while killed and run.steps_done() < 120:
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.02)
+        if killed:
+            os.kill(max(set(_workers()) - before), signal.SIGKILL)
+        assert process.wait(300) == 0, log.read_text()[-6000:]
+    finally:
+        process.terminate()
+        process.wait(60)
+    assert ("going on from" in log.read_text()) == killed
+    assert run.numbers() == whole.numbers()
+    assert fingerprint(run.directory / "model") == fingerprint(whole.directory / "model")

@@ -1,0 +1,136 @@
+"""A job that `meshwright launch` submits to a real Slurm is pre-empted, queued again, goes on, and ends the same."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kill_sweep import Run, fingerprint, finish, make_run
+from test_cli import LAUNCHER_VARIABLES
+
+from cluster.slurm import Cluster, missing
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+STEPS = 300
+LAYOUT: dict[str, Any] = {
+    "strategy": "fsdp2",
+    "nproc": 2,
+    "steps": STEPS,
+    "checkpoint": {"every": 1000},
+    "schedule": {"name": "cosine", "warmup_steps": 20},
+    "eval": {"every": 90, "sequences": 4},
+    "launch": {
+        "ranks_per_node": 2,
+        "python": sys.executable,
+        "grace_s": 60,
+        "env": {"GLOO_SOCKET_IFNAME": "lo"},
+        "slurm": {"partition": "low"},
+    },
+}
+DISTANT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    place = Path(tempfile.mkdtemp(prefix="meshwright"))
+    try:
+        with Cluster(place / "slurm") as found:
+            yield found
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _submitted(cluster: Cluster, run: Run) -> str:
+    """The number of a job that trains a run."""
+    environment = {name: value for name, value in cluster.environment.items() if name not in LAUNCHER_VARIABLES}
+    out = run.directory.with_name(f"{run.directory.name}-job")
+    arguments = ("launch", str(run.file), "--to", "slurm", "--submit", "--out", str(out))
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright", *arguments],
+        env=environment,
+        cwd=run.file.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 x 2 ranks: fsdp2 on dp_shard=2" in done.stdout
+    (number,) = re.findall(r"Submitted batch job (\d+)", done.stdout)
+    return str(number)
+
+
+def _await_step(cluster: Cluster, number: str, run: Run, step: int) -> None:
+    end = time.monotonic() + DISTANT_S
+    while run.steps_done() < step:
+        assert time.monotonic() < end, f"{_log(run)}{cluster.job(number)}{cluster.logs()}"
+        time.sleep(0.01)
+
+
+def _begin_again(cluster: Cluster, number: str) -> None:
+    """Wait until a job is queued again, and not for the two minutes that Slurm then leaves a machine to be tidied."""
+    cluster.await_state(number, "PENDING")
+    cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")
+
+
+def _log(run: Run) -> str:
+    return "".join(path.read_text() for path in run.directory.with_name(f"{run.directory.name}-job").glob("*.log"))
+
+
+def _saved(run: Run) -> list[int]:
+    """Steps that a signal has stopped the run after, as its log says."""
+    said = re.findall(rf"stopped by SIGTERM after step (\d+) of {STEPS}, saved; the same command goes on", _log(run))
+    return [int(step) for step in said]
+
+
+def test_a_job_that_is_preempted_and_requeued_ends_with_the_numbers_of_one_that_was_not(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    whole, run = (make_run(tmp_path, name, LAYOUT) for name in ("whole", "queued"))
+    finish("train", str(whole.file))
+    number = _submitted(cluster, run)
+    _await_step(cluster, number, run, 5)
+    # Another job takes the machine: a signal, and time to save.
+    cluster.run("sbatch", "--partition=high", "--ntasks=2", "--output=/dev/null", "--wrap=sleep 2")
+    _begin_again(cluster, number)
+    assert len(_saved(run)) == 1
+    # The machine's keeper wants it now: the signal, and KillWait later the end.
+    _await_step(cluster, number, run, _saved(run)[0] + 5)
+    cluster.run("scontrol", "requeue", number)
+    _begin_again(cluster, number)
+    job = cluster.await_state(number, "COMPLETED", timeout_s=240)
+    first, second = _saved(run)
+    assert 5 <= first < second < STEPS
+    assert job["Restarts"] == "2"
+    said = _log(run)
+    assert [int(step) for step in re.findall(r"going on from .*, after step (\d+)", said)] == [first, second]
+    assert "Traceback" not in said
+    assert run.numbers() == whole.numbers()
+    assert fingerprint(run.directory / "model") == fingerprint(whole.directory / "model")
+
+
+def test_a_job_that_is_cancelled_saves_and_is_not_queued_again(cluster: Cluster, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "cancelled", LAYOUT)
+    number = _submitted(cluster, run)
+    _await_step(cluster, number, run, 5)
+    cluster.run("scancel", number)
+    job = cluster.await_state(number, "CANCELLED")
+    end = time.monotonic() + DISTANT_S
+    while not _saved(run):
+        assert time.monotonic() < end, _log(run) + cluster.logs()
+        time.sleep(0.1)
+    time.sleep(3)
+    job = cluster.job(number)
+    assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
+    assert run.steps_done() == _saved(run)[0] < STEPS
+    assert os.path.isdir(run.checkpoints / f"step-{_saved(run)[0]:08d}")
