@@ -42,6 +42,7 @@ DAILY = [
     ("saved modules", "tp"),
     ("dora", "tp"),
     ("experts", "ep"),
+    ("widths", "megatron"),
 ]
 SWEEP = [
     pytest.param(adapter, layout, tied, id=f"{adapter}-{layout}{'-tied' * tied}".replace(" ", "_"))

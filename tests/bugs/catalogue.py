@@ -3078,6 +3078,7 @@ _bug(
     "if self.is_backward_due:",
     f"{_FABRIC}::test_a_call_without_gradients_evaluates_and_leaves_none",
     kind="an evaluation leaves gradients",
+)
 
 # -- jobs, and stopping
 
@@ -3138,4 +3139,32 @@ _bug(
     'shared = to in ("kubernetes", "skypilot")',
     f"{_JOBS}::test_what_the_cluster_could_not_run_is_refused[a relative directory]",
     kind="checkpoints of several machines lie on each one's own disk",
+)
+
+# -- trainers
+
+_HEADS = "tests/test_heads.py"
+_bug(
+    "any_rank_scores_a_sequence",
+    "meshwright.parallel.context.exchange",
+    "second_B = 2 * share.size - 1 - every_RB.argmax(0)",
+    "second_B = 2 * share.size - 1 - every_RB.argmin(0)",
+    f"{_HEADS}::test_rewards_of_sequences_train_as_on_one_rank[cp]",
+    kind="what is taken of the last token is taken of another",
+)
+_bug(
+    "any_pooling_under_cp",
+    "meshwright.parallel.context.probe",
+    "!= (each == position):",
+    "!= (each == position) and each == position:",
+    f"{_HEADS}::test_what_a_head_cannot_do_is_told_on_all_ranks_before_the_first_step[cp, of all tokens]",
+    kind="a model that is divided computes something else",
+)
+_bug(
+    "rows_of_adapters_cut",
+    "meshwright_megatron_fsdp._compat.wrapping",
+    "    _keep_rows_whole(model, units)\n",
+    "",
+    "tests/test_adapters.py::test_adapters_train_as_in_one_process[widths-megatron]",
+    kind="a shard holds a part of a row",
 )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..._compat.torch import all_gather, all_to_all, reduce_scatter
-from .positions import divided, put_together
+from .positions import Share, divided, put_together
 
 
 class GatherPositions(torch.autograd.Function):
@@ -40,6 +40,21 @@ def joined_positions(part: Tensor, group: dist.ProcessGroup) -> Tensor:
         return whole
     # A bool travels as a byte.
     return put_together(all_gather(part.to(torch.uint8)[None], 0, group), 1).to(part.dtype)
+
+
+def of_last_tokens(part_BK: Tensor, real_BP: Tensor, share: Share) -> Tensor:
+    """Of what each rank has of each sequence, that of the rank with the last real token, on all ranks, with a gradient.
+
+    Args:
+        part_BK: what this rank has, (B, K).
+        real_BP: which of its tokens are no padding, bool.
+    """
+    positions_P = share.own(torch.arange(share.size * real_BP.shape[1], device=part_BK.device)[None])[0]
+    every_RB = all_gather(positions_P.where(real_BP, -1).amax(1)[None], 0, share.group)
+    # Of the two pieces that a rank has of anything, the second is its own here.
+    pieces = joined_positions(torch.stack([torch.zeros_like(part_BK), part_BK], 1), share.group)
+    second_B = 2 * share.size - 1 - every_RB.argmax(0)
+    return pieces[torch.arange(len(part_BK), device=part_BK.device), second_B]
 
 
 class AllToAll(torch.autograd.Function):

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..._compat.torch import all_gather
 from ..._compat.transformers import (
     attention_setting,
     for_documents,
@@ -33,7 +32,7 @@ from ...step.axis import Axis, Trial
 from ...step.token_loss import TARGETS, targets
 from ...strategy.contract import Batch
 from .attention import attend
-from .exchange import joined_positions
+from .exchange import joined_positions, of_last_tokens
 from .mask import MaskFunction, PositionMask
 from .positions import Share, Way
 from .probe import Finding, Observer, find_defect, numbered, real_tokens
@@ -154,13 +153,7 @@ class ContextParallel(Axis):
 
         Behind its head such a model takes the last position that is no padding (see `probe`), here of this rank's.
         """
-        positions_S = self.own(torch.arange(self.share.size * self._ids_BS.shape[1], device=part.device)[None])[0]
-        last_B = positions_S.where(real_tokens(self._model, self._ids_BS), -1).amax(1)
-        every_RB = all_gather(last_B[None], 0, self.share.group)
-        # Of the two pieces that a rank has of anything, the second is its own here.
-        pieces_BPK = self.joined(torch.stack([torch.zeros_like(part), part], 1))
-        second = 2 * self.share.size - 1 - every_RB.argmax(0)
-        return pieces_BPK[torch.arange(len(part), device=part.device), second]
+        return of_last_tokens(part, real_tokens(self._model, self._ids_BS), self.share)
 
     @property
     def sharers(self) -> int:  # type: ignore[override]
