@@ -151,8 +151,8 @@ def _variables(environment: Mapping[str, str], claims: list[Claim], *, has_store
         found = {**{name: value for name, value in local.items() if value is not None}, **found}
     texts = {name: str(value) for name, value in found.items() if name not in environment}
     if not has_store:
-        # RANK and WORLD_SIZE by themselves name no address: the launcher that has started the process may.
-        knows = claims[-1]
+        # RANK and WORLD_SIZE by themselves name no address; the launcher that is nearest may, and is the same on all ranks.
+        knows = next((each for each in claims if each.launcher != _BY_HAND), claims[0])
         if "MASTER_ADDR" not in environment:
             texts["MASTER_ADDR"] = knows.address()
         if "MASTER_PORT" not in environment:
@@ -163,7 +163,7 @@ def _variables(environment: Mapping[str, str], claims: list[Claim], *, has_store
 def _contradiction(what: str, who: str, unset: tuple[str, ...], other: Claim) -> MeshError:
     """Two say what rank this is, and differ: `who` says `what` and would not without the variables `unset`."""
     pairs = ((unset, other.launcher), (other.unset, who))
-    remedies = [f"{' and '.join(names)} if {launcher} starts the ranks" for names, launcher in pairs if names]
+    remedies = [f"{' and '.join(names)} if the ranks are those of {launcher}" for names, launcher in pairs if names]
     return MeshError(
         f"two say what rank this is: {what} ({who}), and {other.said} ({other.launcher}). A process is one rank of one "
         f"world. Unset {', or '.join(remedies)}. If each of the {other.size} is to start several ranks, let it start "
