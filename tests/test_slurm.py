@@ -61,9 +61,7 @@ def test_what_the_user_has_set_stays() -> None:
         pytest.param({}, id="no Slurm"),
         pytest.param({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, id="batch script"),
         pytest.param({**STEP, "SLURM_STEP_NUM_TASKS": "1"}, id="step of one task"),
-        pytest.param(
-            {**STEP, "RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}, id="torchrun within a step"
-        ),
+        pytest.param({**STEP, "RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}, id="torchrun within a step"),
         pytest.param({"OMPI_COMM_WORLD_SIZE": "1"}, id="mpirun of one"),
     ],
 )

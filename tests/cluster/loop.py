@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -46,4 +47,4 @@ def train() -> list[float]:
 if __name__ == "__main__":
     found = " ".join(format(loss, ".17g") for loss in train())
     place = " ".join(os.environ.get(name, "-") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    print(f"ranks {place} losses {found}", flush=True)
+    sys.stdout.write(f"ranks {place} losses {found}\n")

@@ -151,7 +151,7 @@ def _variables(environment: Mapping[str, str], claims: list[Claim], *, has_store
         found = {**{name: value for name, value in local.items() if value is not None}, **found}
     texts = {name: str(value) for name, value in found.items() if name not in environment}
     if not has_store:
-        # RANK and WORLD_SIZE by themselves name no address; the launcher that is nearest may, and is the same on all ranks.
+        # RANK and WORLD_SIZE name no address; the launcher that is nearest may, and is the same on all ranks.
         knows = next((each for each in claims if each.launcher != _BY_HAND), claims[0])
         if "MASTER_ADDR" not in environment:
             texts["MASTER_ADDR"] = knows.address()
