@@ -63,10 +63,12 @@ def said(environment: Mapping[str, str], *names: str) -> str:
     return " and ".join(f"{name}={environment[name]}" for name in names if name in environment)
 
 
-def number(environment: Mapping[str, str], name: str) -> int:
-    """A variable that counts something, from 0."""
+def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """A variable that counts something, from 0; `default` where it is not set."""
+    if default is not None and name not in environment:
+        return default
     value = environment[name].strip()
-    if not value.isdecimal():
+    if not (value.isascii() and value.isdecimal()):
         raise MeshError(f"{name}={environment[name]!r} is no count: it must be an integer that is not negative.")
     return int(value)
 

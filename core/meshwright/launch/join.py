@@ -119,7 +119,7 @@ def _set_by_hand(environment: Mapping[str, str]) -> Claim:
     if rank >= size:
         raise MeshError(f"RANK={rank}, but WORLD_SIZE={size}: ranks are 0 to {size - 1}.")
     refuse_index_of_node(environment)
-    each = number({"LOCAL_WORLD_SIZE": "1", **environment}, "LOCAL_WORLD_SIZE")
+    each = number(environment, "LOCAL_WORLD_SIZE", 1)
 
     def address() -> str:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]

@@ -75,7 +75,7 @@ def refuse_index_of_node(environment: Mapping[str, str]) -> None:
             f"RANK={rank} is the index of this pod ({_NODE}), not of a rank: WORLD_SIZE={size} ranks are {per_node} in "
             f"each pod ({_PER_NODE}), which torchrun has to start. {_START}."
         )
-    if size > 1 and number({_INDEX: "0", **environment}, _INDEX) > rank:
+    if size > 1 and number(environment, _INDEX, 0) > rank:
         raise MeshError(
             f"two say what rank this is: {said(environment, 'RANK', 'WORLD_SIZE')}, and {_INDEX}={environment[_INDEX]} "
             f"(an indexed Job), of which no pod has a rank below its index. Leave RANK out of the manifest."
@@ -120,5 +120,5 @@ def _claim(
         local_rank=0,
         local_size=1,
         address=find_address,
-        port=lambda: number({port: str(DEFAULT_PORT), **environment}, port),
+        port=lambda: number(environment, port, DEFAULT_PORT),
     )

@@ -19,9 +19,9 @@ _NAMES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER
 
 def claim_of_step(environment: Mapping[str, str]) -> Claim | None:
     """The task of a step of several that this is; see [Note: steps]."""
-    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
+    if number(environment, "SLURM_STEP_NUM_TASKS", 1) == 1:
         return None
-    if int(environment.get("SLURM_HET_SIZE", "1")) > 1:
+    if number(environment, "SLURM_HET_SIZE", 1) > 1:
         raise MeshError(
             "a heterogeneous Slurm job: its components count their tasks apart. Start the ranks with torchrun."
         )
@@ -33,7 +33,7 @@ def claim_of_step(environment: Mapping[str, str]) -> Claim | None:
     )
     per_node = _counts(environment["SLURM_STEP_TASKS_PER_NODE"])
     is_alone = environment.get("SLURM_STEP_NUM_NODES") == "1"
-    job, step = (int(environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    job, step = (number(environment, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return Claim(
         SLURM.name,
         said(environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
