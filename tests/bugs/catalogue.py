@@ -182,7 +182,7 @@ _bug(
 _bug(
     "every_rank_tells",
     "meshwright.cli.errors",
-    'if os.environ.get("LOCAL_RANK", "0") == "0":',
+    'if self._everywhere or os.environ.get("LOCAL_RANK", "0") == "0":',
     "if True:",
     "tests/test_cli.py::test_only_the_first_rank_of_each_node_tells_the_error",
     kind="one error is told by every rank",

@@ -8,7 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -16,6 +19,9 @@ LOOP = str(HERE / "loop.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 TIMEOUT_S = 300.0
 """Generous: a rank imports torch and transformers for itself, on a machine that others may be using."""
+
+PATIENCE_S = 30.0
+"""From the first failure on, so that the others can say what they have to say."""
 
 _OF_LAUNCHERS = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI|MPI_|PET_|JOB_COMPLETION_INDEX|RAY_)"
@@ -35,28 +41,27 @@ def clean(**variables: str) -> dict[str, str]:
 def run(*started: tuple[Sequence[str], Mapping[str, str]]) -> list[tuple[int, str]]:
     """Run commands side by side, each with its environment; exit codes and what was written, errors too.
 
-    None outlives the call.
+    A while after one has failed the others are killed, and after TIMEOUT_S all of them; none outlives the call.
     """
+    texts = [tempfile.TemporaryFile("w+") for _ in started]  # noqa: SIM115
     processes = [
-        subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        for command, environment in started
+        subprocess.Popen(command, env=environment, stdout=text, stderr=subprocess.STDOUT, start_new_session=True)
+        for (command, environment), text in zip(started, texts, strict=True)
     ]
+    deadline_s = time.monotonic() + TIMEOUT_S
     try:
-        return [
-            (process.returncode, text) for process in processes for text in process.communicate(None, TIMEOUT_S)[:1]
-        ]
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline_s:
+            if any(process.poll() for process in processes):
+                deadline_s = min(deadline_s, time.monotonic() + PATIENCE_S)
+            time.sleep(0.1)
     finally:
         for process in processes:
-            if process.poll() is None:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
+    for text in texts:
+        text.seek(0)
+    return [(process.returncode, text.read()) for process, text in zip(processes, texts, strict=True)]
 
 
 def losses(*outcomes: tuple[int, str]) -> Found:
