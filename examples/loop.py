@@ -5,7 +5,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshwright as mw
 
-with mw.open_world() as world:  # the ranks of torchrun or srun, or a world of one
+with mw.open_world() as world:  # the ranks that a launcher has started, or a world of one
     stack, degrees = mw.resolve("fsdp2", mw.MeshSizes(), world.size)
     mesh = mw.Mesh(degrees, world)
     manager = stack.build(mesh)

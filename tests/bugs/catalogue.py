@@ -147,9 +147,9 @@ _bug(
 )
 _bug(
     "worlds_of_one",
-    "meshwright.launch.slurm",
-    '        if environment.get(name, "1") not in ("", "1"):',
-    "        if False:",
+    "meshwright.launch.mpi",
+    '    if environment.get(names[0], "") in ("", "1"):',
+    "    if True:",
     "tests/test_slurm.py::test_several_processes_that_cannot_find_each_other_are_refused[environment2-one of 2 "
     "processes (OMPI_COMM_WORLD_SIZE)]",
     kind="several processes train alone, each in a world of one",
@@ -181,7 +181,7 @@ _bug(
 _bug(
     "every_rank_tells",
     "meshwright.cli.errors",
-    'if os.environ.get("LOCAL_RANK", "0") == "0":',
+    'if self._everywhere or os.environ.get("LOCAL_RANK", "0") == "0":',
     "if True:",
     "tests/test_cli.py::test_only_the_first_rank_of_each_node_tells_the_error",
     kind="one error is told by every rank",
@@ -3167,4 +3167,64 @@ _bug(
     "",
     "tests/test_adapters.py::test_adapters_train_as_in_one_process[widths-megatron]",
     kind="a shard holds a part of a row",
+)
+
+# -- launchers
+
+_LAUNCHERS = "tests/test_launchers.py"
+_bug(
+    "launchers_may_disagree",
+    "meshwright.launch.join",
+    "if not (inner.is_same(outer) or inner.is_within(outer)):",
+    "if False:",
+    f"{_LAUNCHERS}::test_a_contradiction_names_both_with_their_values_and_what_to_unset[by hand in Slurm]",
+    kind="two launchers disagree, and ranks wait for others that do not exist",
+)
+_bug(
+    "half_of_another_world",
+    "meshwright.launch.join",
+    "if name in environment and number(environment, name) != value:",
+    "if False:",
+    f"{_LAUNCHERS}::test_a_contradiction_names_both_with_their_values_and_what_to_unset[one of them by hand]",
+    kind="a rank of one launcher is mixed with the size of another",
+)
+_bug(
+    "torchrun_within_tasks_is_refused",
+    "meshwright.launch.join",
+    'if has_rank and has_size and "TORCHELASTIC_RUN_ID" in environment:',
+    "if False:",
+    "tests/test_slurm.py::test_everything_else_is_left_alone[torchrun within a step]",
+    kind="torchrun in a task of each node is taken for a contradiction",
+)
+_bug(
+    "nobody_listens_there",
+    "meshwright.launch.mpi",
+    'if number(environment, "OMPI_COMM_WORLD_RANK") == 0 and daemon is not None and daemon[1] != "0":',
+    "if False:",
+    f"{_LAUNCHERS}::test_rank_0_that_is_not_where_mpirun_runs_says_what_to_set",
+    kind="ranks look for their store on a node where it is not",
+)
+_bug(
+    "places_and_ranks_are_exchanged",
+    "meshwright.launch.mpi",
+    "size, rank, local_rank, local_size = (number(environment, name) for name in names)",
+    "size, local_rank, rank, local_size = (number(environment, name) for name in names)",
+    f"{_LAUNCHERS}::test_ranks_of_open_mpi_get_their_places",
+    kind="the number of a rank on its node is taken for its rank",
+)
+_bug(
+    "pods_are_taken_for_ranks",
+    "meshwright.launch.pods",
+    'if is_node and "LOCAL_RANK" not in environment:',
+    "if False:",
+    f"{_LAUNCHERS}::test_a_pod_that_is_no_rank_is_not_taken_for_one[PyTorchJob]",
+    kind="the index of a pod is taken for a rank, and the world waits for ranks that nobody starts",
+)
+_bug(
+    "the_other_ranks_keep_silent",
+    "meshwright.cli.errors",
+    'if self._everywhere or os.environ.get("LOCAL_RANK", "0") == "0":',
+    'if os.environ.get("LOCAL_RANK", "0") == "0":',
+    f"{_LAUNCHERS}::test_each_rank_says_what_contradicts_whatever_its_place",
+    kind="a rank that alone is wrong ends without a word",
 )

@@ -10,10 +10,16 @@ from ..base.errors import MeshwrightError
 
 
 class told:
-    """Show an error of the user's making as one message, once for all ranks of a node, and exit with its code."""
+    """Show an error of the user's making as one message, once for all ranks of a node, and exit with its code.
 
-    def __init__(self, traceback: bool) -> None:
+    Args:
+        traceback: show where it was raised, too.
+        everywhere: each rank shows its own, since the others may have none, or another.
+    """
+
+    def __init__(self, traceback: bool, *, everywhere: bool = False) -> None:
         self._traceback = traceback
+        self._everywhere = everywhere
 
     def __enter__(self) -> None:
         return None
@@ -21,7 +27,7 @@ class told:
     def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, MeshwrightError):
             # Each node has its own files, so each tells what is wrong with them.
-            if os.environ.get("LOCAL_RANK", "0") == "0":
+            if self._everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
                 frames = "".join(tracebacks.format_exception(error)[:-1]) if self._traceback else ""
                 sys.stderr.write(f"{frames}error: {error}\n")
             raise SystemExit(error.exit_code) from None

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ..launch.join import join
 from ..launch.rank import leave, started_by_launcher
-from ..launch.slurm import join_step
 from ..strategy.registry import get_registry
 from ..train.run_file import load_run
 from .errors import told
@@ -22,9 +22,10 @@ def train(
     ] = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")] = False,
 ) -> None:
-    """Train a model. Starts the ranks of this node itself, or joins those that torchrun or srun started."""
+    """Train a model. Starts the ranks of this node itself, or joins those that a launcher has started."""
+    with told(traceback, everywhere=True):
+        join()
     with told(traceback):
-        join_step()
         config = load_run(run_file, assignments or [])
         if not started_by_launcher() and config.processes(get_registry().get(config.strategy).axes, 0) > 1:
             # The fork server imports torch and transformers while this process does, too.

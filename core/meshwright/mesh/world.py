@@ -27,7 +27,9 @@ import torch.distributed as dist
 from .._compat.torch import group_timeout, groups_with_timeout
 from ..base.errors import MeshError, MeshwrightError
 from ..launch.background import in_background
-from ..launch.slurm import devices_of_step, join_step
+from ..launch.join import join, local_rank
+from ..launch.rank import started_by_launcher
+from ..launch.slurm import devices_of_step
 
 T = TypeVar("T")
 
@@ -233,8 +235,8 @@ def open_world(
 ) -> World:
     """Join the process group that exists, or start one.
 
-    Without a process group, the environment of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) is used, or that
-    of a Slurm step of several tasks; without those, this process is a world of one.
+    Without a process group, the launcher that has started this process is joined (see docs/launchers.md); where none
+    has, this process is a world of one.
 
     Args:
         device: "cpu", "cuda" or "cuda:1"; None takes the accelerator if there is one. Each rank of a node gets the
@@ -243,10 +245,10 @@ def open_world(
         timeout_s: how long a collective may wait for peers, in seconds.
 
     Raises:
-        MeshError: the device does not exist, the existing group cannot serve it, or this is one of several processes
-            that cannot find each other.
+        MeshError: the device does not exist, the existing group cannot serve it, or launchers contradict each other or
+            do not say how the processes find each other.
     """
-    join_step()
+    join(has_store=store is not None)
     chosen = find_device(device)
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(chosen.index)
@@ -259,11 +261,10 @@ def open_world(
     # Bound to its device, NCCL makes the groups of an axis by one split, instead of one group after the other.
     bound = chosen if on_device == "nccl" else None
     timeout = timedelta(seconds=timeout_s)
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if store is not None and launched:
+    if store is not None and started_by_launcher():
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
-    elif launched:
+    elif started_by_launcher():
         dist.init_process_group(backend, timeout=timeout, device_id=bound)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -287,8 +288,7 @@ def find_device(device: str | torch.device | None) -> torch.device:
         have = accelerator.type if accelerator else "cpu"
         raise MeshError(f"device {str(device)!r} is not available here. Available: {have}. Set device={have}.")
     count = torch.accelerator.device_count()
-    # More ranks than devices share them; LOCAL_RANK is absent in a world of one.
-    index = chosen.index if chosen.index is not None else int(os.environ.get("LOCAL_RANK", "0")) % count
+    index = chosen.index if chosen.index is not None else local_rank(count) % count
     if index >= count:
         raise MeshError(f"device index {index} does not exist: this node has {count} {chosen.type} devices.")
     return torch.device(chosen.type, index)

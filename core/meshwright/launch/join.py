@@ -1,0 +1,171 @@
+"""Join the processes that something else has started: torchrun's variables, made from those of other launchers.
+
+[Note: who counts] From the inside out: a process group that exists; torchrun's RANK and WORLD_SIZE; then `LAUNCHERS` in
+their order. The first that has a word to say of this process counts. What the others say must be the same rank of as
+many, or they must have started what in turn started the ranks:
+
+- torchrun's own agent (TORCHELASTIC_RUN_ID is set) may run in the tasks, processes or pods of any other launcher;
+- so may Ray;
+- RANK, WORLD_SIZE and LOCAL_WORLD_SIZE set by other means may be of ranks that each of the other's processes starts:
+  WORLD_SIZE is LOCAL_WORLD_SIZE times their number;
+- mpirun may have been told by Slurm where to run: a Slurm step of a single task on each node is its daemons.
+
+Everything else is two worlds in one process, and refused before any rank waits for another. A rank sees its own
+variables alone, so what is wrong on some ranks is said by these.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+from ..base.errors import MeshError
+from .claim import Claim, Launcher, number, said
+from .mpi import MPICH, OPEN_MPI, PMIX
+from .pods import PODS, refuse_index_of_node
+from .ray_train import RAY_TRAIN
+from .slurm import SLURM
+
+LAUNCHERS: tuple[Launcher, ...] = (RAY_TRAIN, OPEN_MPI, MPICH, PMIX, SLURM, PODS)
+"""From the inside out; see [Note: who counts]."""
+
+_BY_HAND = "the environment"
+"""Who it is that has set RANK and WORLD_SIZE, but is not torchrun."""
+
+
+def join(*, has_store: bool = False) -> None:
+    """In one of several processes that a launcher has started: set torchrun's variables, where they are not set.
+
+    With Ray Train and no torch backend it is collective over the workers.
+
+    Args:
+        has_store: the ranks meet in a store of the caller's, so nobody needs to know where rank 0 is.
+
+    Raises:
+        MeshError: several processes were started, but not how they find each other, or two launchers contradict each
+            other; without this each would train by itself, or wait for ranks that do not exist.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        os.environ.update(_beside_group(os.environ, dist.get_rank(), dist.get_world_size()))
+    else:
+        os.environ.update(torchrun_variables(os.environ, has_store=has_store))
+
+
+def torchrun_variables(environment: Mapping[str, str], *, has_store: bool = False) -> dict[str, str]:
+    """What `join` sets; nothing in a process that is the only one. See [Note: who counts]."""
+    has_rank, has_size = "RANK" in environment, "WORLD_SIZE" in environment
+    if has_rank and has_size and "TORCHELASTIC_RUN_ID" in environment:
+        return {}
+    own = [_set_by_hand(environment)] if has_rank and has_size else []
+    claims = [*own, *_claims(environment, may_fail=bool(own))]
+    if not claims:
+        if has_rank or environment.get("WORLD_SIZE", "1") != "1":
+            one, other = ("RANK", "WORLD_SIZE") if has_rank else ("WORLD_SIZE", "RANK")
+            raise MeshError(
+                f"{one}={environment[one]} is set, but {other} is not. Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR "
+                f"and MASTER_PORT, or unset {one}, or start the ranks with torchrun, which sets all of them."
+            )
+        return {}
+    inner = claims[0]
+    for outer in claims[1:]:
+        if not (inner.is_same(outer) or inner.is_within(outer)):
+            raise _contradiction(inner.said, inner.launcher, inner.unset, outer)
+    for name, value in (("RANK", inner.rank), ("WORLD_SIZE", inner.size)):
+        if name in environment and number(environment, name) != value:
+            raise _contradiction(f"{name}={environment[name]}", _BY_HAND, (name,), inner)
+    return _variables(environment, [each for each in claims if each.is_same(inner)], has_store=has_store)
+
+
+def local_rank(devices: int) -> int:
+    """Which of the ranks on its node this is, to choose one of `devices` by.
+
+    Raises:
+        MeshError: it is one of several, there are several devices, and LOCAL_RANK is not set.
+    """
+    if "LOCAL_RANK" not in os.environ and devices > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise MeshError(
+            f"LOCAL_RANK is not set, so this rank cannot tell which of the {devices} devices here is its own. Set it "
+            f"to the number of the rank on its node, from 0, or give the device with its index."
+        )
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _beside_group(environment: Mapping[str, str], rank: int, size: int) -> dict[str, str]:
+    """What launchers that agree with the process group know besides; those that do not have not made it."""
+    claims = [each for each in _claims(environment, may_fail=True) if (each.rank, each.size) == (rank, size)]
+    return _variables(environment, claims, has_store=True) if claims else {}
+
+
+def _claims(environment: Mapping[str, str], *, may_fail: bool) -> list[Claim]:
+    """What the launchers say. What one leaves out matters only if no other says it."""
+    found, errors = [], []
+    for launcher in LAUNCHERS:
+        try:
+            claim = launcher.ask(environment)
+        except MeshError as error:
+            errors.append(error)
+        else:
+            found += [claim] if claim is not None else []
+    if errors and not found and not may_fail:
+        raise errors[0]
+    return found
+
+
+def _set_by_hand(environment: Mapping[str, str]) -> Claim:
+    """RANK and WORLD_SIZE, which something other than torchrun's agent has set."""
+    rank, size = number(environment, "RANK"), number(environment, "WORLD_SIZE")
+    if rank >= size:
+        raise MeshError(f"RANK={rank}, but WORLD_SIZE={size}: ranks are 0 to {size - 1}.")
+    refuse_index_of_node(environment)
+    each = number(environment, "LOCAL_WORLD_SIZE", 1)
+
+    def address() -> str:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
+        raise MeshError(
+            f"RANK={rank} and WORLD_SIZE={size} are set, but not {' and '.join(missing)}, so the ranks cannot find "
+            f"each other. Set MASTER_ADDR to an address of the node of rank 0 and MASTER_PORT to a free port there, or "
+            f"start the ranks with torchrun, which sets all of them."
+        )
+
+    return Claim(
+        _BY_HAND,
+        said(environment, "RANK", "WORLD_SIZE"),
+        ("RANK", "WORLD_SIZE"),
+        rank=rank,
+        size=size,
+        local_rank=None,
+        local_size=None,
+        address=address,
+        port=lambda: int(address()),
+        is_within=lambda outer: each > 1 and size == each * outer.size,
+    )
+
+
+def _variables(environment: Mapping[str, str], claims: list[Claim], *, has_store: bool) -> dict[str, str]:
+    """torchrun's variables where they are not set, from claims to the same rank; see `join`."""
+    found = {"RANK": claims[0].rank, "WORLD_SIZE": claims[0].size}
+    for claim in claims:
+        local = {"LOCAL_RANK": claim.local_rank, "LOCAL_WORLD_SIZE": claim.local_size}
+        found = {**{name: value for name, value in local.items() if value is not None}, **found}
+    texts = {name: str(value) for name, value in found.items() if name not in environment}
+    if not has_store:
+        # RANK and WORLD_SIZE name no address; the launcher that is nearest may, and is the same on all ranks.
+        knows = next((each for each in claims if each.launcher != _BY_HAND), claims[0])
+        if "MASTER_ADDR" not in environment:
+            texts["MASTER_ADDR"] = knows.address()
+        if "MASTER_PORT" not in environment:
+            texts["MASTER_PORT"] = str(knows.port())
+    return texts
+
+
+def _contradiction(what: str, who: str, unset: tuple[str, ...], other: Claim) -> MeshError:
+    """Two say what rank this is, and differ: `who` says `what` and would not without the variables `unset`."""
+    pairs = ((unset, other.launcher), (other.unset, who))
+    remedies = [f"{' and '.join(names)} if the ranks are those of {launcher}" for names, launcher in pairs if names]
+    return MeshError(
+        f"two say what rank this is: {what} ({who}), and {other.said} ({other.launcher}). A process is one rank of one "
+        f"world. Unset {', or '.join(remedies)}. If each of the {other.size} is to start several ranks, let it start "
+        f"torchrun."
+    )

@@ -1,0 +1,129 @@
+"""Ranks that an mpirun started: of Open MPI, or of MPICH and its kin; and processes of PMIx of which no count is known.
+
+[Note: where mpirun runs] Nothing that mpirun tells its processes names the node of rank 0. All of them know the node
+where mpirun itself runs, which is that of rank 0 too unless its hosts were chosen otherwise. So that node is where the
+store is looked for, and if rank 0 finds itself on another, it says what to set; mpirun then ends its peers.
+
+Read off mpirun of Open MPI 4.1.4 and 5.0.11, and mpiexec of MPICH 5.0.2 and Intel MPI 2021.18.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Mapping
+
+from ..base.errors import MeshError
+from .claim import DEFAULT_PORT, Claim, Launcher, number, require, said, spread
+
+_OPEN_MPI = (
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+_MPICH = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_COUNTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Where one of these is set, PMIx is only how the processes of that launcher talk."""
+
+_OTHERWISE = (
+    "Start the ranks with torchrun, srun or `meshwright train`, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+    "MASTER_PORT."
+)
+
+
+def claim_of_open_mpi(environment: Mapping[str, str]) -> Claim | None:
+    """The rank that Open MPI's mpirun says this is."""
+    namespace = environment.get("PMIX_NAMESPACE", "")
+    return _claim(
+        OPEN_MPI.name,
+        environment,
+        _OPEN_MPI,
+        address=lambda: _head(environment),
+        port=lambda: spread(zlib.crc32(namespace.encode())) if namespace else DEFAULT_PORT,
+    )
+
+
+def claim_of_mpich(environment: Mapping[str, str]) -> Claim | None:
+    """The rank that MPICH's mpiexec, or one made from it, says this is."""
+    uuid = environment.get("I_MPI_HYDRA_UUID", "")
+    return _claim(
+        MPICH.name,
+        environment,
+        _MPICH,
+        address=lambda: _unknown("mpiexec does not say where rank 0 is", "mpiexec -genv MASTER_ADDR HOST"),
+        port=lambda: spread(zlib.crc32(uuid.encode())) if uuid else DEFAULT_PORT,
+    )
+
+
+def refuse_pmix(environment: Mapping[str, str]) -> Claim | None:
+    """Raise in one of the processes of a PMIx launcher that gives their number to PMIx's library alone."""
+    size = environment.get("PMIX_SIZE", "")
+    if size == "1" or any(name in environment for name in _COUNTED):
+        return None
+    if not size and "PMIX_RANK" not in environment:
+        return None
+    raise MeshError(
+        f"this is one of {size or 'several'} processes ({said(environment, 'PMIX_SIZE', 'PMIX_RANK')}), but RANK and "
+        f"WORLD_SIZE are not set, so each would train by itself. {_OTHERWISE}"
+    )
+
+
+OPEN_MPI = Launcher(
+    "Open MPI",
+    (*_OPEN_MPI, "OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE", "PMIX_SERVER_URI2"),
+    claim_of_open_mpi,
+)
+MPICH = Launcher("MPICH or Intel MPI", (*_MPICH, "I_MPI_HYDRA_UUID"), claim_of_mpich)
+PMIX = Launcher("PMIx", ("PMIX_SIZE", "PMIX_RANK", *_COUNTED), refuse_pmix)
+
+
+def _claim(
+    launcher: str,
+    environment: Mapping[str, str],
+    names: tuple[str, ...],
+    *,
+    address: Callable[[], str],
+    port: Callable[[], int],
+) -> Claim | None:
+    """The claim of the variables `names`: of size, rank, local rank and local size."""
+    if environment.get(names[0], "") in ("", "1"):
+        return None
+    require(environment, names, f"one of {environment[names[0]]} processes ({names[0]})", _OTHERWISE)
+    size, rank, local_rank, local_size = (number(environment, name) for name in names)
+    return Claim(
+        launcher,
+        said(environment, names[1], names[0]),
+        (names[0],),
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        address=address if local_size < size else lambda: "127.0.0.1",
+        port=port,
+        # In an allocation of Slurm mpirun has srun start its daemons, one on each further node.
+        is_within=lambda outer: outer.local_size == 1 and outer.size <= size,
+    )
+
+
+def _head(environment: Mapping[str, str]) -> str:
+    """The node where mpirun runs; see [Note: where mpirun runs]."""
+    # Open MPI 4: "1237647360.0;tcp://10.0.0.1,10.1.0.1:34999;tcp6://..."; 5: "prterun-node1-9562@1".
+    contact = re.search(r"tcp://([^,:;]+)", environment.get("OMPI_MCA_orte_hnp_uri", ""))
+    named = re.fullmatch(r"prterun-(.+)-\d+@\d+", environment.get("PMIX_NAMESPACE", ""))
+    found = contact or named
+    remedy = "mpirun -x MASTER_ADDR=HOST"
+    if found is None:
+        return _unknown("mpirun does not say where it runs", remedy)
+    # "1237647360.1;tcp4://..." and "prterun-node1-9562@0.1;tcp4://...": the number of this node's daemon, 0 by mpirun.
+    daemon = re.match(r"[^;]*\.(\d+);", environment.get("PMIX_SERVER_URI2", ""))
+    if number(environment, "OMPI_COMM_WORLD_RANK") == 0 and daemon is not None and daemon[1] != "0":
+        return _unknown(f"rank 0 is not on {found[1]}, where mpirun runs and its peers would look for it", remedy)
+    return found[1]
+
+
+def _unknown(why: str, remedy: str) -> str:
+    raise MeshError(
+        f"the ranks are on several nodes, and {why}. Tell all of them, with HOST a name or an address of the node of "
+        f"rank 0: {remedy}"
+    )

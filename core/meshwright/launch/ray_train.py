@@ -1,0 +1,74 @@
+"""Workers of Ray Train.
+
+A TorchTrainer's have a process group and torchrun's variables before their loop begins. Those of other trainers have
+neither: Ray Train tells them their ranks, and lets rank 0 tell the others where it can be reached. Ray is asked only
+where it has been imported by others.
+"""
+
+from __future__ import annotations
+
+import importlib
+import socket
+import sys
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from ..base.errors import MeshError
+from .claim import Claim, Launcher
+
+
+def claim_of_worker(environment: Mapping[str, str]) -> Claim | None:
+    """The rank that Ray Train gives to this worker."""
+    train = sys.modules.get("ray.train")
+    if train is None:
+        return None
+    try:
+        context = train.get_context()
+        rank, size = context.get_world_rank(), context.get_world_size()
+    except (RuntimeError, DeprecationWarning):
+        # A driver, a task or an actor of Ray, or a trial of Tune.
+        return None
+    if size in (None, 1):
+        return None
+
+    @cache
+    def meeting() -> tuple[str, int]:
+        return _meeting(rank)
+
+    return Claim(
+        RAY_TRAIN.name,
+        f"ray.train.get_context() with rank {rank} of {size}",
+        (),
+        rank=rank,
+        size=size,
+        local_rank=context.get_local_rank(),
+        local_size=context.get_local_world_size(),
+        address=lambda: meeting()[0],
+        port=lambda: meeting()[1],
+        # Whatever started Ray's own processes has left its variables in those of the workers.
+        is_within=lambda outer: True,
+    )
+
+
+RAY_TRAIN = Launcher("Ray Train", (), claim_of_worker)
+
+
+def _meeting(rank: int) -> tuple[str, int]:
+    """Where rank 0 can be reached; collective over the workers."""
+    try:
+        collective = importlib.import_module("ray.train.collective")
+    except ImportError:
+        raise MeshError(
+            "this version of Ray Train has nothing by which rank 0 could tell the others where it is. Use "
+            "TorchTrainer, or a newer Ray, or set MASTER_ADDR and MASTER_PORT in the workers."
+        ) from None
+    mine: Any = (sys.modules["ray"].util.get_node_ip_address(), _free_port()) if rank == 0 else None
+    address, port = collective.broadcast_from_rank_zero(mine)
+    return str(address), int(port)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
