@@ -426,10 +426,10 @@ _bug(
 _bug(
     "head_over_a_part_of_a_sequence",
     "meshwright.parallel.context.probe",
-    "if probe.shape is not None and len(probe.shape) != 3:",
-    "if probe.shape is not None and len(probe.shape) < 2:",
-    f"{_HEADS}::test_what_a_head_cannot_do_is_told_on_all_ranks_before_the_first_step[cp]",
-    kind="what a rank finds in its part is taken for what is in the whole",
+    "if probe.logits is not None and probe.logits.dim() != 3 and not _takes_last(probe, ids):",
+    "if False:",
+    "tests/test_heads.py::test_what_a_head_cannot_do_is_told_on_all_ranks_before_the_first_step[cp, of the first token]",
+    kind="what a rank finds in its part is taken for what is found in the whole",
 )
 _bug(
     "token_loss_of_any_head",
@@ -2497,8 +2497,8 @@ _bug(
 _bug(
     "logits_of_sequences_stay_apart",
     "meshwright.manager.values",
-    "if not (of_sequences and axis.divides_sequences)",
-    "if not of_sequences",
+    "part = axis.joined_sequences(part) if of_sequences and axis.divides_sequences else axis.joined(part)",
+    "part = axis.joined_sequences(part) if of_sequences else axis.joined(part)",
     "tests/test_heads.py::test_rewards_under_an_axis_that_divides_rows_are_those_of_whole_pairs",
     kind="what one rank has is taken for the whole",
 )
