@@ -205,9 +205,9 @@ def test_with_traceback_the_error_comes_after_its_traceback_and_with_the_same_co
 
 def test_only_the_first_rank_of_each_node_tells_the_error(train, monkeypatch):
     for local_rank, told in (("0", 1), ("1", 0)):
-        for name in ("RANK", "WORLD_SIZE"):
-            monkeypatch.setenv(name, "3")
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        world = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        for name, value in {**world, "LOCAL_RANK": local_rank}.items():
+            monkeypatch.setenv(name, value)
         result = train("stratgy=ddp")
         assert (result.exit_code, result.stderr.count("error: ")) == (2, told)
 
