@@ -9,7 +9,6 @@ the manager's; what is minimized is the trainer's own loss, see [Note: the train
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,12 +83,12 @@ class MeshTrainerMixin(PrivateMethods):
         one_device(self.args)
         super().create_accelerator_and_postprocess()
         world = open_world(self.args.device)
-        given, pairs = self.mesh_options, self.is_paired
+        given, group = self.mesh_options, self.rows_of_group
         spec = get_registry().get(given.strategy)
         options = layout_options(self.args, given, spec)
         wrapped = {name: dict(values) for name, values in options.wrapper_config.items()}
-        if pairs and (given.sizes.pp_size or 1) > 1:
-            wrapped.setdefault("pipeline", {}).setdefault("pp_microbatch_size", 2)
+        if group > 1 and (given.sizes.pp_size or 1) > 1:
+            wrapped.setdefault("pipeline", {}).setdefault("pp_microbatch_size", group)
         self.stack, degrees = resolve(
             options.strategy, options.sizes, world.size, config=options.strategy_config, wrapper_config=wrapped
         )
@@ -98,9 +97,9 @@ class MeshTrainerMixin(PrivateMethods):
         self.gather_function = self.accelerator.gather_for_metrics
 
     @property
-    def is_paired(self) -> bool:
-        """Whether rows of a microbatch are pairs."""
-        return any(each.__name__ in PAIRED for each in type(self).__mro__)
+    def rows_of_group(self) -> int:
+        """How many rows of a microbatch belong together."""
+        return 2 if any(each.__name__ in PAIRED for each in type(self).__mro__) else 1
 
     @property
     def manager(self) -> StrategyManager:
@@ -174,8 +173,14 @@ class MeshTrainerMixin(PrivateMethods):
         """Ranks that share a batch."""
         return self.mesh.world.size // self.mesh.data_size if hasattr(self, "mesh") else 1
 
+    @property
+    def processes_of_loss(self) -> int:
+        """How many processes a loss is to think there are, so that what it multiplies by them is right."""
+        return self.get_tp_size()
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Hold a microbatch; with the last one of a step, compute its gradients. The loss of the whole step, then."""
+        self._set_training(True)
         self._held.append(self._prepare_inputs(inputs))
         if not self.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -199,7 +204,7 @@ class MeshTrainerMixin(PrivateMethods):
             self._losses[takes_logits] = TrainerLoss(
                 self,
                 on="tokens" if self._vocab_size else "outputs",
-                rows=2 if self.is_paired else 1,
+                rows=self.rows_of_group,
                 is_mean=getattr(self, "loss_is_scaled_for_ga", None) is False or not self._vocab_size,
                 vocab_size=self._vocab_size,
                 dtype=self._dtype,
@@ -332,19 +337,3 @@ class MeshTrainerMixin(PrivateMethods):
         )
         if self.mesh.rank == 0:
             torch.save(self.args, directory / "training_args.bin")
-
-
-def over(name: str, package: str, base: str) -> type:
-    """`MeshTrainerMixin` over a trainer.
-
-    Raises:
-        ConfigError: its package is not installed.
-    """
-    try:
-        cls = getattr(importlib.import_module(package), base)
-    except ImportError as error:
-        raise ConfigError(
-            f"{name} is over {base} of {package}, which cannot be imported: {error}. Install it: pip install "
-            f"'{package}>=1.16'."
-        ) from error
-    return type(name, (MeshTrainerMixin, cls), {"__doc__": f"`{base}` over a mesh; see `MeshTrainerMixin`."})
