@@ -152,7 +152,7 @@ def made(kind: str, mesh: Any, directory: Path, data_size: int, **further: Any) 
 def history(trainer: Any) -> list[dict[str, float]]:
     """What a run logs, without times."""
     trainer.train()
-    left_out = ("runtime", "per_second", "total_flos", "epoch", "step_time")
+    left_out = ("runtime", "per_second", "total_flos", "epoch", "step_time", "train_loss")
     return [
         {key: value for key, value in each.items() if not any(part in key for part in left_out)}
         for each in trainer.state.log_history

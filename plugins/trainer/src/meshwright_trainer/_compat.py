@@ -102,7 +102,7 @@ def one_device(args: Any) -> None:
 def without_adapters(parts: Sequence[nn.Module]) -> Iterator[None]:
     """Around forwards of the base of adapted models. peft's own way freezes and thaws parameters, which a sharded model
     does not bear; so only the switch is set that its layers read."""
-    layers = [each for part in parts for each in part.modules() if hasattr(each, "disable_adapters")]
+    layers = [each for part in parts for each in part.modules() if hasattr(each, "_disable_adapters")]
     before = [layer._disable_adapters for layer in layers]
     for layer in layers:
         layer._disable_adapters = True

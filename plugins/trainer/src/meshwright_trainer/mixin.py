@@ -244,8 +244,10 @@ class MeshTrainerMixin(PrivateMethods):
                 yield self.manager
             return
         if self._reference_manager is None:
+            generators = Generators()
             self._reference_manager = self.stack.build(self.mesh)
             self._reference_manager.parallelize(self.ref_model)
+            generators.restore()
             self.ref_model = self._reference_manager.model_parts[0]
         yield self._reference_manager
 
