@@ -30,14 +30,8 @@ WORDS = {"suppress_tokens": list(range(12, 131))}
 GREEDY = {"generation_kwargs": {"do_sample": False, **WORDS}}
 KINDS: dict[str, dict[str, Any]] = {
     # Of equal completions the advantages cancel out, but for what is clipped.
-    "greedy": {
-        "beta": 0.2,
-        "num_iterations": 2,
-        "epsilon": 1e-3,
-        "loss_type": "grpo",
-        "pad_to_multiple_of": 8,
-        **GREEDY,
-    },
+    "greedy": {"beta": 0.2, "num_iterations": 2, "epsilon": 1e-3, "pad_to_multiple_of": 8, "loss_type": "grpo"}
+    | GREEDY,
     "dapo": {"num_generations": 8, "loss_type": "dapo", "temperature": 0.8, "top_k": 5, "entropy_coef": 0.01},
     "apart": {"steps_per_generation": 4, "loss_type": "dapo", "mask_truncated_completions": True},
     "bnpo": {"loss_type": "bnpo", "steps_per_generation": 4, "num_iterations": 2, "scale_rewards": "batch"},
@@ -113,7 +107,8 @@ class Streamed(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         state = self.trainer.manager.state_dict(full=True)["model"]
         if self.trainer.mesh.rank == 0:
-            whole = trainer_cases.model()
+            with torch.random.fork_rng():
+                whole = trainer_cases.model()
             if self.peft_config is not None:
                 whole = get_peft_model(whole, self.peft_config)
             whole.load_state_dict(state)

@@ -1,7 +1,7 @@
-"""What stands for `vllm serve` and for vllm's NCCL: a server of trl's protocol, and a package that trl's client imports.
+"""What stands for `vllm serve` and for vllm's NCCL: a server of trl's protocol, and a package that it imports.
 
 The server speaks what trl.generation.vllm_client asks of vllm: it generates with a model of its own, and takes weights
-as trl announces them over HTTP. They come over a socket, where vllm has NCCL, in the order and form that were announced.
+as trl announces them over HTTP. They come over a socket, where vllm has NCCL, in the order that was announced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ WORDS = 12
 
 PACKAGE = {
     "vllm-0.27.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.27.0\n",
-    "vllm/__init__.py": "LLM = RequestOutput = SamplingParams = None\n",
+    "vllm-0.27.0.dist-info/top_level.txt": "vllm\n",
+    "vllm/__init__.py": "__version__ = '0.27.0'\nLLM = RequestOutput = SamplingParams = None\n",
     "vllm/sampling_params.py": "StructuredOutputsParams = None\n",
     "vllm/utils/__init__.py": "",
     "vllm/utils/network_utils.py": "def get_ip():\n    return '127.0.0.1'\n",

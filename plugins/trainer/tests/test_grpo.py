@@ -122,8 +122,9 @@ FED = {
 def test_a_server_is_fed_with_the_weights_of_each_step(layout, tmp_path):
     ranks, mesh, kind = FED[layout]
     fed = served(ranks, mesh, tmp_path / "mesh", kind)
+    logged = read(tmp_path / "mesh", kind)
+    assert not isinstance(logged, str), logged
     told = [json.loads((tmp_path / "mesh" / kind / f"streamed-{rank}.json").read_text()) for rank in range(ranks)]
-    assert not isinstance(read(tmp_path / "mesh", kind), str), read(tmp_path / "mesh", kind)
     updates, steps = fed["updates"], told[0]["digests"]
     assert len({json.dumps(each, sort_keys=True) for each in updates}) > 2
     # Before the first step, after those behind which something is generated, and once more at the end.

@@ -128,21 +128,22 @@ class MeshGRPOMixin(PrivateGRPOMethods, MeshTrainerMixin):
 
     def generated(self, generate: Callable[[], Any]) -> Any:
         """What the first rank of those that share this batch generates; see the module's first note. Collective."""
-        if self.args.use_vllm:
-            return generate()
-        self._is_scaled = False
-        try:
-            with self.manager.unshard():
-                is_training = self.model.training
-                self._set_training(False)
-                found = generate()
-                self._set_training(is_training)
-        finally:
-            self._is_scaled = True
+        found = generate() if self.args.use_vllm else self._generated_whole(generate)
         if self.get_tp_size() > 1:
             found, generators = self.accelerator.gather_objects((found, Generators()))[self.mesh.data_rank]
             generators.restore()
         return found
+
+    def _generated_whole(self, generate: Callable[[], Any]) -> Any:
+        is_training = self.model.training
+        self._is_scaled = False
+        try:
+            with self.manager.unshard():
+                self._set_training(False)
+                return generate()
+        finally:
+            self._is_scaled = True
+            self._set_training(is_training)
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """What a server is fed with: the base's names and whole tensors, adapters merged. Collective, each step too."""
