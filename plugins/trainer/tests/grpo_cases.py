@@ -106,9 +106,12 @@ class Streamed(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         state = self.trainer.manager.state_dict(full=True)["model"]
+        with torch.random.fork_rng():
+            self._note(state)
+
+    def _note(self, state: Any) -> None:
         if self.trainer.mesh.rank == 0:
-            with torch.random.fork_rng():
-                whole = trainer_cases.model()
+            whole = trainer_cases.model()
             if self.peft_config is not None:
                 whole = get_peft_model(whole, self.peft_config)
             whole.load_state_dict(state)

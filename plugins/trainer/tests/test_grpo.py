@@ -4,8 +4,11 @@ fed with the weights of each step."""
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,10 +16,17 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import grpo_cases
 import pytest
+import trl
 from grpo_server import write_package
+from meshwright_trainer._compat import GATHERED, PRIVATE_OF_GRPO, STREAMED
+from meshwright_trainer.grpo import check_rollouts, deal_groups
+
+from meshwright.base.errors import ConfigError
 
 FOLDER = Path(__file__).parent
 ALL = ("greedy", "dapo", "apart", "bnpo", "dr_grpo", "lora", "cispo", "luspo", "sapo", "vespo")
@@ -84,6 +94,52 @@ def test_greedy_completions_train_two_data_ranks_as_one_process(tmp_path, tmp_pa
     assert not differences(wanted, read(tmp_path, "greedy"))
 
 
+# -- what is refused
+
+WRONG = {
+    "pp": ({"pp_size": 2}, {}, "pp_size=2: a rank has some stages"),
+    "paged": ({}, {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching=True"),
+    "colocate": ({}, {"use_vllm": True, "vllm_mode": "colocate"}, "vllm_mode='colocate'"),
+    "quantile": ({}, {"top_entropy_quantile": 0.5}, "top_entropy_quantile below 1"),
+    "adaptive": ({}, {"use_adaptive_entropy": True}, "use_adaptive_entropy=True"),
+    "sync": ({}, {"sync_ref_model": True, "beta": 0.1}, "sync_ref_model=True"),
+    "fp32": ({}, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_honoured_is_refused_by_name_before_training(name, tmp_path):
+    sizes, options, words = WRONG[name]
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        grpo_cases.made("dapo", {"strategy": "fsdp2", **sizes}, tmp_path, 1, **{"num_generations": 4, **options})
+
+
+def test_groups_are_of_data_ranks():
+    args = SimpleNamespace(per_device_train_batch_size=4, steps_per_generation=1, do_eval=False, num_generations=8)
+    deal_groups(args, 2)
+    assert args.generation_batch_size == 8
+    with pytest.raises(ConfigError, match="generation_batch_size=4 over 1 data ranks .* of the 8 completions"):
+        deal_groups(args, 1)
+
+
+def test_tools_and_rollouts_of_ones_own_are_refused():
+    trainer = SimpleNamespace(args=trl.GRPOConfig(use_cpu=True, bf16=False, report_to=[]), rollout_func=print)
+    with pytest.raises(ConfigError, match="rollout_func does not go over a mesh"):
+        check_rollouts(trainer)
+
+
+def test_what_is_private_in_trl_is_there():
+    for name in PRIVATE_OF_GRPO:
+        assert callable(getattr(trl.GRPOTrainer, name))
+    for module, names in GATHERED.items():
+        assert all(callable(getattr(importlib.import_module(module), name)) for name in names)
+    generation = importlib.import_module("trl.generation.vllm_generation").VLLMGeneration
+    assert f"self.{STREAMED}()" in inspect.getsource(generation.sync_weights)
+    source = inspect.getsource(trl.GRPOTrainer)
+    for text in ("self._step += 1", "self._current_train_step_time", "shuffle_sequence_dict(", "self._is_vlm"):
+        assert text in source
+
+
 # -- a server
 
 
@@ -132,8 +188,9 @@ def test_a_server_is_fed_with_the_weights_of_each_step(layout, tmp_path):
     assert updates[-1] == steps[-1]
     assert fed["resets"] == len(updates)
     for each in told:
-        # A parameter, and a bucket; a layer with what is added to it, where adapters are merged.
-        assert each["held"] <= 131 * 36 * 8 * (3 if "lora" in layout else 1) + (1 << 14)
+        # The largest parameter, the one before, which trl still holds, and a bucket; and where adapters are merged, a
+        # layer with what is added to it.
+        assert each["held"] <= (131 + 52 * (3 if "lora" in layout else 1)) * 36 * 8 + (1 << 13)
     if mesh.get("tp_size"):
         served(1, None, tmp_path / "plain", kind)
         assert not differences(read(tmp_path / "plain", kind), read(tmp_path / "mesh", kind))

@@ -167,8 +167,11 @@ class MeshGRPOMixin(PrivateGRPOMethods, MeshTrainerMixin):
         parts = [{name: each[at : at + size] for name, each in whole.items()} for at in range(0, len(ids), size)]
         is_reference = self.ref_model is not None and model is self.ref_model
         known: AbstractContextManager[Any] = self._reference() if is_reference else nullcontext(self.manager)
+        generators = Generators()
         with known as manager:
             stats = manager.token_stats(parts, ["log_probs"])
+        # A layout may try a model with numbers that it draws, on some ranks.
+        generators.restore()
         return torch.cat([each["log_probs"][:, :-1][:, -keep:] for each in stats])
 
     def as_microbatch(self, inputs: dict[str, Any]) -> dict[str, Any]:
