@@ -180,7 +180,7 @@ def in_float64() -> Iterator[None]:
 def history(trainer: Any) -> list[dict[str, float]]:
     """What a run logs, without times."""
     trainer.train()
-    left_out = ("runtime", "per_second", "total_flos", "epoch")
+    left_out = ("runtime", "per_second", "total_flos", "epoch", "step_time", "train_loss")
     return [
         {key: value for key, value in each.items() if not any(part in key for part in left_out)}
         for each in trainer.state.log_history

@@ -37,6 +37,12 @@ def held_after_forward(units: list[FSDPModule]) -> Iterator[None]:
             group.post_forward_mesh_info = info
 
 
+def begin_at(root: FSDPModule) -> None:
+    """Let the root be the root, as its first forward does; else it is the first unit that runs, and `generate` of a
+    wrapper such as peft's runs units without the root's forward."""
+    root._get_fsdp_state()._lazy_init()
+
+
 def _parameter_groups(unit: FSDPModule) -> list[Any]:
     return list(unit._get_fsdp_state()._fsdp_param_groups)
 

@@ -21,7 +21,7 @@ from meshwright.parallel.expert import ExpertParallel
 from meshwright.parallel.tensor import TensorParallel
 
 from . import schedule
-from ._compat import held_after_forward
+from ._compat import begin_at, held_after_forward
 from .half_messages import HalfMessages
 from .unit_options import UnitOptions
 from .units import Unit, find_units, units_by_dtype
@@ -76,6 +76,7 @@ class Sharding:
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         """Hold all parameters whole, also after a forward."""
+        begin_at(self.root)
         with held_after_forward(self.modules):
             for module in self.modules:
                 module.unshard()

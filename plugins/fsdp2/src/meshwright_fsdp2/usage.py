@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.manager.ending import Findings
 
@@ -31,18 +32,21 @@ class Usage:
         # Gathered ones are plain tensors, or DTensors on the one axis that is not gathered: `tp`, or `ep`.
         self._axes = {name: p.device_mesh.ndim for name, p in self._named.items() if isinstance(p, DTensor)}
         self._used: set[str] = set()
-        self._watched: set[str] = set()
+        self._watched: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         for name, unit in modules:
             # After FSDP's own hook, which puts the gathered parameters in place.
             unit.register_forward_pre_hook(partial(self._watch, f"{name}." if name else ""))
 
     def _watch(self, prefix: str, unit: nn.Module, args: Any) -> None:
-        """Watch a unit's gathered parameters; FSDP keeps their objects, so once is enough for each."""
+        """Watch a unit's gathered parameters; FSDP keeps their objects, so once is enough for each.
+
+        Within `unshard` others may stand in their places, whole along all axes, so names do not tell.
+        """
         for name, parameter in unit.named_parameters():
             fqn = prefix + name
-            if self._is_sharded(fqn, parameter) or fqn in self._watched or not parameter.requires_grad:
+            if self._is_sharded(fqn, parameter) or parameter in self._watched or not parameter.requires_grad:
                 continue
-            self._watched.add(fqn)
+            self._watched[parameter] = None
             parameter.register_post_accumulate_grad_hook(partial(self._note, fqn))
 
     def _note(self, fqn: str, parameter: nn.Parameter) -> None:

@@ -3,7 +3,8 @@
     from meshwright_trainer import MeshSFTTrainer
     trainer = MeshSFTTrainer("path", args=SFTConfig(...), train_dataset=..., mesh={"strategy": "fsdp2", "tp_size": 2})
 
-`MeshTrainerMixin` goes before any other class that derives from `transformers.Trainer`. Classes over trl's are made
+`MeshTrainerMixin` goes before any other class that derives from `transformers.Trainer`, `MeshGRPOMixin` before one that
+derives from trl's `GRPOTrainer`. Classes over trl's are made
 when they are asked for, and need trl then.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .grpo import MeshGRPOMixin as MeshGRPOMixin
     from .mesh_options import MeshArguments as MeshArguments
     from .mixin import MeshTrainerMixin as MeshTrainerMixin
 
@@ -22,7 +24,7 @@ _OVER = {
     "MeshRewardTrainer": ("trl", "RewardTrainer"),
     "MeshGRPOTrainer": ("trl", "GRPOTrainer"),
 }
-__all__ = ["MeshArguments", "MeshTrainerMixin", *_OVER]
+__all__ = ["MeshArguments", "MeshGRPOMixin", "MeshTrainerMixin", *_OVER]
 
 
 def __getattr__(name: str) -> Any:
@@ -34,8 +36,12 @@ def __getattr__(name: str) -> Any:
         from .mixin import MeshTrainerMixin
 
         return MeshTrainerMixin
+    if name == "MeshGRPOMixin":
+        from .grpo import MeshGRPOMixin
+
+        return MeshGRPOMixin
     if name in _OVER:
-        from .mixin import over
+        from .over import over
 
         made = globals()[name] = over(name, *_OVER[name])
         return made

@@ -6,11 +6,12 @@ or is called in another way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.strategy.contract import StrategyManager
 
@@ -31,6 +32,19 @@ PRIVATE = {
     "_load_best_model": "likewise",
 }
 """Methods of `transformers.Trainer` that are overridden, and why."""
+
+PRIVATE_OF_GRPO = {
+    "_prepare_inputs": "what it makes of prompts is a microbatch without the names that the manager knows",
+    "_generate_and_score_completions": "it gathers over processes by functions of accelerate's modules",
+    "_generate_single_turn": "the model is generated with whole, and ranks that share a batch share completions",
+    "_get_per_token_logps_and_entropies": "old and reference log-probabilities are the manager's to compute",
+}
+"""Methods of trl's `GRPOTrainer` that are overridden, and why."""
+GATHERED = {"trl.trainer.grpo_trainer": ("gather", "gather_object", "use_adapter")}
+GATHERED["trl.generation.vllm_generation"] = ("gather_object",)
+"""Functions that modules of trl have imported, and that stand for a process, where here it is a data rank."""
+STREAMED = "_iter_named_params"
+"""Method of trl's `VLLMGeneration` that gives the weights for `sync_weights`, on all processes."""
 
 
 class PrivateMethods(Trainer):
@@ -97,6 +111,16 @@ class PrivateMethods(Trainer):
         self.load_state(self.state.best_model_checkpoint)
 
 
+def prepared(trainer: Trainer, inputs: Any) -> dict[str, Any]:
+    """A microbatch as Trainer prepares it for its model."""
+    return trainer._prepare_inputs(inputs)
+
+
+def note_columns(trainer: Trainer) -> None:
+    """Have Trainer note which columns its model takes, while that is whole."""
+    trainer._set_signature_columns_if_needed()
+
+
 def without_fused_head(model: Any) -> None:
     """Undo TRL's `add_fused_lm_head`, a forward on the instance: the manager computes the same statistics."""
     if model is not None:
@@ -114,7 +138,7 @@ def one_device(args: Any) -> None:
 def without_adapters(parts: Sequence[nn.Module]) -> Iterator[None]:
     """Around forwards of the base of adapted models. peft's own way freezes and thaws parameters, which a sharded model
     does not bear; so only the switch is set that its layers read."""
-    layers = [each for part in parts for each in part.modules() if hasattr(each, "disable_adapters")]
+    layers = [each for part in parts for each in part.modules() if hasattr(each, "_disable_adapters")]
     before = [layer._disable_adapters for layer in layers]
     for layer in layers:
         layer._disable_adapters = True
@@ -123,3 +147,80 @@ def without_adapters(parts: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for layer, was in zip(layers, before, strict=True):
             layer._disable_adapters = was
+
+
+class PrivateGRPOMethods(Trainer):
+    """`PRIVATE_OF_GRPO`, of a mixin that has a manager."""
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        return self.as_microbatch(super()._prepare_inputs(generation_batch))
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        with in_place_of(self.functions_of_data_ranks()):
+            return super()._generate_and_score_completions(inputs)  # type: ignore[misc,no-any-return]
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        generate = super()._generate_single_turn  # type: ignore[misc]
+        return self.generated(lambda: generate(*args, **kwargs))
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self.stands_in(model):
+            ask = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+            return ask(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+        return self.log_probs_of(model, input_ids, attention_mask, logits_to_keep, batch_size), None, None
+
+    def as_microbatch(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Completions that are scored, under the names of a microbatch."""
+        raise NotImplementedError
+
+    def functions_of_data_ranks(self) -> dict[str, Callable[..., Any]]:
+        """What takes the place of `GATHERED`, by name."""
+        raise NotImplementedError
+
+    def generated(self, generate: Callable[[], Any]) -> Any:
+        """What ranks that share a batch generate, once."""
+        raise NotImplementedError
+
+    def stands_in(self, model: Any) -> bool:
+        """Whether it is what the loss is called with, and not a model."""
+        raise NotImplementedError
+
+    def log_probs_of(self, model: Any, ids: Tensor, mask: Tensor, keep: int, batch_size: int | None) -> Tensor:
+        """Log-probabilities of the last `keep` tokens; (B, keep)."""
+        raise NotImplementedError
+
+
+def note_microbatch(trainer: Any, seconds: float) -> None:
+    """What `GRPOTrainer.training_step` notes behind each microbatch, by which it knows when to generate."""
+    trainer._step += 1
+    trainer._current_train_step_time += seconds
+    if trainer._step % trainer.current_gradient_accumulation_steps == 0:
+        trainer._metrics["train"]["step_time"].append(trainer._current_train_step_time)
+        trainer._current_train_step_time = 0.0
+
+
+def takes_images(trainer: Any) -> bool:
+    """Whether the processor of trl's trainer is one of images."""
+    return bool(trainer._is_vlm)
+
+
+@contextmanager
+def in_place_of(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Around calls of trl's methods: functions that its modules have imported, `GATHERED`, by name."""
+    places = [(importlib.import_module(module), name) for module, names in GATHERED.items() for name in names]
+    before = [getattr(module, name) for module, name in places]
+    for module, name in places:
+        setattr(module, name, functions[name])
+    try:
+        yield
+    finally:
+        for (module, name), function in zip(places, before, strict=True):
+            setattr(module, name, function)

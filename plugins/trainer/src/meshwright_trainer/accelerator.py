@@ -62,8 +62,8 @@ class DataRanks:
             non_blocking=config.non_blocking,
         )
 
-    def prepare_model(self, model: Any, *_: Any, **__: Any) -> Any:
-        return model
+    def prepare_model(self, model: Any, device_placement: bool | None = None, **_: Any) -> Any:
+        return model.to(self._accelerator.device) if device_placement else model
 
     def unwrap_model(self, model: Any, *_: Any, **__: Any) -> Any:
         return model
@@ -98,6 +98,14 @@ class DataRanks:
         parts = [torch.empty_like(mine) for _ in range(self.num_processes)]
         dist.all_gather(parts, mine, group=self._mesh.group("dp"))
         return parts
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """What the first rank of each data rank has, any object, in the order of data ranks. Collective, over all."""
+        mesh = self._mesh
+        told: list[Any] = [None] * mesh.world.size
+        mine = (mesh.data_rank, value) if mesh.leads_data else None
+        dist.all_gather_object(told, mine, group=mesh.world.group)
+        return [each for _, each in sorted(filter(None, told), key=lambda pair: pair[0])]
 
     def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
         """`gather`; what is evaluated twice for the sake of even batches is not here, see `MeshTrainerMixin`."""

@@ -20,6 +20,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from meshwright.strategy.contract import IGNORED_LABEL
 
+from ._compat import prepared
 from .stand_in import labels_of
 
 PADDING = -100
@@ -79,9 +80,9 @@ def _rounds(trainer: Any, dataloader: Any) -> Iterator[tuple[dict[str, Any], lis
             # A rank without any batch does not know what one looks like.
             told: list[Any] = [None] * mesh.world.size
             dist.all_gather_object(told, inputs, group=mesh.world.group)
-            last = trainer._prepare_inputs(next(each for each in told if each is not None))
+            last = prepared(trainer, next(each for each in told if each is not None))
         if inputs is not None:
-            last = inputs = trainer._prepare_inputs(inputs)
+            last = inputs = prepared(trainer, inputs)
         yield (inputs if inputs is not None else _nothing(last)), rows
 
 

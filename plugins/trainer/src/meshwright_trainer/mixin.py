@@ -9,7 +9,6 @@ the manager's; what is minimized is the trainer's own loss, see [Note: the train
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from meshwright.strategy.registry import get_registry
 from meshwright.strategy.stack import resolve
 from meshwright.train.from_pretrained import Wanted, opened
 
-from ._compat import PrivateMethods, one_device, without_adapters, without_fused_head
+from ._compat import PrivateMethods, note_columns, one_device, prepared, without_adapters, without_fused_head
 from .accelerator import DataRanks
 from .arguments import check_arguments, layout_options
 from .evaluation import evaluated
@@ -94,8 +93,8 @@ class MeshTrainerMixin(PrivateMethods):
         world, given = open_world(args.device), self.mesh_options
         options = layout_options(args, given, get_registry().get(given.strategy))
         wrapped = {name: dict(values) for name, values in options.wrapper_config.items()}
-        if self.is_paired and (given.sizes.pp_size or 1) > 1:
-            wrapped.setdefault("pipeline", {}).setdefault("pp_microbatch_size", 2)
+        if self.rows_of_group > 1 and (given.sizes.pp_size or 1) > 1:
+            wrapped.setdefault("pipeline", {}).setdefault("pp_microbatch_size", self.rows_of_group)
         self.stack, degrees = resolve(
             options.strategy, options.sizes, world.size, config=options.strategy_config, wrapper_config=wrapped
         )
@@ -146,9 +145,9 @@ class MeshTrainerMixin(PrivateMethods):
         self.gather_function = self.accelerator.gather_for_metrics
 
     @property
-    def is_paired(self) -> bool:
-        """Whether rows of a microbatch are pairs."""
-        return bool(PAIRED & _names(type(self)))
+    def rows_of_group(self) -> int:
+        """How many rows of a microbatch belong together."""
+        return 2 if PAIRED & _names(type(self)) else 1
 
     @property
     def manager(self) -> StrategyManager:
@@ -159,7 +158,7 @@ class MeshTrainerMixin(PrivateMethods):
 
     def _shard(self) -> None:
         model = self.model
-        self._set_signature_columns_if_needed()
+        note_columns(self)
         self._names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self._dtype = next(iter(model.parameters())).dtype
         self._decayed = frozenset(self.get_decay_parameter_names(model))
@@ -222,9 +221,15 @@ class MeshTrainerMixin(PrivateMethods):
         """Ranks that share a batch."""
         return self.mesh.world.size // self.mesh.data_size if hasattr(self, "mesh") else 1
 
+    @property
+    def processes_of_loss(self) -> int:
+        """How many processes a loss is to think there are, so that what it multiplies by them is right."""
+        return self.get_tp_size()
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Hold a microbatch; with the last one of a step, compute its gradients. The loss of the whole step, then."""
-        self._held.append(self._prepare_inputs(inputs))
+        self._set_training(True)
+        self._held.append(prepared(self, inputs))
         if not self.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=self.args.device)
         held, self._held = self._held, []
@@ -247,7 +252,7 @@ class MeshTrainerMixin(PrivateMethods):
             self._losses[takes_logits] = TrainerLoss(
                 self,
                 on="tokens" if self._vocab_size else "outputs",
-                rows=2 if self.is_paired else 1,
+                rows=self.rows_of_group,
                 is_mean=getattr(self, "loss_is_scaled_for_ga", None) is False or not self._vocab_size,
                 vocab_size=self._vocab_size,
                 dtype=self._dtype,
@@ -287,8 +292,10 @@ class MeshTrainerMixin(PrivateMethods):
                 yield self.manager
             return
         if self._reference_manager is None:
+            generators = Generators()
             self._reference_manager = self.stack.build(self.mesh)
             self._reference_manager.parallelize(self.ref_model, self._weights.pop(id(self.ref_model), None))
+            generators.restore()
             self.ref_model = self._reference_manager.model_parts[0]
         yield self._reference_manager
 
@@ -385,19 +392,3 @@ class MeshTrainerMixin(PrivateMethods):
 def _names(cls: type) -> frozenset[str]:
     """Names of a class and all that it derives from."""
     return frozenset(each.__name__ for each in cls.__mro__)
-
-
-def over(name: str, package: str, base: str) -> type:
-    """`MeshTrainerMixin` over a trainer.
-
-    Raises:
-        ConfigError: its package is not installed.
-    """
-    try:
-        cls = getattr(importlib.import_module(package), base)
-    except ImportError as error:
-        raise ConfigError(
-            f"{name} is over {base} of {package}, which cannot be imported: {error}. Install it: pip install "
-            f"'{package}>=1.16'."
-        ) from error
-    return type(name, (MeshTrainerMixin, cls), {"__doc__": f"`{base}` over a mesh; see `MeshTrainerMixin`."})

@@ -81,11 +81,16 @@ class TrainerLoss:
         if not bool(seen.mask.any()):
             return seen.nothing()
         microbatch, rows = rows_of(columns[ROWS])
-        groups = len(rows) // self.rows
-        # Back into the trainer's order: the first rows of all groups, then the second ones.
-        back = torch.arange(len(rows), device=rows.device).view(groups, self.rows).T.flatten()
-        mine = rows[back]
-        held = self.held[microbatch]
+        called = [self._call(seen, microbatch, rows, back) for back in self.calls(len(rows), rows.device)]
+        return torch.stack(called).sum()
+
+    def calls(self, count: int, device: torch.device) -> list[Tensor]:
+        """Which of the rows, in the manager's order, each call of the trainer's loss is given, in its own order."""
+        # The first rows of all groups, then the second ones.
+        return [torch.arange(count, device=device).view(-1, self.rows).T.flatten()]
+
+    def _call(self, seen: Tokens | Outputs, microbatch: int, rows: Tensor, back: Tensor) -> Tensor:
+        mine, held = rows[back], self.held[microbatch]
         get = from_tokens(seen, back, self._vocab_size)
 
         def noted(name: str) -> Tensor:
@@ -102,7 +107,7 @@ class TrainerLoss:
                 predicted = reduce(predicted, labels_of(inputs))
             self.kept.note(microbatch, "predictions", mine, predicted, len(held["input_ids"]))
         loss = self._loss(noted, inputs, is_logged=False)
-        return loss * groups if self.is_mean else loss
+        return loss * (len(back) // self.rows) if self.is_mean else loss
 
     def log(self) -> None:
         """Let the trainer log what its loss logs, of the step or evaluation that has ended; on ranks with the loss,
@@ -151,8 +156,12 @@ def _stood_in(trainer: Any, reference: Tensor | None, *, is_logged: bool) -> Ite
     """Around a call of a trainer's loss: its reference model answers with what is known, and unless it is logged,
     nothing is sent, and what it notes is dropped."""
     names = ["accelerator", "ref_model", "aux_loss_enabled", "_metrics", "_total_train_tokens"]
+    names.append("current_gradient_accumulation_steps")
     before = {name: getattr(trainer, name) for name in names if hasattr(trainer, name)}
-    trainer.accelerator = trainer.accelerator if is_logged else OneCall(trainer.accelerator, trainer.get_tp_size())
+    if not is_logged:
+        trainer.accelerator = OneCall(trainer.accelerator, trainer.processes_of_loss)
+        # The manager divides by what it counts over all microbatches.
+        trainer.current_gradient_accumulation_steps = 1
     if reference is not None:
         trainer.ref_model = StandIn(trainer.model, Answer({"log_probs": reference}.__getitem__))
     if "aux_loss_enabled" in before:

@@ -1,0 +1,299 @@
+"""TRL's GRPOTrainer over a mesh: completions of the whole model or of a server, and its own loss.
+
+[Note: one completion for all that share a batch] TRL generates, scores and shuffles on each process. Over a mesh, ranks
+that differ in pp, cp or tp have one batch and must have one completion of each prompt, whatever their kernels round
+and their generators draw. So all of them generate, which takes as long as one, and the first one's completions, its
+generators behind them, and its rewards are those of the others too.
+
+[Note: a microbatch is a group] Losses of GRPO are divided by rows, by tokens of a microbatch, by those of all that was
+generated, or by a constant, and averaged over processes and microbatches. So the objective takes a microbatch as one
+group, whole, calls TRL's loss of it once, and counts 1: whatever it divides by is right.
+
+Shapes: B rows of a microbatch, S tokens of a prompt and its completion, C of these the completion's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import set_seed
+from transformers.trainer_utils import EvalLoopOutput
+
+from meshwright.base.errors import ConfigError
+from meshwright.strategy.contract import IGNORED_LABEL, Objective
+
+from ._compat import STREAMED, PrivateGRPOMethods, note_microbatch, prepared, takes_images, without_adapters
+from .mixin import MeshTrainerMixin
+from .objective import TrainerLoss
+from .stand_in import StandIn
+from .state import Generators
+
+BUCKET_BYTES = 256 << 20
+"""Of weights that travel at once on their way to a server."""
+
+REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "use_transformers_continuous_batching=True": (
+        lambda args: args.use_transformers_continuous_batching,
+        "its engine keeps the model's weights between calls. Leave it out, or set use_vllm=True, vllm_mode='server'",
+    ),
+    "vllm_mode='colocate'": (
+        lambda args: args.use_vllm and args.vllm_mode == "colocate",
+        "its engine would lie over processes as if each had a batch of its own. Set vllm_mode='server'",
+    ),
+    "top_entropy_quantile below 1": (
+        lambda args: args.top_entropy_quantile < 1.0,
+        "the quantile is over tokens of all ranks, and a loss sees those of its own. Set top_entropy_quantile=1.0",
+    ),
+    "use_adaptive_entropy=True": (
+        lambda args: args.use_adaptive_entropy,
+        "it changes the coefficient within the loss. Set entropy_coef",
+    ),
+    "sync_ref_model=True": (
+        lambda args: args.sync_ref_model,
+        "it mixes parameters of two models that lie sharded. Set sync_ref_model=False",
+    ),
+    "cast_lm_head_to_fp32=True": (
+        lambda args: args.cast_lm_head_to_fp32,
+        "it takes the place of the head's forward, from which the layout gets its statistics. Leave it out",
+    ),
+}
+"""Arguments of GRPOConfig that cannot be honoured: when, and why, with the way to go."""
+
+
+class MicrobatchLoss(TrainerLoss):
+    """The loss of whole microbatches; see [Note: a microbatch is a group]."""
+
+    def begin(self, held: list[dict[str, Any]]) -> None:
+        super().begin(held)
+        self.rows = len(held[0]["input_ids"]) if held else 1
+
+    def order(self, count: int, device: torch.device) -> Tensor:
+        return torch.arange(count, device=device)
+
+    def calls(self, count: int, device: torch.device) -> list[Tensor]:
+        return list(torch.arange(count, device=device).split(self.rows))
+
+    def count(self, batch: Mapping[str, Tensor]) -> int:
+        return len(batch["labels"]) // self.rows
+
+
+class MeshGRPOMixin(PrivateGRPOMethods, MeshTrainerMixin):
+    """Goes before a class that derives from trl's `GRPOTrainer`; see `MeshTrainerMixin`.
+
+    Without `use_vllm`, each rank generates with the whole model, which has to fit beside its shards. With
+    `use_vllm=True, vllm_mode="server"`, weights are streamed to the server, adapters merged, in bounded memory.
+    """
+
+    bucket_bytes = BUCKET_BYTES
+
+    def __init__(self, model: Any = None, *args: Any, mesh: Any = None, **kwargs: Any) -> None:
+        self._is_scaled = True
+        self._scored: dict[str, Any] = {}
+        super().__init__(model, *args, mesh=mesh, **kwargs)
+        for each in (self.model, self.ref_model):
+            scale_logits(each, lambda: self.args.temperature if self._is_scaled else 1.0)
+        if self.args.use_vllm:
+            setattr(self.vllm_generation, STREAMED, self.whole_parameters)
+        # As many processes as there are data ranks would have these.
+        set_seed(self.args.seed + self.mesh.data_rank)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        check_rollouts(self)
+        super().create_accelerator_and_postprocess()
+        deal_groups(self.args, self.mesh.data_size)
+
+    @property
+    def rows_of_group(self) -> int:
+        return int(self.args.per_device_train_batch_size)
+
+    @property
+    def processes_of_loss(self) -> int:
+        return int(self.mesh.data_size)
+
+    # -- completions
+
+    def functions_of_data_ranks(self) -> dict[str, Callable[..., Any]]:
+        """What takes the place of accelerate's functions over processes, and of peft's switch, in trl's modules."""
+        told = self.accelerator.gather_objects
+        return {
+            "gather": lambda values: torch.cat(told(values.cpu())).to(values.device),
+            "gather_object": lambda values: [each for part in told(values) for each in part],
+            "use_adapter": lambda *_, **__: without_adapters(self.manager.model_parts),
+        }
+
+    def generated(self, generate: Callable[[], Any]) -> Any:
+        """What the first rank of those that share this batch generates; see the module's first note. Collective."""
+        found = generate() if self.args.use_vllm else self._generated_whole(generate)
+        if self.get_tp_size() > 1:
+            found, generators = self.accelerator.gather_objects((found, Generators()))[self.mesh.data_rank]
+            generators.restore()
+        return found
+
+    def _generated_whole(self, generate: Callable[[], Any]) -> Any:
+        is_training = self.model.training
+        self._is_scaled = False
+        try:
+            with self.manager.unshard():
+                self._set_training(False)
+                return generate()
+        finally:
+            self._is_scaled = True
+            self._set_training(is_training)
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """What a server is fed with: the base's names and whole tensors, adapters merged. Collective, each step too."""
+        yield from self.manager.iter_parameters(bucket_bytes=self.bucket_bytes, adapters="merged")
+
+    # -- log-probabilities, of old weights and of a reference
+
+    def stands_in(self, model: Any) -> bool:
+        return isinstance(model, StandIn)
+
+    def log_probs_of(self, model: Any, ids: Tensor, mask: Tensor, keep: int, batch_size: int | None) -> Tensor:
+        """Log-probabilities of completions under the model or the reference model, (B, C). Collective.
+
+        Args:
+            ids, mask: int64, (B, S).
+            keep: C.
+            batch_size: rows at a time.
+        """
+        whole = {"input_ids": ids, "attention_mask": mask, "labels": completion_labels(ids, mask, keep)}
+        size = batch_size or len(ids)
+        parts = [{name: each[at : at + size] for name, each in whole.items()} for at in range(0, len(ids), size)]
+        is_reference = self.ref_model is not None and model is self.ref_model
+        known: AbstractContextManager[Any] = self._reference() if is_reference else nullcontext(self.manager)
+        generators = Generators()
+        with known as manager:
+            stats = manager.token_stats(parts, ["log_probs"])
+        # A layout may try a model with numbers that it draws, on some ranks.
+        generators.restore()
+        return torch.cat([each["log_probs"][:, :-1][:, -keep:] for each in stats])
+
+    def as_microbatch(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Completions that are scored, under the names of a microbatch."""
+        if "prompt_ids" not in inputs:
+            return inputs
+        ids, mask = (
+            torch.cat([inputs[f"prompt_{kind}"], inputs[f"completion_{kind}"]], dim=1) for kind in ("ids", "mask")
+        )
+        labels = completion_labels(ids, mask, inputs["completion_ids"].shape[1])
+        self._scored = {**inputs, "input_ids": ids, "attention_mask": mask, "labels": labels}
+        return self._scored
+
+    # -- steps and evaluation
+
+    def _objective(self, *, takes_logits: bool) -> Objective:
+        if False not in self._losses:
+            size, dtype = self._vocab_size, self._dtype
+            self._losses[False] = MicrobatchLoss(self, on="tokens", rows=1, is_mean=True, vocab_size=size, dtype=dtype)
+        return self._losses[False]
+
+    def _with_reference(self, held: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [dict(inputs) for inputs in held]
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        start = time.perf_counter()
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        note_microbatch(self, time.perf_counter() - start)
+        return loss
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """See `MeshTrainerMixin`; of the last microbatch with its completions, without generating them."""
+        return super().floating_point_ops(self._scored)
+
+    def _each_once(self, make: Any, *args: Any, **kwargs: Any) -> Any:
+        # Groups of completions go over data ranks, which all need a batch.
+        return make(*args, **kwargs)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """See `Trainer.evaluation_loop`: completions of the evaluation's prompts, their rewards, and the mean loss.
+
+        Trainer takes prompts for rows where it leaves out what is there twice, so that its mean lacks some.
+        """
+        _ = self.manager
+        self.callback_handler.eval_dataloader = dataloader
+        total, count, samples = 0.0, 0, 0
+        for batch in dataloader:
+            self._set_training(False)
+            loss, each, _ = self.evaluate_batch(prepared(self, batch), takes_logits=False)
+            total, count, samples = total + loss * each, count + each, samples + len(batch) * self.mesh.data_size
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        self._set_training(False)
+        metrics = {f"{metric_key_prefix}_loss": total / count} if count else {}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=samples)
+
+
+def completion_labels(ids: Tensor, mask: Tensor, keep: int) -> Tensor:
+    """Labels of the last `keep` tokens that are no padding; int64, (B, S)."""
+    labels = ids.masked_fill(mask == 0, IGNORED_LABEL)
+    labels[:, :-keep] = IGNORED_LABEL
+    return labels
+
+
+def scale_logits(model: nn.Module | None, temperature: Callable[[], float]) -> None:
+    """Divide what a model's head gives by a temperature, which is asked for at each call."""
+    if model is None:
+        return
+
+    def divided(_: nn.Module, __: Any, logits: Tensor) -> Tensor | None:
+        now = temperature()
+        return None if now == 1.0 else logits / now
+
+    model.get_output_embeddings().register_forward_hook(divided)
+
+
+def check_rollouts(trainer: Any) -> None:
+    """Refuse by name what a trainer of completions cannot do over a mesh.
+
+    Raises:
+        ConfigError: names the first, with the way to go.
+    """
+    for name, (is_so, why) in REFUSED.items():
+        if is_so(trainer.args):
+            raise ConfigError(f"{name} does not go over a mesh: {why}.")
+    for name in ("tools", "environment_factories", "rollout_func"):
+        if getattr(trainer, name, None):
+            raise ConfigError(
+                f"{name.replace('factories', 'factory')} does not go over a mesh: ranks would generate unequally "
+                f"often, and wait for each other. Leave it out."
+            )
+    if takes_images(trainer):
+        raise ConfigError("a processor of images does not go over a mesh yet. Give a tokenizer, and texts alone.")
+    stages = trainer.mesh_options.sizes.pp_size or 1
+    if stages > 1 and not trainer.args.use_vllm:
+        raise ConfigError(
+            f"pp_size={stages}: a rank has some stages of the model, and cannot generate with them. Set use_vllm=True "
+            f"and vllm_mode='server', whose engine is fed with the weights, or pp_size=1 with tp_size or fsdp2."
+        )
+
+
+def deal_groups(args: Any, data_size: int) -> None:
+    """Count completions over data ranks, where GRPOConfig has counted them over processes.
+
+    Raises:
+        ConfigError: groups do not fit.
+    """
+    args.generation_batch_size = args.per_device_train_batch_size * data_size * args.steps_per_generation
+    sizes = [("generation_batch_size", args.generation_batch_size, args.num_generations)]
+    if args.do_eval and args.eval_strategy != "no":
+        groups = args.num_generations_eval or args.num_generations
+        sizes.append(("per_device_eval_batch_size x data ranks", args.per_device_eval_batch_size * data_size, groups))
+    for name, size, group in sizes:
+        if size % group:
+            raise ConfigError(
+                f"{name}={size} over {data_size} data ranks (those that differ in pp, cp or tp share a batch) is no "
+                f"multiple of the {group} completions of a prompt. Set per_device batch sizes or steps_per_generation "
+                f"so that it is."
+            )

@@ -1,0 +1,196 @@
+"""GRPO over a mesh logs what trl's trainer logs on as many processes as there are data ranks, in float64; a server is
+fed with the weights of each step."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpo_cases
+import pytest
+import trl
+from grpo_server import write_package
+from meshwright_trainer._compat import GATHERED, PRIVATE_OF_GRPO, STREAMED
+from meshwright_trainer.grpo import check_rollouts, deal_groups
+
+from meshwright.base.errors import ConfigError
+
+FOLDER = Path(__file__).parent
+ALL = ("greedy", "dapo", "apart", "bnpo", "dr_grpo", "lora", "cispo", "luspo", "sapo", "vespo")
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any], tuple[str, ...]]] = {
+    "fsdp2": (2, 2, {"strategy": "fsdp2"}, ALL),
+    "tp2": (2, 1, {"strategy": "fsdp2", "tp_size": 2}, ALL),
+    "tp2 of two": (4, 2, {"strategy": "fsdp2", "tp_size": 2}, ("greedy", "dapo", "bnpo")),
+    "ddp": (2, 2, {"strategy": "ddp"}, ("greedy", "dapo", "lora")),
+    "cp2": (2, 1, {"strategy": "fsdp2", "cp_size": 2}, ("greedy",)),
+}
+"""Ranks, data ranks, a mesh, and what is trained on it."""
+TOLERANCE, SMALL = 1e-6, 0.05
+"""Relative, and where a number is small beside what it is the sum of: trl and Trainer add up in float32."""
+
+
+def run(count: int, mesh: Any, directory: Path, kinds: tuple[str, ...], **environment: str) -> None:
+    """Run the cases on so many processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--standalone"]
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = os.pathsep.join([str(FOLDER), environment.pop("PACKAGES", "")])
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "PYTHONPATH": paths, **environment}
+    script = [str(FOLDER / "grpo_cases.py"), str(directory), json.dumps(mesh), *kinds]
+    runner = command if count > 1 else [sys.executable]
+    done = subprocess.run([*runner, *script], env=variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+@functools.cache
+def plain(count: int, directory: Path) -> Path:
+    run(count, None, directory / f"plain-{count}", ALL)
+    return directory / f"plain-{count}"
+
+
+def differences(wanted: Any, found: Any) -> list[str]:
+    if isinstance(wanted, str) or isinstance(found, str):
+        return [f"{wanted!s:.500} / {found!s:.500}"]
+    texts = [] if len(wanted) == len(found) else [f"{len(found)} entries, not {len(wanted)}"]
+    for one, other in zip(wanted, found, strict=False):
+        texts += [f"step {one['step']}: {sorted(one.keys() ^ other.keys())}"] if one.keys() != other.keys() else []
+        for name in one.keys() & other.keys():
+            value, mine = one[name], other[name]
+            is_near = value == mine or (
+                None not in (value, mine) and abs(mine - value) <= TOLERANCE * max(abs(value), SMALL)
+            )
+            texts += [] if is_near else [f"step {one['step']} {name}: {mine} and not {value}"]
+    return texts
+
+
+def read(directory: Path, kind: str) -> Any:
+    return json.loads((directory / f"{kind}.json").read_text())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_grpo_logs_what_trl_logs_on_as_many_processes(layout, tmp_path, tmp_path_factory):
+    ranks, data_ranks, mesh, kinds = LAYOUTS[layout]
+    run(ranks, mesh, tmp_path, kinds)
+    wanted = plain(data_ranks, tmp_path_factory.getbasetemp())
+    wrong = {kind: differences(read(wanted, kind), read(tmp_path, kind)) for kind in kinds}
+    assert not {kind: texts for kind, texts in wrong.items() if texts}
+
+
+def test_greedy_completions_train_two_data_ranks_as_one_process(tmp_path, tmp_path_factory):
+    run(2, {"strategy": "fsdp2"}, tmp_path, ("greedy",))
+    wanted = read(plain(1, tmp_path_factory.getbasetemp()), "greedy")
+    assert not differences(wanted, read(tmp_path, "greedy"))
+
+
+# -- what is refused
+
+WRONG = {
+    "pp": ({"pp_size": 2}, {}, "pp_size=2: a rank has some stages"),
+    "paged": ({}, {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching=True"),
+    "colocate": ({}, {"use_vllm": True, "vllm_mode": "colocate"}, "vllm_mode='colocate'"),
+    "quantile": ({}, {"top_entropy_quantile": 0.5}, "top_entropy_quantile below 1"),
+    "adaptive": ({}, {"use_adaptive_entropy": True}, "use_adaptive_entropy=True"),
+    "sync": ({}, {"sync_ref_model": True, "beta": 0.1}, "sync_ref_model=True"),
+    "fp32": ({}, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_honoured_is_refused_by_name_before_training(name, tmp_path):
+    sizes, options, words = WRONG[name]
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        grpo_cases.made("dapo", {"strategy": "fsdp2", **sizes}, tmp_path, 1, **{"num_generations": 4, **options})
+
+
+def test_groups_are_of_data_ranks():
+    args = SimpleNamespace(per_device_train_batch_size=4, steps_per_generation=1, do_eval=False, num_generations=8)
+    deal_groups(args, 2)
+    assert args.generation_batch_size == 8
+    with pytest.raises(ConfigError, match="generation_batch_size=4 over 1 data ranks .* of the 8 completions"):
+        deal_groups(args, 1)
+
+
+def test_tools_and_rollouts_of_ones_own_are_refused():
+    trainer = SimpleNamespace(args=trl.GRPOConfig(use_cpu=True, bf16=False, report_to=[]), rollout_func=print)
+    with pytest.raises(ConfigError, match="rollout_func does not go over a mesh"):
+        check_rollouts(trainer)
+
+
+def test_what_is_private_in_trl_is_there():
+    for name in PRIVATE_OF_GRPO:
+        assert callable(getattr(trl.GRPOTrainer, name))
+    for module, names in GATHERED.items():
+        assert all(callable(getattr(importlib.import_module(module), name)) for name in names)
+    generation = importlib.import_module("trl.generation.vllm_generation").VLLMGeneration
+    assert f"self.{STREAMED}()" in inspect.getsource(generation.sync_weights)
+    source = inspect.getsource(trl.GRPOTrainer)
+    for text in ("self._step += 1", "self._current_train_step_time", "shuffle_sequence_dict(", "self._is_vlm"):
+        assert text in source
+
+
+# -- a server
+
+
+@contextmanager
+def server(packages: Path) -> Iterator[str]:
+    write_package(packages)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, str(FOLDER / "grpo_server.py"), str(port)], env=environment)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def served(ranks: int, mesh: Any, directory: Path, kind: str) -> dict[str, Any]:
+    """Train with a server; what it was fed with."""
+    with server(directory / "packages") as url:
+        run(ranks, mesh, directory, (kind,), SERVER=url, PACKAGES=str(directory / "packages"))
+        with urllib.request.urlopen(f"{url}/updates") as answer:
+            return json.loads(answer.read())
+
+
+FED = {
+    "fsdp2": (2, {"strategy": "fsdp2"}, "server"),
+    "tp2": (2, {"strategy": "fsdp2", "tp_size": 2}, "server"),
+    "tp2, lora": (2, {"strategy": "fsdp2", "tp_size": 2}, "server_lora"),
+    "pp2": (2, {"strategy": "fsdp2", "pp_size": 2}, "server"),
+}
+
+
+@pytest.mark.parametrize("layout", FED)
+def test_a_server_is_fed_with_the_weights_of_each_step(layout, tmp_path):
+    ranks, mesh, kind = FED[layout]
+    fed = served(ranks, mesh, tmp_path / "mesh", kind)
+    logged = read(tmp_path / "mesh", kind)
+    assert not isinstance(logged, str), logged
+    told = [json.loads((tmp_path / "mesh" / kind / f"streamed-{rank}.json").read_text()) for rank in range(ranks)]
+    updates, steps = fed["updates"], told[0]["digests"]
+    assert len({json.dumps(each, sort_keys=True) for each in updates}) > 2
+    # Before the first step, after those behind which something is generated, and once more at the end.
+    assert all(each in steps for each in updates[1:])
+    assert updates[-1] == steps[-1]
+    assert fed["resets"] == len(updates)
+    for each in told:
+        # The largest parameter, the one before, which trl still holds, and a bucket; and where adapters are merged, a
+        # layer with what is added to it.
+        assert each["held"] <= (131 + 52 * (3 if "lora" in layout else 1)) * 36 * 8 + (1 << 13)
+    if mesh.get("tp_size"):
+        served(1, None, tmp_path / "plain", kind)
+        assert not differences(read(tmp_path / "plain", kind), read(tmp_path / "mesh", kind))
