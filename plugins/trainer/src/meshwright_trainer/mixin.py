@@ -31,7 +31,7 @@ from meshwright.strategy.stack import resolve
 
 from ._compat import PrivateMethods, one_device, without_adapters, without_fused_head
 from .accelerator import DataRanks
-from .arguments import check_arguments, layout_options
+from .arguments import adopt_router_loss, arguments_among, check_arguments, layout_options
 from .evaluation import evaluated
 from .mesh_options import mesh_options
 from .objective import REFERENCE, TrainerLoss
@@ -68,6 +68,7 @@ class MeshTrainerMixin(PrivateMethods):
         self._losses: dict[bool, TrainerLoss] = {}
         self._generators: Generators | None = None
         self._reference_manager: StrategyManager | None = None
+        check_arguments(arguments_among([*args, *kwargs.values()]), type(self), kwargs)
         super().__init__(model, *args, **kwargs)
         if self.optimizer is not None or self.lr_scheduler is not None:
             raise ConfigError(
@@ -85,8 +86,7 @@ class MeshTrainerMixin(PrivateMethods):
         super().create_accelerator_and_postprocess()
         world = open_world(self.args.device)
         given, pairs = self.mesh_options, self.is_paired
-        spec = get_registry().get(given.strategy)
-        options = layout_options(self.args, given, spec)
+        options = layout_options(self.args, given, get_registry().get(given.strategy))
         wrapped = {name: dict(values) for name, values in options.wrapper_config.items()}
         if pairs and (given.sizes.pp_size or 1) > 1:
             wrapped.setdefault("pipeline", {}).setdefault("pp_microbatch_size", 2)
@@ -111,6 +111,7 @@ class MeshTrainerMixin(PrivateMethods):
 
     def _shard(self) -> None:
         model = self.model
+        adopt_router_loss(self)
         self._set_signature_columns_if_needed()
         self._names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self._dtype = next(iter(model.parameters())).dtype
@@ -320,7 +321,6 @@ class MeshTrainerMixin(PrivateMethods):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as `save_pretrained` does; within a checkpoint, its state beside it. Collective."""
         directory = Path(output_dir or self.args.output_dir)
-        with_state = _internal_call and not self.args.save_only_model
         tokenizer = self.processing_class if hasattr(self.processing_class, "save_pretrained") else None
         save(
             self.manager,
@@ -328,7 +328,7 @@ class MeshTrainerMixin(PrivateMethods):
             step=self.state.global_step,
             scheduler=self.lr_scheduler,
             tokenizer=tokenizer,
-            with_state=with_state,
+            with_state=_internal_call and not self.args.save_only_model,
         )
         if self.mesh.rank == 0:
             torch.save(self.args, directory / "training_args.bin")
