@@ -120,7 +120,7 @@ def made(kind: str, mesh: Any, directory: Path, data_size: int, **further: Any) 
             generator = torch.Generator().manual_seed(11)
             for parameter in reference.parameters():
                 parameter.add_(0.05 * torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator))
-        args = DPOConfig(**basic, beta=0.4, max_length=16, pad_to_multiple_of=8)
+        args = DPOConfig(**{"beta": 0.4, "max_length": 16, "pad_to_multiple_of": 8, **basic})
         data = {"train_dataset": pairs_of(40, 1), "eval_dataset": pairs_of(8, 2)}
         return cls(model(), reference, args, processing_class=digits(), **data, **given)
     if kind == "reward":
@@ -132,13 +132,14 @@ def made(kind: str, mesh: Any, directory: Path, data_size: int, **further: Any) 
         torch.manual_seed(0)
         scorer = AutoModelForSequenceClassification.from_config(config).double()
         scorer.warnings_issued = {}
-        args = RewardConfig(**basic, max_length=32, pad_to_multiple_of=8, center_rewards_coefficient=0.01)
+        usual = {"max_length": 32, "pad_to_multiple_of": 8, "center_rewards_coefficient": 0.01}
+        args = RewardConfig(**usual | basic)
         data = {"train_dataset": pairs_of(40, 1), "eval_dataset": pairs_of(8, 2)}
         return cls(scorer, args, processing_class=digits(), **data, **given)
     from trl import SFTConfig
 
     packing = {"packing": True, "max_length": 32, "packing_strategy": "bfd"} if kind == "packed" else {"max_length": 16}
-    args = SFTConfig(**basic, **packing, pad_to_multiple_of=8)
+    args = SFTConfig(**{**packing, "pad_to_multiple_of": 8, **basic})
     if kind == "lora":
         from peft import LoraConfig
 
