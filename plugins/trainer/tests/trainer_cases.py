@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from meshwright.testing.models import tiny_model
+from meshwright.testing.models import case_model, tiny_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -30,7 +30,10 @@ def digits() -> PreTrainedTokenizerFast:
 
 
 def model(**changes: Any) -> Any:
-    made = tiny_model(**changes)
+    return prepared(tiny_model(**changes))
+
+
+def prepared(made: Any) -> Any:
     made.config.pad_token_id, made.config.eos_token_id, made.config.bos_token_id = 0, 1, None
     made.generation_config.pad_token_id, made.generation_config.eos_token_id = 0, 1
     made.warnings_issued = {}
@@ -147,7 +150,8 @@ def made(kind: str, mesh: Any, directory: Path, data_size: int, **further: Any) 
         given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
     size = 160 if kind == "packed" else 40
     data = {"train_dataset": text_of(size, 1), "eval_dataset": text_of(EVALUATED, 2)}
-    return cls(model(), args, processing_class=digits(), **data, **given)
+    trained = prepared(case_model("mixtral", tied=False, seed=0, dtype=torch.float64)) if kind == "moe" else model()
+    return cls(trained, args, processing_class=digits(), **data, **given)
 
 
 def history(trainer: Any) -> list[dict[str, float]]:
