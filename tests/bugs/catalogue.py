@@ -41,6 +41,8 @@ _F = "plugins/fsdp2/tests"
 _D = "plugins/ddp/tests"
 _M = "plugins/megatron_fsdp/tests"
 _P = "plugins/pipeline/tests"
+_ARGUMENTS = "plugins/trainer/tests/test_arguments.py"
+_ACTS = f"{_ARGUMENTS}::test_an_argument_that_acts_does_what_it_does_without_a_mesh"
 _COUNTS = f"{_F}/test_fsdp2_counts.py"
 _UNUSED = f"{_F}/test_fsdp2.py::test_ranks_that_use_different_parameters_and_parameters_that_none_uses"
 _BUCKETED = f"{_D}/test_ddp_bucketed.py"
@@ -3227,4 +3229,55 @@ _bug(
     'if os.environ.get("LOCAL_RANK", "0") == "0":',
     f"{_LAUNCHERS}::test_each_rank_says_what_contradicts_whatever_its_place",
     kind="a rank that alone is wrong ends without a word",
+)
+
+# -- plugins/trainer: arguments
+
+_bug(
+    "selective_is_full",
+    "meshwright_trainer.arguments",
+    '"selective" if selects else True',
+    "True",
+    f"{_ARGUMENTS}::test_precision_and_recomputation_are_options_of_the_strategy",
+    kind="an option is taken for a coarser one",
+)
+_bug(
+    "elements_are_not_looked_at",
+    "meshwright_trainer.arguments",
+    "value if isinstance(value, (list, tuple, Mapping)) else [value]",
+    "[value]",
+    f"{_ARGUMENTS}::test_a_refused_argument_is_refused_by_name_with_the_way_to_go[include_for_metrics]",
+    kind="a value within a list is not refused",
+)
+_bug(
+    "one_rank_for_several",
+    "meshwright_trainer.arguments",
+    "args.world_size == 1",
+    "args.world_size <= 2",
+    f"{_ARGUMENTS}::test_a_refused_argument_is_refused_by_name_with_the_way_to_go[average_tokens_across_devices]",
+    kind="what ranks cannot agree on is refused on one of them alone, or on none",
+)
+_bug(
+    "overrides_are_dropped",
+    "meshwright_trainer.arguments",
+    "    _check_methods(trainer)\n",
+    "",
+    f"{_ARGUMENTS}::test_a_method_that_would_never_be_called_is_refused[create_optimizer]",
+    kind="a user's method is never called, without a word",
+)
+_bug(
+    "own_router_loss",
+    "meshwright_trainer.arguments",
+    "            text.router_aux_loss_coef = trainer.router_aux_loss_coef\n",
+    "",
+    f"{_ACTS}[moe-router_aux_loss_coef=0.5]",
+    kind="an argument gives way to the model's configuration",
+)
+_bug(
+    "loss_for_logits",
+    "meshwright_trainer.stand_in",
+    "else self._answer.without_labels()",
+    "else self._answer",
+    f"{_ACTS}[sft-label_smoothing_factor=0.2]",
+    kind="a model that is called without labels gives a loss first",
 )

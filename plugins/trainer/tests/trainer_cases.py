@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from meshwright.testing.models import tiny_model
+from meshwright.testing.models import case_model, tiny_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -33,7 +33,10 @@ def digits() -> PreTrainedTokenizerFast:
 
 
 def model(**changes: Any) -> Any:
-    made = tiny_model(**changes)
+    return prepared(tiny_model(**changes))
+
+
+def prepared(made: Any) -> Any:
     made.config.pad_token_id, made.config.eos_token_id, made.config.bos_token_id = 0, 1, None
     made.generation_config.pad_token_id, made.generation_config.eos_token_id = 0, 1
     made.warnings_issued = {}
@@ -123,7 +126,7 @@ def made(kind: str, mesh: Any, directory: Path, data_size: int, **further: Any) 
             generator = torch.Generator().manual_seed(11)
             for parameter in reference.parameters():
                 parameter.add_(0.05 * torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator))
-        args = DPOConfig(**basic, beta=0.4, max_length=16, pad_to_multiple_of=8)
+        args = DPOConfig(**{"beta": 0.4, "max_length": 16, "pad_to_multiple_of": 8, **basic})
         data = {"train_dataset": pairs_of(40, 1), "eval_dataset": pairs_of(8, 2)}
         return cls(model(), reference, args, processing_class=digits(), **data, **given)
     if kind == "reward":
@@ -135,13 +138,14 @@ def made(kind: str, mesh: Any, directory: Path, data_size: int, **further: Any) 
         torch.manual_seed(0)
         scorer = AutoModelForSequenceClassification.from_config(config).double()
         scorer.warnings_issued = {}
-        args = RewardConfig(**basic, max_length=32, pad_to_multiple_of=8, center_rewards_coefficient=0.01)
+        usual = {"max_length": 32, "pad_to_multiple_of": 8, "center_rewards_coefficient": 0.01}
+        args = RewardConfig(**usual | basic)
         data = {"train_dataset": pairs_of(40, 1), "eval_dataset": pairs_of(8, 2)}
         return cls(scorer, args, processing_class=digits(), **data, **given)
     from trl import SFTConfig
 
     packing = {"packing": True, "max_length": 32, "packing_strategy": "bfd"} if kind == "packed" else {"max_length": 16}
-    args = SFTConfig(**basic, **packing, pad_to_multiple_of=8)
+    args = SFTConfig(**{**packing, "pad_to_multiple_of": 8, **basic})
     if kind == "lora":
         from peft import LoraConfig
 
@@ -149,7 +153,8 @@ def made(kind: str, mesh: Any, directory: Path, data_size: int, **further: Any) 
         given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
     size = 160 if kind == "packed" else 40
     data = {"train_dataset": text_of(size, 1), "eval_dataset": text_of(EVALUATED, 2)}
-    return cls(model(), args, processing_class=digits(), **data, **given)
+    trained = prepared(case_model("mixtral", tied=False, seed=0, dtype=torch.float64)) if kind == "moe" else model()
+    return cls(trained, args, processing_class=digits(), **data, **given)
 
 
 class WideHead:

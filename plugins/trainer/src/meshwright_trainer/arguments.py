@@ -1,35 +1,126 @@
-"""What a trainer's arguments mean over a mesh: those that the layout takes over, and those that cannot be honoured."""
+"""What a trainer's arguments mean over a mesh: those that the layout takes over, and those that cannot be honoured.
+
+`arguments.yaml` lists them all. An argument that it lacks is a user's own, and left alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from functools import cache
+from importlib.resources import files
 from typing import Any
+
+import yaml
+from transformers import TrainingArguments
 
 from meshwright.base.errors import ConfigError
 from meshwright.strategy.spec import StrategySpec
 
 from .mesh_options import MeshOptions
 
+NEVER_CALLED = ("create_optimizer", "create_optimizer_and_scheduler", "prediction_step")
+"""Methods of Trainer that users override, and that nothing calls over a mesh."""
+REPLACED = ("training_step", "evaluation_loop", "save_model")
+"""Those that are not called where the mixin goes before the class that overrides them."""
+_MISSING = object()
 
-def check_arguments(args: Any, trainer: type) -> None:
-    """Refuse arguments that cannot be honoured, by name.
+
+@cache
+def known_arguments() -> dict[str, dict[str, Any]]:
+    """`arguments.yaml`: "acts", "no effect", "outside" and "since" with texts by name, "refused" with rules by name."""
+    text = files(__package__).joinpath("arguments.yaml").read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text))
+
+
+def arguments_among(values: Iterable[Any]) -> Any:
+    """The trainer's arguments among what it is called with, or None."""
+    return next((each for each in values if isinstance(each, TrainingArguments)), None)
+
+
+def check_arguments(args: Any, trainer: type, passed: Mapping[str, Any] | None = None) -> None:
+    """Refuse what cannot be honoured, by name, before anything is sent.
+
+    Args:
+        args: a trainer's arguments, or None.
+        trainer: its class, of which overridden methods are looked at.
+        passed: what the trainer is called with beside them, by name.
 
     Raises:
-        ConfigError: names the first of them, with the way to go.
+        ConfigError: names the first of them, its value and the way to go; the same on every rank.
     """
+    for name, rule in known_arguments()["refused"].items():
+        value = _value((passed or {}, args), name)
+        if value is _MISSING or (rule.get("several_ranks") and args.world_size == 1):
+            continue
+        if all(getattr(args, other, None) == each for other, each in rule.get("together_with", {}).items()):
+            for each in _elements(value):
+                if (each not in rule["except"]) if "except" in rule else (each in rule["values"]):
+                    beside = "".join(f" with {key}={text!r}" for key, text in rule.get("together_with", {}).items())
+                    raise ConfigError(
+                        f"{name}={_plain(value)!r:.200}{beside} cannot be honoured over a mesh: {rule['because']}. "
+                        f"{rule['instead']}."
+                    )
+    _check_methods(trainer)
+
+
+def _value(places: Iterable[Any], name: str) -> Any:
+    """An argument of the first place that has it; `parent.key` of its mapping or object."""
+    for each in places:
+        for key in name.split("."):
+            each = each.get(key, _MISSING) if isinstance(each, Mapping) else getattr(each, key, _MISSING)
+        if each is not _MISSING:
+            return each
+    return _MISSING
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value
+
+
+def _elements(value: Any) -> list[Any]:
+    """What of a value is compared: itself, or each element or key."""
+    return [_plain(each) for each in (value if isinstance(value, (list, tuple, Mapping)) else [value])]
+
+
+def _check_methods(trainer: type) -> None:
+    """Refuse methods of a user's class that would never be called."""
+    names = [each.__name__ for each in trainer.__mro__]
+    mixin = names.index("MeshTrainerMixin") if "MeshTrainerMixin" in names else -1
+    for at, cls in enumerate(trainer.__mro__):
+        if cls.__module__.partition(".")[0] in ("transformers", "trl", __package__):
+            continue
+        for name in (*NEVER_CALLED, *(REPLACED if at > mixin else ())):
+            if name in vars(cls):
+                raise ConfigError(
+                    f"{cls.__name__}.{name} would never be called over a mesh, where the manager steps, evaluates and "
+                    f"saves. Give optimizer_cls_and_kwargs=(class, options), override compute_loss, or override "
+                    f"{', '.join(REPLACED)} in a class that derives from one with MeshTrainerMixin, and call super()."
+                )
+
+
+def adopt_router_loss(trainer: Any) -> None:
+    """Write TRL's choice of a router loss into the model's configuration, where the manager reads it."""
+    if hasattr(trainer, "aux_loss_enabled"):
+        text = trainer.model.config.get_text_config()
+        if hasattr(text, "output_router_logits"):
+            text.output_router_logits = trainer.aux_loss_enabled
+            text.router_aux_loss_coef = trainer.router_aux_loss_coef
 
 
 def layout_options(args: Any, options: MeshOptions, spec: StrategySpec) -> MeshOptions:
     """The options of a layout with those that a trainer's arguments have for it: precision and recomputation.
 
     Raises:
-        ConfigError: the strategy has no such option, or another value is given there.
+        ConfigError: the strategy has no such option.
     """
     config = dict(options.strategy_config)
     wanted: dict[str, Any] = {}
     if args.bf16:
         wanted["autocast_dtype"] = ("bfloat16", "bf16=True")
     if args.gradient_checkpointing:
-        wanted["activation_checkpointing"] = (True, "gradient_checkpointing=True")
+        selects = (args.gradient_checkpointing_kwargs or {}).get("selective")
+        wanted["activation_checkpointing"] = ("selective" if selects else True, "gradient_checkpointing=True")
     for name, (value, said) in wanted.items():
         if name not in spec.config_cls.model_fields:
             raise ConfigError(

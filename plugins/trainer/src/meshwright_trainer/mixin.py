@@ -34,7 +34,7 @@ from meshwright.train.from_pretrained import Wanted, opened
 
 from ._compat import PrivateMethods, note_columns, one_device, prepared, without_adapters, without_fused_head
 from .accelerator import DataRanks
-from .arguments import check_arguments, layout_options
+from .arguments import adopt_router_loss, arguments_among, check_arguments, layout_options
 from .evaluation import evaluated
 from .mesh_options import mesh_options
 from .objective import REFERENCE, TrainerLoss
@@ -71,6 +71,7 @@ class MeshTrainerMixin(PrivateMethods):
         self._losses: dict[bool, TrainerLoss] = {}
         self._generators: Generators | None = None
         self._reference_manager: StrategyManager | None = None
+        check_arguments(arguments_among([*args, *kwargs.values()]), type(self), kwargs)
         self._weights: dict[int, Weights] = {}
         if isinstance(model, (str, Path)) and "RewardTrainer" not in _names(type(self)):
             super().__init__(**self._read(str(model), *args, **kwargs))
@@ -87,8 +88,7 @@ class MeshTrainerMixin(PrivateMethods):
     # -- mesh, model and optimizer
 
     def _open_mesh(self, args: Any) -> None:
-        """Check the trainer's arguments, and have every rank its place; collective."""
-        check_arguments(args, type(self))
+        """Have every rank its place; collective."""
         one_device(args)
         world, given = open_world(args.device), self.mesh_options
         options = layout_options(args, given, get_registry().get(given.strategy))
@@ -158,6 +158,7 @@ class MeshTrainerMixin(PrivateMethods):
 
     def _shard(self) -> None:
         model = self.model
+        adopt_router_loss(self)
         note_columns(self)
         self._names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self._dtype = next(iter(model.parameters())).dtype
@@ -375,7 +376,6 @@ class MeshTrainerMixin(PrivateMethods):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as `save_pretrained` does; within a checkpoint, its state beside it. Collective."""
         directory = Path(output_dir or self.args.output_dir)
-        with_state = _internal_call and not self.args.save_only_model
         tokenizer = self.processing_class if hasattr(self.processing_class, "save_pretrained") else None
         save(
             self.manager,
@@ -383,7 +383,7 @@ class MeshTrainerMixin(PrivateMethods):
             step=self.state.global_step,
             scheduler=self.lr_scheduler,
             tokenizer=tokenizer,
-            with_state=with_state,
+            with_state=_internal_call and not self.args.save_only_model,
         )
         if self.mesh.rank == 0:
             torch.save(self.args, directory / "training_args.bin")

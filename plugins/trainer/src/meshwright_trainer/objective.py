@@ -123,6 +123,9 @@ class TrainerLoss:
             return values[name]
         if self.on == "outputs":
             return ids.new_zeros((len(ids), 1), dtype=self._dtype)
+        if name == "logits":
+            # Too large to keep, and made into a loss alone, which is not what is logged.
+            return torch.zeros(1, device=ids.device).expand(*ids.shape, self._vocab_size)
         wide = self._dtype if self._dtype is torch.float64 else torch.float32
         return torch.zeros_like(ids[:, 1:], dtype=torch.bool if name in ("is_top1", "label_mask") else wide)
 

@@ -11,7 +11,7 @@ Shapes: B rows of a microbatch, S positions of each, V entries of the vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,11 +62,18 @@ class Answer:
 
     Args:
         get: gives a value by its name: "logits", "loss", or one of a fused head.
+        order: names of what it is as a tuple.
     """
 
-    def __init__(self, get: Callable[[str], Tensor]) -> None:
-        self._get = get
+    def __init__(self, get: Callable[[str], Tensor], order: Sequence[str] = ("loss", "logits")) -> None:
+        self._get, self._order = get, order
         self._known: dict[str, Tensor] = {}
+
+    def without_labels(self) -> Answer:
+        """The same of a model that is called without labels, and so has no loss to give first."""
+        other = Answer(self._get, ("logits",))
+        other._known = self._known
+        return other
 
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("_"):
@@ -76,7 +83,7 @@ class Answer:
         return self._known[name]
 
     def __getitem__(self, key: int | str) -> Tensor:
-        return getattr(self, key if isinstance(key, str) else ("loss", "logits")[key])
+        return getattr(self, key if isinstance(key, str) else self._order[key])
 
 
 class StandIn:
@@ -85,8 +92,8 @@ class StandIn:
     def __init__(self, model: Any, answer: Answer) -> None:
         self._model, self._answer = model, answer
 
-    def __call__(self, *_: Any, **__: Any) -> Answer:
-        return self._answer
+    def __call__(self, *_: Any, **inputs: Any) -> Answer:
+        return self._answer if inputs.get("labels") is not None else self._answer.without_labels()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
