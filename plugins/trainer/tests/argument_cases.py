@@ -265,8 +265,9 @@ def _made(
 ) -> Any:
     if kind != "trainer":
         return trainer_cases.made(kind, mesh, directory, data_size, **options)
-    import meshwright_trainer
     import transformers
+
+    import meshwright_trainer
 
     numbers = trainer_cases.numbers(48, 5)
     rows = [{"input_ids": [int(word) + 2 for word in text.split()], "note": "x"} for text in numbers]

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import trainer_cases
-from meshwright_trainer import MeshArguments, MeshSFTTrainer
 from transformers import HfArgumentParser
 from trl import SFTConfig
+
+from meshwright_trainer import MeshArguments, MeshSFTTrainer
 
 if __name__ == "__main__":
     args, mesh = HfArgumentParser((SFTConfig, MeshArguments)).parse_args_into_dataclasses()

@@ -12,15 +12,11 @@ from typing import Any
 
 import argument_cases
 import arguments_page
-import meshwright_trainer
 import pytest
 import torch
 import trainer_cases
 import transformers
 import trl
-from meshwright_trainer import MeshTrainer, MeshTrainerMixin
-from meshwright_trainer.arguments import NEVER_CALLED, REPLACED, check_arguments, known_arguments, layout_options
-from meshwright_trainer.mesh_options import mesh_options
 from packaging.version import Version
 from test_trainers import ranks
 from transformers import Trainer, TrainingArguments
@@ -28,9 +24,13 @@ from transformers.debug_utils import DebugOption
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
+import meshwright_trainer
 from meshwright.base.errors import ConfigError
 from meshwright.mesh.world import open_world
 from meshwright.strategy.registry import get_registry
+from meshwright_trainer import MeshTrainer, MeshTrainerMixin
+from meshwright_trainer.arguments import NEVER_CALLED, REPLACED, check_arguments, known_arguments, layout_options
+from meshwright_trainer.mesh_options import mesh_options
 
 CONFIGS = (TrainingArguments, trl.SFTConfig, trl.DPOConfig, trl.RewardConfig, trl.GRPOConfig)
 
@@ -137,7 +137,6 @@ BAD: dict[str, Any] = {
     "debug": [DebugOption.UNDERFLOW_OVERFLOW],
     "label_names": ["labels", "start_positions"],
     "include_for_metrics": ["inputs", "loss"],
-    "entropy_coef": 0.1,
     "top_entropy_quantile": 0.2,
     "model_init_kwargs.quantization_config": {"load_in_8bit": True},
     "quantization_config": {"load_in_8bit": True},

@@ -40,8 +40,10 @@ PRIVATE_OF_GRPO = {
     "_get_per_token_logps_and_entropies": "old and reference log-probabilities are the manager's to compute",
 }
 """Methods of trl's `GRPOTrainer` that are overridden, and why."""
-GATHERED = {"trl.trainer.grpo_trainer": ("gather", "gather_object", "use_adapter")}
-GATHERED["trl.generation.vllm_generation"] = ("gather_object",)
+GATHERED = {
+    "trl.trainer.grpo_trainer": ["gather", "gather_object", "use_adapter"],
+    "trl.generation.vllm_generation": ["gather_object"],
+}
 """Functions that modules of trl have imported, and that stand for a process, where here it is a data rank."""
 STREAMED = "_iter_named_params"
 """Method of trl's `VLLMGeneration` that gives the weights for `sync_weights`, on all processes."""
@@ -56,6 +58,7 @@ class PrivateMethods(Trainer):
     optimizer: Any
     lr_scheduler: Any
     accelerator: Any
+    control: Any
     _metrics: Any
     _total_train_tokens: Any
 
@@ -157,10 +160,10 @@ class PrivateGRPOMethods(Trainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         with in_place_of(self.functions_of_data_ranks()):
-            return super()._generate_and_score_completions(inputs)  # type: ignore[misc,no-any-return]
+            return super()._generate_and_score_completions(inputs)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        generate = super()._generate_single_turn  # type: ignore[misc]
+        generate = super()._generate_single_turn
         return self.generated(lambda: generate(*args, **kwargs))
 
     def _get_per_token_logps_and_entropies(
@@ -173,7 +176,7 @@ class PrivateGRPOMethods(Trainer):
         **kwargs: Any,
     ) -> Any:
         if self.stands_in(model):
-            ask = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+            ask = super()._get_per_token_logps_and_entropies
             return ask(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
         return self.log_probs_of(model, input_ids, attention_mask, logits_to_keep, batch_size), None, None
 

@@ -36,34 +36,6 @@ from .state import Generators
 BUCKET_BYTES = 256 << 20
 """Of weights that travel at once on their way to a server."""
 
-REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "use_transformers_continuous_batching=True": (
-        lambda args: args.use_transformers_continuous_batching,
-        "its engine keeps the model's weights between calls. Leave it out, or set use_vllm=True, vllm_mode='server'",
-    ),
-    "vllm_mode='colocate'": (
-        lambda args: args.use_vllm and args.vllm_mode == "colocate",
-        "its engine would lie over processes as if each had a batch of its own. Set vllm_mode='server'",
-    ),
-    "top_entropy_quantile below 1": (
-        lambda args: args.top_entropy_quantile < 1.0,
-        "the quantile is over tokens of all ranks, and a loss sees those of its own. Set top_entropy_quantile=1.0",
-    ),
-    "use_adaptive_entropy=True": (
-        lambda args: args.use_adaptive_entropy,
-        "it changes the coefficient within the loss. Set entropy_coef",
-    ),
-    "sync_ref_model=True": (
-        lambda args: args.sync_ref_model,
-        "it mixes parameters of two models that lie sharded. Set sync_ref_model=False",
-    ),
-    "cast_lm_head_to_fp32=True": (
-        lambda args: args.cast_lm_head_to_fp32,
-        "it takes the place of the head's forward, from which the layout gets its statistics. Leave it out",
-    ),
-}
-"""Arguments of GRPOConfig that cannot be honoured: when, and why, with the way to go."""
-
 
 class MicrobatchLoss(TrainerLoss):
     """The loss of whole microbatches; see [Note: a microbatch is a group]."""
@@ -255,14 +227,11 @@ def scale_logits(model: nn.Module | None, temperature: Callable[[], float]) -> N
 
 
 def check_rollouts(trainer: Any) -> None:
-    """Refuse by name what a trainer of completions cannot do over a mesh.
+    """Refuse by name what a trainer of completions cannot do over a mesh, beside its arguments.
 
     Raises:
         ConfigError: names the first, with the way to go.
     """
-    for name, (is_so, why) in REFUSED.items():
-        if is_so(trainer.args):
-            raise ConfigError(f"{name} does not go over a mesh: {why}.")
     for name in ("tools", "environment_factories", "rollout_func"):
         if getattr(trainer, name, None):
             raise ConfigError(

@@ -9,11 +9,7 @@ the manager's; what is minimized is the trainer's own loss, see [Note: the train
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,34 +17,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Trainer
 
-from meshwright.base.errors import CheckpointError, ConfigError
-from meshwright.mesh.mesh import Mesh
-from meshwright.mesh.world import open_world
-from meshwright.model.weights import Weights
 from meshwright.objectives.registry import get_objective
 from meshwright.step.agreement import count_tokens
-from meshwright.strategy.contract import Objective, StrategyManager
-from meshwright.strategy.registry import get_registry
-from meshwright.strategy.stack import resolve
-from meshwright.train.from_pretrained import Wanted, opened
+from meshwright.strategy.contract import Objective
 
-from ._compat import PrivateMethods, note_columns, one_device, prepared, without_adapters, without_fused_head
-from .accelerator import DataRanks
-from .arguments import adopt_router_loss, arguments_among, check_arguments, layout_options
+from ._compat import prepared
 from .evaluation import evaluated
-from .mesh_options import mesh_options
 from .objective import REFERENCE, TrainerLoss
-from .optimizer import SteppedByManager, grouped
+from .on_mesh import OnMesh
 from .stand_in import ROWS, labels_of, numbered
-from .state import Generators, load, newest, save
 
 OF_FORWARD = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 """Entries of a trainer's microbatch that the model is called with."""
-PAIRED = frozenset({"DPOTrainer", "RewardTrainer"})
-"""Trainers of pairs, whose microbatches have all chosen rows before the rejected ones."""
 
 
-class MeshTrainerMixin(PrivateMethods):
+class MeshTrainerMixin(OnMesh):
     """Goes before a class that derives from `transformers.Trainer`: `class Mine(MeshTrainerMixin, SFTTrainer)`.
 
     Args:
@@ -64,157 +47,13 @@ class MeshTrainerMixin(PrivateMethods):
     """
 
     def __init__(self, model: Any = None, *args: Any, mesh: Any = None, **kwargs: Any) -> None:
-        self.mesh_options = mesh_options(mesh)
-        self._manager: StrategyManager | None = None
-        self._managed: nn.Module | None = None
         self._held: list[dict[str, Any]] = []
         self._losses: dict[bool, TrainerLoss] = {}
-        self._generators: Generators | None = None
-        self._reference_manager: StrategyManager | None = None
-        check_arguments(arguments_among([*args, *kwargs.values()]), type(self), kwargs)
-        self._weights: dict[int, Weights] = {}
-        if isinstance(model, (str, Path)) and "RewardTrainer" not in _names(type(self)):
-            super().__init__(**self._read(str(model), *args, **kwargs))
-        else:
-            super().__init__(model, *args, **kwargs)
-        if self.optimizer is not None or self.lr_scheduler is not None:
-            raise ConfigError(
-                "optimizers=(...) was made over parameters that are no longer those that are trained once the model is "
-                "sharded. Give optimizer_cls_and_kwargs=(class, options), or optim and lr_scheduler_type in args."
-            )
-        for each in (self.model, getattr(self, "ref_model", None)):
-            without_fused_head(each)
-
-    # -- mesh, model and optimizer
-
-    def _open_mesh(self, args: Any) -> None:
-        """Have every rank its place; collective."""
-        one_device(args)
-        world, given = open_world(args.device), self.mesh_options
-        options = layout_options(args, given, get_registry().get(given.strategy))
-        wrapped = {name: dict(values) for name, values in options.wrapper_config.items()}
-        if self.rows_of_group > 1 and (given.sizes.pp_size or 1) > 1:
-            wrapped.setdefault("pipeline", {}).setdefault("pp_microbatch_size", self.rows_of_group)
-        self.stack, degrees = resolve(
-            options.strategy, options.sizes, world.size, config=options.strategy_config, wrapper_config=wrapped
-        )
-        self.mesh = Mesh(degrees, world)
-
-    def _read(self, path: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The arguments of the trainer's own constructor, where the model is a path: in its place a model on the meta
-        device, of which each rank reads from the files what it keeps; the reference model likewise. Collective."""
-        given = inspect.signature(super().__init__).bind(path, *args, **kwargs).arguments
-        if given.get("args") is None:
-            raise ConfigError(f"model={path!r} is a path: give args, too, such as TrainingArguments(output_dir=...).")
-        self._open_mesh(given["args"])
-        options = dict(getattr(given["args"], "model_init_kwargs", None) or {})
-        attention = options.pop("attn_implementation", None)
-        wanted = Wanted(
-            path,
-            dtype=options.pop("dtype", "float32" if hasattr(given["args"], "model_init_kwargs") else None),
-            seed=given["args"].seed,
-            revision=options.pop("revision", None),
-            trusted=options.pop("trust_remote_code", None),
-        )
-        if options:
-            raise ConfigError(
-                f"model_init_kwargs has {sorted(options)[0]!r}, which is not read where each rank reads its part of "
-                f"the files. Leave it out, or give a model instead of a path. Read are: dtype, revision, "
-                f"attn_implementation, trust_remote_code (the commit of the code)."
-            )
-
-        def read(peft: Any) -> nn.Module:
-            model, weights = opened(self.mesh.world, replace(wanted, peft=peft))
-            if attention is not None:
-                model.set_attn_implementation(attention)
-            self._weights[id(model)] = weights
-            return model
-
-        peft = given.pop("peft_config", None)
-        given["model"] = read(peft)
-        if "DPOTrainer" in _names(type(self)) and given.get("ref_model") is None and peft is None:
-            given["ref_model"] = read(None)
-        given |= given.pop("kwargs", {})
-        return given
-
-    def create_accelerator_and_postprocess(self) -> None:
-        if not hasattr(self, "mesh"):
-            self._open_mesh(self.args)
-        super().create_accelerator_and_postprocess()
-        self.accelerator = DataRanks(self.accelerator, self.mesh)
-        self.gather_function = self.accelerator.gather_for_metrics
-
-    @property
-    def rows_of_group(self) -> int:
-        """How many rows of a microbatch belong together."""
-        return 2 if PAIRED & _names(type(self)) else 1
-
-    @property
-    def manager(self) -> StrategyManager:
-        """Of the model, which is sharded on first use; collective then."""
-        if self._manager is None or self._managed is not self.model:
-            self._shard()
-        return self._manager  # type: ignore[return-value]
+        super().__init__(model, *args, mesh=mesh, **kwargs)
 
     def _shard(self) -> None:
-        model = self.model
-        adopt_router_loss(self)
-        note_columns(self)
-        self._names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        self._dtype = next(iter(model.parameters())).dtype
-        self._decayed = frozenset(self.get_decay_parameter_names(model))
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        self._vocab_size = 0 if head is None else int(head.weight.shape[0])
-        self._num_parameters = model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
+        super()._shard()
         self._losses.clear()
-        generators = Generators()
-        self._manager = self.stack.build(self.mesh)
-        self._manager.parallelize(model, self._weights.pop(id(model), None))
-        # A layout that draws numbers must not change the order of the data.
-        generators.restore()
-        self._managed = self.model = self.model_wrapped = self._manager.model_parts[0]
-        # Trainer switches it on where it trains; the layout has it, see `layout_options`.
-        self.model.activation_checkpointing_enable = lambda **_: None
-
-    def begin_training(self, max_steps: int, checkpoint: str | None) -> None:
-        """Have optimizer and schedule, and the state of a checkpoint; collective."""
-        manager = self.manager
-        if not isinstance(self.optimizer, SteppedByManager) or self.optimizer.manager is not manager:
-            cls, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            factory = grouped(cls, options, self._decayed, self.args.weight_decay, known=self._names)
-            manager.build_optimizer(factory)
-            self.optimizer = SteppedByManager(manager)
-        self.lr_scheduler = None
-        self.create_scheduler(max_steps, optimizer=manager.optimizer)
-        if checkpoint is not None:
-            self.load_state(checkpoint)
-
-    def load_state(self, directory: str) -> None:
-        """Load a checkpoint that a trainer has written under any layout; collective."""
-        load(self.manager, Path(directory), self.lr_scheduler)
-        self._generators = Generators()
-
-    def restore_generators(self) -> None:
-        """Put the generators back to where the checkpoint had them, after batches were passed over."""
-        if self._generators is not None:
-            self._generators.restore()
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """See `Trainer.train`. With True it goes on from the newest checkpoint that is whole.
-
-        Raises:
-            CheckpointError: there is none.
-        """
-        _ = self.manager
-        if resume_from_checkpoint is True:
-            found = newest(self.mesh.world, Path(self.args.output_dir))
-            if found is None:
-                raise CheckpointError(
-                    f"resume_from_checkpoint=True, but output_dir={self.args.output_dir!r} has no whole checkpoint. "
-                    f"Leave it out to begin anew."
-                )
-            resume_from_checkpoint = str(found)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     # -- one step
 
@@ -283,22 +122,6 @@ class MeshTrainerMixin(PrivateMethods):
             stats = manager.token_stats(self._batches(held, None), ["log_probs"])
         known = [each["log_probs"][:, :-1] for each in stats]
         return [{**inputs, REFERENCE: each} for inputs, each in zip(held, known, strict=True)]
-
-    @contextmanager
-    def _reference(self) -> Iterator[StrategyManager]:
-        """What has the reference model: a manager of its own, under the same layout; or, of a model with adapters, the
-        model's, without them."""
-        if self.ref_model is None:
-            with without_adapters(self.manager.model_parts):
-                yield self.manager
-            return
-        if self._reference_manager is None:
-            generators = Generators()
-            self._reference_manager = self.stack.build(self.mesh)
-            self._reference_manager.parallelize(self.ref_model, self._weights.pop(id(self.ref_model), None))
-            generators.restore()
-            self.ref_model = self._reference_manager.model_parts[0]
-        yield self._reference_manager
 
     def _log_loss(self, objective: Objective | None) -> None:
         if isinstance(objective, TrainerLoss) and objective.is_here and hasattr(self, "_metrics"):
@@ -370,25 +193,3 @@ class MeshTrainerMixin(PrivateMethods):
         self._log_loss(objective)
         predictions = objective.kept.of(0).get("predictions") if isinstance(objective, TrainerLoss) else None
         return float(loss), int(count), predictions
-
-    # -- files
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model as `save_pretrained` does; within a checkpoint, its state beside it. Collective."""
-        directory = Path(output_dir or self.args.output_dir)
-        tokenizer = self.processing_class if hasattr(self.processing_class, "save_pretrained") else None
-        save(
-            self.manager,
-            directory,
-            step=self.state.global_step,
-            scheduler=self.lr_scheduler,
-            tokenizer=tokenizer,
-            with_state=_internal_call and not self.args.save_only_model,
-        )
-        if self.mesh.rank == 0:
-            torch.save(self.args, directory / "training_args.bin")
-
-
-def _names(cls: type) -> frozenset[str]:
-    """Names of a class and all that it derives from."""
-    return frozenset(each.__name__ for each in cls.__mro__)
