@@ -4,8 +4,6 @@ fed with the weights of each step."""
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
 import json
 import os
 import re
@@ -25,7 +23,6 @@ import trl
 from grpo_server import write_package
 
 from meshwright.base.errors import ConfigError
-from meshwright_trainer._compat import GATHERED, PRIVATE_OF_GRPO, STREAMED
 from meshwright_trainer.grpo import check_rollouts, deal_groups
 
 FOLDER = Path(__file__).parent
@@ -120,18 +117,6 @@ def test_tools_and_rollouts_of_ones_own_are_refused():
     trainer = SimpleNamespace(args=trl.GRPOConfig(use_cpu=True, bf16=False, report_to=[]), rollout_func=print)
     with pytest.raises(ConfigError, match="rollout_func does not go over a mesh"):
         check_rollouts(trainer)
-
-
-def test_what_is_private_in_trl_is_there():
-    for name in PRIVATE_OF_GRPO:
-        assert callable(getattr(trl.GRPOTrainer, name))
-    for module, names in GATHERED.items():
-        assert all(callable(getattr(importlib.import_module(module), name)) for name in names)
-    generation = importlib.import_module("trl.generation.vllm_generation").VLLMGeneration
-    assert f"self.{STREAMED}()" in inspect.getsource(generation.sync_weights)
-    source = inspect.getsource(trl.GRPOTrainer)
-    for text in ("self._step += 1", "self._current_train_step_time", "shuffle_sequence_dict(", "self._is_vlm"):
-        assert text in source
 
 
 # -- a server

@@ -1,0 +1,105 @@
+"""What `_compat` needs of transformers, TRL and peft is there, called as it was when it was written."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trainer_cases
+import trl
+from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import Trainer, TrainingArguments
+from trl.trainer.utils import add_fused_lm_head
+
+from meshwright_trainer import _compat
+
+OVERRIDDEN = [(Trainer, _compat.PrivateMethods, name) for name in _compat.PRIVATE]
+OVERRIDDEN += [(trl.GRPOTrainer, _compat.PrivateGRPOMethods, name) for name in _compat.PRIVATE_OF_GRPO]
+
+
+def called(method: Any) -> dict[str, Any]:
+    """How a method can be called: kinds and defaults of its parameters by name."""
+    parameters = inspect.signature(method).parameters.values()
+    return {each.name: (each.kind, each.default) for each in parameters if each.name != "model_wrapped"}
+
+
+@pytest.mark.parametrize(("theirs", "ours", "name"), OVERRIDDEN, ids=[each[2] for each in OVERRIDDEN])
+def test_a_private_method_is_there_and_takes_what_ours_takes(theirs, ours, name):
+    wanted, found = called(getattr(theirs, name)), called(getattr(ours, name))
+    takes_any = any(kind is inspect.Parameter.VAR_KEYWORD for kind, _ in found.values())
+    missing = [each for each in wanted if each not in found]
+    assert takes_any or not missing
+    assert [each for each in found if each in wanted] == [each for each in wanted if each in found]
+
+
+@pytest.mark.parametrize(("theirs", "ours", "name"), OVERRIDDEN, ids=[each[2] for each in OVERRIDDEN])
+def test_a_private_method_is_called_by_its_trainer(theirs, ours, name):
+    sources = [inspect.getsource(cls) for cls in theirs.__mro__ if issubclass(cls, Trainer)]
+    assert any(f"self.{name}(" in source for source in sources)
+
+
+def test_every_overridden_private_method_has_its_reason():
+    for reasons, ours in (
+        (_compat.PRIVATE, _compat.PrivateMethods),
+        (_compat.PRIVATE_OF_GRPO, _compat.PrivateGRPOMethods),
+    ):
+        assert {name for name, each in vars(ours).items() if callable(each) and name[0] == "_" != name[1]} == set(
+            reasons
+        )
+
+
+def test_functions_that_stand_for_a_process_are_imported_where_they_are_replaced():
+    for module, names in _compat.GATHERED.items():
+        found = importlib.import_module(module)
+        assert all(callable(getattr(found, name)) for name in names)
+        # What gathers over processes by another function would gather over ranks.
+        assert not [
+            name for name in {"gather", "gather_object", "all_gather_object"} - {*names} if hasattr(found, name)
+        ]
+
+
+def test_a_servers_client_asks_for_the_weights_by_the_method_that_is_replaced():
+    generation = importlib.import_module("trl.generation.vllm_generation").VLLMGeneration
+    assert f"self.{_compat.STREAMED}()" in inspect.getsource(generation.sync_weights)
+
+
+def test_what_is_noted_behind_a_microbatch_of_completions_is_trls():
+    source = inspect.getsource(trl.GRPOTrainer)
+    for text in ("self._step += 1", "self._current_train_step_time", "self._is_vlm"):
+        assert text in source
+
+
+def test_a_fused_head_is_a_forward_on_the_instance():
+    model = trainer_cases.model()
+    before = model.forward.__func__
+    add_fused_lm_head(model)
+    assert "forward" in vars(model)
+    _compat.without_fused_head(model)
+    assert model.forward.__func__ is before
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    add_fused_lm_head(adapted.get_base_model())
+    _compat.without_fused_head(adapted)
+    assert "forward" not in vars(model)
+
+
+def test_adapters_are_off_within_and_as_they_were_behind():
+    adapted = get_peft_model(trainer_cases.model(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    layers = [each for each in adapted.modules() if isinstance(each, BaseTunerLayer)]
+    assert layers
+    with _compat.without_adapters([adapted]):
+        assert all(each.disable_adapters for each in layers)
+    assert not any(each.disable_adapters for each in layers)
+
+
+def test_one_device_is_used_without_a_launcher(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    assert hasattr(args, "_n_gpu")
+    _compat.one_device(args)
+    assert args.n_gpu <= 1
+    several: Any = SimpleNamespace(_setup_devices=None, _n_gpu=4)
+    _compat.one_device(several)
+    assert several._n_gpu == 1
