@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from meshwright import get_registry
 from meshwright.base.validation import validated
+from meshwright.data.tokenizer import train_tokenizer
 from meshwright.testing import Case, pool
 from meshwright.testing.case import Outcome, share
 from meshwright.testing.models import tiny_model
@@ -68,6 +71,30 @@ def test_a_pretrained_model_is_loaded_as_the_readme_does_it(tmp_path: Path) -> N
         assert dtype == "torch.bfloat16"
 
 
+def _train_as_in_the_readme(directory: str) -> list[float]:
+    names: dict[str, Any] = {}
+    options = f'output_dir="{directory}/out", max_steps=3, logging_steps=1, use_cpu=True, bf16=False, report_to=[]'
+    source = BLOCKS[3].replace('output_dir="out"', options).replace("2048", "32")
+    exec(
+        source.replace("path/to/model", f"{directory}/model").replace("chats.jsonl", f"{directory}/chats.jsonl"), names
+    )
+    return [each["loss"] for each in names["trainer"].state.log_history if "loss" in each]
+
+
+def test_a_trainer_of_trl_trains_as_the_readme_does_it(tmp_path: Path) -> None:
+    texts = ["".join(chr(97 + (row * place) % 26) for place in range(40)) for row in range(24)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+    train_tokenizer(texts, 257).save_pretrained(tmp_path / "model")
+    model = tiny_model()
+    model.resize_token_embeddings(257)
+    model.save_pretrained(tmp_path / "model")
+    losses, others = pool(2).run(_train_as_in_the_readme, str(tmp_path))
+    assert len(losses) == 3
+    assert losses == others
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert not torch.equal(trained.get_input_embeddings().weight, model.get_input_embeddings().weight)
+
+
 def _parity_of_block(source: str, case: Case) -> Outcome:
     plugin = types.ModuleType("plain_plugin")
     exec(compile(source, "README.md", "exec"), plugin.__dict__)
@@ -82,13 +109,13 @@ def _parity_of_block(source: str, case: Case) -> Outcome:
 )
 def test_the_strategy_of_the_readme_reaches_parity(case_of_the_readme: Case) -> None:
     case = case_of_the_readme
-    found = difference(pool(4).run(_parity_of_block, BLOCKS[3], case), reference(case))
+    found = difference(pool(4).run(_parity_of_block, BLOCKS[4], case), reference(case))
     assert found.worst <= 1e-9, found
 
 
 def test_the_test_of_the_readme_tries_every_cell() -> None:
     names: dict[str, Any] = {}
-    exec(BLOCKS[4].replace('"plain"', '"ddp"'), names)
+    exec(BLOCKS[5].replace('"plain"', '"ddp"'), names)
     (mark,) = names["test_conformance"].pytestmark
     cells = mark.args[1]
     assert list(map(str, cells)) == list(map(str, names["conformance"]("ddp")))

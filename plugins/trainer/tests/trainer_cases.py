@@ -197,7 +197,7 @@ def main(directory: str, mesh_json: str, kinds: list[str]) -> None:
 
     mesh = json.loads(mesh_json)
     torch.set_num_threads(1)
-    with open_world("cpu") as world:
+    with open_world("cpu") as world, in_float64():
         sharing = 1
         for axis in ("tp_size", "cp_size", "pp_size"):
             sharing *= mesh.get(axis, 1)
