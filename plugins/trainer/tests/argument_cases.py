@@ -153,7 +153,7 @@ CASES = [
     Case({"f_divergence_type": "js_divergence"}, kind="dpo"),
     Case({"f_alpha_divergence_coef": 0.3}, {"f_divergence_type": "forward_kl"}, kind="dpo", is_same=True),
     Case({"center_rewards_coefficient": 0.5}, kind="reward"),
-    Case({"max_length": 10}, kind="reward"),
+    Case({"max_length": 10}, kind="reward", alone=True),
     Case({"disable_dropout": False}, kind="reward", is_same=True),
 ]
 ACROSS = [case for case in CASES if not case.alone]

@@ -180,7 +180,10 @@ def main(directory: str, mesh_json: str, kinds: list[str]) -> None:
         open_world("cpu")
     for kind in kinds:
         try:
-            found: Any = trainer_cases.history(made(kind, mesh, Path(directory) / kind, world_size // sharing))
+            data_size = world_size // sharing
+            # Stages evaluate as many rows at a time as they train.
+            rows = {"per_device_eval_batch_size": ROWS // data_size} if (mesh or {}).get("pp_size") else {}
+            found: Any = trainer_cases.history(made(kind, mesh, Path(directory) / kind, data_size, **rows))
         except Exception as error:
             import traceback
 

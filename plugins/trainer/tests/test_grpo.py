@@ -95,6 +95,11 @@ def test_greedy_completions_train_two_data_ranks_as_one_process(tmp_path, tmp_pa
 
 WRONG = {
     "pp": ({"pp_size": 2}, {}, "pp_size=2: a rank has some stages"),
+    "pp eval": (
+        {"pp_size": 2},
+        {"use_vllm": True, "vllm_mode": "server"},
+        "per_device_eval_batch_size=8 with pp_size=2",
+    ),
 }
 
 

@@ -246,6 +246,12 @@ def check_rollouts(trainer: Any) -> None:
             f"pp_size={stages}: a rank has some stages of the model, and cannot generate with them. Set use_vllm=True "
             f"and vllm_mode='server', whose engine is fed with the weights, or pp_size=1 with tp_size or fsdp2."
         )
+    train, evaluated = trainer.args.per_device_train_batch_size, trainer.args.per_device_eval_batch_size
+    if stages > 1 and trainer.args.eval_strategy != "no" and evaluated != train:
+        raise ConfigError(
+            f"per_device_eval_batch_size={evaluated} with pp_size={stages}: stages take as many completions at a time "
+            f"as a loss of training has, per_device_train_batch_size={train}. Set both alike, or eval_strategy='no'."
+        )
 
 
 def deal_groups(args: Any, data_size: int) -> None:
