@@ -28,6 +28,7 @@ FLOORS = (
     ("parallel", "train"),
     ("manager",),
     ("single", "testing", "clusters"),
+    ("plan",),
     ("cli",),
 )
 """The rooms of core from the ground up; each stands on those of lower floors alone, or on those left of it."""

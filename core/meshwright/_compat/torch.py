@@ -38,6 +38,9 @@ def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta:
     if group is None:
         raise MeshError("there is no process group. Open a world first.")
     options: Any = group._get_backend(group._device_types[0]).options
+    if options is None:
+        # A group that sends nothing.
+        return timedelta(seconds=600)
     timeout: timedelta = options._timeout
     return timeout
 
@@ -54,7 +57,7 @@ def groups_with_timeout(timeout: timedelta) -> Iterator[None]:
         yield
     finally:
         for group in live_groups():
-            if group not in known:
+            if group not in known and dist.get_backend(group) != "fake":
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 

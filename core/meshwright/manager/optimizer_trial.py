@@ -26,6 +26,7 @@ from .._compat.torch import is_sharded
 from ..base.errors import MeshwrightError, StrategyError
 from ..mesh.world import World
 from ..strategy.contract import OptimizerFactory
+from ..tensors.known_values import with_values
 from ..tensors.state import Parts
 from ..train.optim import needs_closure
 from ..train.optimizers import members_of
@@ -107,11 +108,12 @@ def check_optimizer(optimizer: Optimizer, parts: Parts, world: World) -> None:
             if not kind.is_joint:
                 _try(cls, kind, settings)
 
-    # Ranks may have different pieces.
-    world.together(check_alone)
-    for cls, kind, settings in kinds:
-        if kind.is_joint:
-            _try(cls, kind, settings)
+    with with_values():
+        # Ranks may have different pieces.
+        world.together(check_alone)
+        for cls, kind, settings in kinds:
+            if kind.is_joint and not world.is_planned:
+                _try(cls, kind, settings)
 
 
 def _kinds(optimizer: Optimizer, parts: Parts) -> list[tuple[_Kind, dict[str, Any]]]:

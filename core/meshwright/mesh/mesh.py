@@ -145,7 +145,7 @@ class Mesh:
                 group = flatten_mesh(self.device_mesh, STAGE_AXES, "stage").get_group()
             self._stage = copy.copy(self)
             self._stage.degrees = replace(self.degrees, pp=1)
-            self._stage.world = World(self.device, owns_group=False, group=group)
+            self._stage.world = type(self.world)(self.device, owns_group=False, group=group)
             self._stage._ranks = {**self._ranks, "pp": 0}
         return self._stage
 

@@ -33,7 +33,7 @@ from ..launch.slurm import devices_of_step
 
 T = TypeVar("T")
 
-_TAG = 4711
+CONTROL_TAG = 4711
 """Of the control plane's messages between two ranks, so that no other takes them for its own."""
 
 
@@ -44,23 +44,22 @@ class World:
         device: of this rank.
         group: None for all ranks; else the world is the ranks of this group, as a pipeline's stage sees it.
         rank, size: within the group.
+        owns_group: whether leaving the context ends the process group.
+        is_planned: whether nothing is computed or sent here, and all other ranks are taken to have what this one has.
     """
+
+    is_planned = False
 
     def __init__(self, device: torch.device, *, owns_group: bool, group: dist.ProcessGroup | None = None) -> None:
         self.device = device
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._owns_group = owns_group
+        self.owns_group = owns_group
         self._begun: Callable[[], object] | None = None
         config = dist.distributed_c10d.get_backend_config()
         self._control_device = torch.device("cpu") if "cpu" in config or "gloo" in config else device
         self._doubles = self._control_device.type == "cpu" and ("cpu:gloo" in config or config == "gloo")
-
-    @property
-    def owns_group(self) -> bool:
-        """Whether leaving the context ends the process group."""
-        return self._owns_group
 
     def reduce_ints(self, values: Sequence[int], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[int]:
         """All-reduce a few integers over all ranks by SUM, MAX or MIN; see [Note: control plane]."""
@@ -140,8 +139,8 @@ class World:
             self._pass(self.rank + power, send=mine)
 
     def _pass(self, peer: int, *, send: torch.Tensor | None = None, receive: torch.Tensor | None = None) -> None:
-        works = [dist.isend(send, group=self.group, group_dst=peer, tag=_TAG)] if send is not None else []
-        works += [dist.irecv(receive, group=self.group, group_src=peer, tag=_TAG)] if receive is not None else []
+        works = [dist.isend(send, group=self.group, group_dst=peer, tag=CONTROL_TAG)] if send is not None else []
+        works += [dist.irecv(receive, group=self.group, group_src=peer, tag=CONTROL_TAG)] if receive is not None else []
         for work in works:
             if work is not None:
                 work.wait()
@@ -215,7 +214,7 @@ class World:
 
     def close(self) -> None:
         """End the process group, if this started it; nothing otherwise."""
-        if self._owns_group and dist.is_initialized():
+        if self.owns_group and dist.is_initialized():
             self._finish_begun()
             dist.destroy_process_group()
 

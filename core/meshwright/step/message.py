@@ -56,7 +56,7 @@ class Message:
         if defect is not None:
             return cls(mesh, defect, given)
         try:
-            tokens = terms.tokens(microbatches) if given == ANNOUNCED and mesh.leads_data else 0
+            tokens = terms.tokens(microbatches) if given == ANNOUNCED and _counts(mesh) else 0
         except BatchError as error:
             return cls(mesh, str(error), given)
         most, share = terms.count(microbatches), share_of(mesh, checksum(microbatches))
@@ -68,7 +68,7 @@ class Message:
         defect, tokens = defect_of(microbatches), 0
         if defect is None:
             try:
-                tokens = terms.tokens(microbatches) if mesh.leads_data else 0
+                tokens = terms.tokens(microbatches) if _counts(mesh) else 0
             except BatchError as error:
                 defect = str(error)
         return cls(mesh, defect, COUNTED, tokens)
@@ -157,12 +157,17 @@ def check_shares(microbatches: Sequence[Batch], mesh: Mesh) -> None:
             )
 
 
+def _counts(mesh: Mesh) -> bool:
+    """Whether this rank counts the tokens of its batch, for all who see it."""
+    return mesh.leads_data or mesh.world.is_planned
+
+
 def share_of(mesh: Mesh, value: int | None) -> int:
     """This rank's part of the sum of [Note: equal shares]; as an int64."""
     degrees = mesh.degrees
     sharers = degrees.pp * degrees.cp * degrees.tp
     mine = (mesh.axis_rank("pp") * degrees.cp + mesh.axis_rank("cp")) * degrees.tp + mesh.axis_rank("tp")
-    if value is None or sharers == 1:
+    if value is None or sharers == 1 or mesh.world.is_planned:
         return 0
     factor = (_scattered(mine) - _scattered((mine + 1) % sharers)) * (2 * _scattered(mesh.data_rank) + 1)
     return (value * factor + 2**63) % 2**64 - 2**63

@@ -9,7 +9,7 @@ all-gather or reduce-scatter, and twice that for an all-reduce.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,15 +99,26 @@ def measure_collectives(work: Callable[[], object], groups: Mapping[str, dist.Pr
         groups: names for process groups, such as {"tp": mesh.group("tp")}; where several are one group, the first
             name holds.
     """
-    mode = _Recorder(groups or {})
+    mode = Recorder(groups or {})
     with mode:
         work()
     return Traffic(tuple(mode.calls))
 
 
-class _Recorder(Observer):
-    def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+class Recorder(Observer):
+    """Notes each collective; see `measure_collectives`.
+
+    Args:
+        groups: names for process groups.
+        tags: of messages between two ranks that are left out.
+
+    Attributes:
+        calls: in their order.
+    """
+
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup], *, tags: Collection[int] = ()) -> None:
         super().__init__()
+        self._left_out = tags
         self.calls: list[Collective] = []
         self._names = {group.group_name: name for name, group in reversed(list(groups.items()))}
 
@@ -118,6 +129,8 @@ class _Recorder(Observer):
                 self._note(name, bound_arguments(operation, args, kwargs), result)
 
     def _note(self, name: str, arguments: Mapping[str, Any], result: Any) -> None:
+        if arguments.get("tag") in self._left_out:
+            return
         group = process_group(arguments.get("process_group", arguments.get("group_name")))
         sides = [list(tensors_in(value)) for value in (*arguments.values(), result)]
         sizes = [sum(t.numel() * t.element_size() for t in side) for side in sides if side]

@@ -4,27 +4,23 @@ Storages are counted, each once and by its present size, whichever tensors look 
 counts, and memory that FSDP frees by resizing a storage to 0 is free. Workspace inside of an operation, the
 allocator's rounding and caches, and the buffers of the communication backend are not counted.
 
-torch.distributed has a memory tracker that splits further, but it is private, replaces methods of torch while it runs,
-and keeps its own book of sizes. Here all live storages are summed up again after each operation, which needs no book:
-between two operations memory can only shrink.
+torch.distributed has a memory tracker that splits further, but it is private, and replaces methods of torch while it
+runs; see `meter` for how sizes are known here.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..tensors.nested import tensors_in
-from .observe import Observer
+from .meter import Meter, storage_of
 
 
 @dataclass(frozen=True)
@@ -91,61 +87,39 @@ def limit_memory(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-class _Meter(Observer):
+class _Meter(Meter):
     def __init__(self, modules: Sequence[nn.Module], optimizer: Optimizer | None) -> None:
         super().__init__()
         self._held = list(dict.fromkeys(p for module in modules for p in module.parameters()))
         self._optimizer = optimizer
-        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        buffers = [b for module in modules for b in module.buffers()]
-        self._see([*self._held, *self._gradients(), *self._state(), *buffers])
+        self.see([*self._held, *(b for module in modules for b in module.buffers())])
         self.peak = self.now()
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        self._see(tensors_in((args, kwargs, result)))
+        super().observe(operation, args, kwargs, result)
         self.update_peak()
 
     def update_peak(self) -> None:
         # Of equal moments the last: a gradient is in its place only after the operation that makes it.
-        if self._total() >= self.peak.total:
+        if self.total >= self.peak.total:
             self.peak = self.now()
 
     def now(self) -> Held:
         """What is held now."""
-        self._see([*self._gradients(), *self._state()])
+        self.see([*self._gradients(), *self._state()])
         seen: set[int] = set()
 
         def held(tensors: Iterable[Tensor]) -> int:
             # A storage that several kinds share belongs to the first of them.
-            found = {id(storage): storage for storage in map(_storage, tensors) if id(storage) not in seen}
+            found = {id(storage): storage for storage in map(storage_of, tensors) if id(storage) not in seen}
             seen.update(found)
             return sum(storage.nbytes() for storage in found.values())
 
         parameters, gradients, state = held(self._held), held(self._gradients()), held(self._state())
-        return Held(parameters, gradients, state, self._total() - parameters - gradients - state)
-
-    def _total(self) -> int:
-        storages = (reference() for reference in list(self._live.values()))
-        return sum(storage.nbytes() for storage in storages if storage is not None)
-
-    def _see(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            if tensor.layout is torch.strided and not tensor.is_meta:
-                storage = _storage(tensor)
-                key = id(storage)
-                if key not in self._live:
-                    # A live storage keeps its Python object, so the key is free again only when the storage is gone.
-                    self._live[key] = weakref.ref(storage, lambda _, key=key: self._live.pop(key))  # type: ignore[misc]
+        return Held(parameters, gradients, state, self.total - parameters - gradients - state)
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._held if p.grad is not None]
 
     def _state(self) -> list[Tensor]:
         return [] if self._optimizer is None else list(tensors_in([*self._optimizer.state.values()]))
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    # Without gradients, the local part is the tensor itself, not a view that autograd follows.
-    with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()

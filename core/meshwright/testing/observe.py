@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .._compat.planning import is_asking_for_shapes
 from .._compat.torch import TorchDispatchMode
 from ._compat import unwraps_itself
 
@@ -28,7 +29,9 @@ class Observer(TorchDispatchMode):
             # The mode is asked again for each operation on what is inside.
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        self.observe(func, args, kwargs or {}, result)
+        # Not what is only asked for shapes, and not attributes of tensors without memory.
+        if not is_asking_for_shapes() and func.namespace != "prim":
+            self.observe(func, args, kwargs or {}, result)
         return result
 
 

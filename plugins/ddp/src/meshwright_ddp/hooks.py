@@ -26,10 +26,17 @@ def sum_hook(group: dist.ProcessGroup) -> Hook:
     """All-reduce each bucket by SUM, in its own dtype, over the ranks of `group`."""
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
-        return future.then(lambda done: done.value()[0])
+        buffer = bucket.buffer()
+        future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
+        return future.then(lambda done: _after(done, buffer))
 
     return hook
+
+
+def _after(done: torch.futures.Future[list[Tensor]], reduced: Tensor) -> Tensor:
+    """What was reduced in place, if nothing has failed."""
+    done.value()
+    return reduced
 
 
 def wide_sum_hook(group: dist.ProcessGroup, sums: WideSums) -> Hook:
@@ -48,7 +55,7 @@ def wide_sum_hook(group: dist.ProcessGroup, sums: WideSums) -> Hook:
             part = wide.as_strided(gradient.size(), gradient.stride(), start)
             sums.add_waiting(parameter, part)
         future = dist.all_reduce(wide, group=group, async_op=True).get_future()
-        return future.then(lambda done: done.value()[0].to(buffer.dtype))
+        return future.then(lambda done: _after(done, wide).to(buffer.dtype))
 
     return hook
 
@@ -79,8 +86,9 @@ def compressing_hook(name: str, options: Mapping[str, Any], group: dist.ProcessG
 def _rounding_hook(group: dist.ProcessGroup, dtype: torch.dtype) -> Hook:
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
-        future = dist.all_reduce(buffer.to(dtype), group=group, async_op=True).get_future()
-        return future.then(lambda done: buffer.copy_(done.value()[0]))
+        rounded = buffer.to(dtype)
+        future = dist.all_reduce(rounded, group=group, async_op=True).get_future()
+        return future.then(lambda done: buffer.copy_(_after(done, rounded)))
 
     return hook
 

@@ -1,0 +1,83 @@
+"""Operators that compute nothing of parameters and activations, and all of what decides how a step runs.
+
+[Note: what is real] Counts of tokens, masks, positions and plans are small, and made of numbers that are known: they
+are computed, so that code may look into them. What is made of parameters and activations has a shape and a dtype, and
+no values. The two are told apart by what a tensor is made of: an operator on real tensors alone gives real ones, and so
+does one that makes whole numbers out of nothing, up to `SMALL` bytes; all others do not.
+
+[Note: what code reads] Code looks at what was not computed to find what is wrong: are gradients finite, do stages of a
+pipeline give what the whole model gives, does a token act on another? A plan is of a model with which nothing is wrong.
+So a number that is read is 0, and tensors of one shape are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .._compat.planning import DEPENDS_ON_VALUES, Fakes, is_asking_for_shapes
+from .._compat.torch import TorchDispatchMode
+from ..tensors.known_values import has_values
+from ..tensors.nested import tensors_in
+from ..testing._compat import unwraps_itself
+from .messages import NAMESPACES, received
+
+SMALL = 1 << 22
+"""Bytes up to which an operator's results are computed."""
+
+
+class Planning(TorchDispatchMode):
+    """A dispatch mode; see the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fakes = Fakes()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(map(unwraps_itself, types)):
+            return NotImplemented
+        given = list(tensors_in((args, kwargs)))
+        if is_asking_for_shapes() or has_values():
+            return func(*args, **kwargs)
+        if any(map(self._fakes.knows, given)):
+            if str(func) == "aten._local_scalar_dense.default":
+                return _zero(given[0].dtype)
+            if str(func) == "aten.equal.default":
+                return given[0].shape == given[1].shape
+            return self._fakes.computed(func, types, args, kwargs)
+        if func.namespace in NAMESPACES:
+            return received(func, args, kwargs)
+        if torch.Tag.inplace_view in func.tags or _is_on_meta(args, kwargs):
+            return func(*args, **kwargs)
+        if any(each.is_meta for each in given) or not _is_on_cpu(args, kwargs):
+            return self._fakes.computed(func, types, args, kwargs)
+        try:
+            found = self._fakes.computed(func, types, args, kwargs)
+        except DEPENDS_ON_VALUES:
+            found = None
+        made = list(tensors_in(found))
+        is_large = sum(each.numel() * each.element_size() for each in made) > SMALL
+        if is_large or (not given and any(each.is_floating_point() for each in made)):
+            return found
+        return func(*args, **kwargs)
+
+
+def _zero(dtype: torch.dtype) -> bool | int | float | complex:
+    if dtype is torch.bool:
+        return False
+    return 0.0 if dtype.is_floating_point else 0j if dtype.is_complex else 0
+
+
+def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    devices = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.device)]
+    return all(device.type == "cpu" for device in devices)
+
+
+def _is_on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "meta"

@@ -1,0 +1,149 @@
+"""Whose memory it is that a step holds at its peak, and which operator makes the peak.
+
+[Note: owners] A block belongs to the first of these that holds:
+    parameters      of the model on this rank, its shards
+    gradients       what is in `.grad` when the backward of a step has ended
+    optimizer       state of the optimizer
+    gathered        memory that was resized while the meter ran, as FSDP does for what it gathers
+    communication   what a collective reads or writes, and was made for that: by a collective, or empty
+    activations     made in a forward
+    temporary       made in a backward, or by the optimizer
+    other           made before: buffers, batches
+Recomputed activations are made in a backward.
+
+All changes of sizes within a step are written down, so what was held at the peak is found afterwards, when it is known
+what has become of each block.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat.planning import in_backward
+from ..tensors.nested import tensors_in
+from ..testing.collectives import NAMESPACES
+from ..testing.meter import Block, Meter, storage_of
+
+OWNERS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "gathered",
+    "activations",
+    "communication",
+    "temporary",
+    "other",
+)
+ROUND_TO = 512
+"""What CUDA's allocator counts memory in, in bytes."""
+
+_MAKES_EMPTY = ("aten.empty", "aten.new_empty", "aten.zeros", "aten.new_zeros")
+
+
+@dataclass(frozen=True)
+class Held:
+    """Memory of a rank at one moment of a step.
+
+    Attributes:
+        bytes: in all.
+        owners: bytes by owner; see [Note: owners].
+        operator: the one that has made it so much.
+    """
+
+    bytes: int
+    owners: Mapping[str, int]
+    operator: str
+
+
+class StepMeter(Meter):
+    """Writes down what happens to memory in a step.
+
+    Attributes:
+        log: (block, change in bytes) in their order, since `begin`, what was held then first.
+        phase: whose memory is made now, where no rule of [Note: owners] before "activations" holds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(round_to=ROUND_TO)
+        self.phase = "other"
+        self._made: dict[int, str] = {}
+        self._owned: dict[int, str] = {}
+        self._empty: set[int] = set()
+        self._blocks, self._changes = array("q"), array("q")
+        self.peak, self._peak_at, self._operator = 0, 0, ""
+
+    @property
+    def log(self) -> Iterator[tuple[int, int]]:
+        return zip(self._blocks, self._changes, strict=True)
+
+    def begin(self) -> None:
+        """Forget what was: a step begins."""
+        self._blocks = array("q", (block.number for block in self.live.values()))
+        self._changes = array("q", (block.size for block in self.live.values()))
+        self.peak, self._peak_at, self._operator = self.total, len(self._blocks), ""
+        alive = {block.number for block in self.live.values()}
+        self._made = {number: owner for number, owner in self._made.items() if number in alive}
+        self._empty &= alive
+
+    def own(self, tensors: Iterable[Tensor], owner: str) -> None:
+        """Say whose these are; the first word holds."""
+        tensors = list(tensors)
+        self.see(tensors)
+        for tensor in tensors:
+            block = self.live.get(id(storage_of(tensor)))
+            if block is not None:
+                self._owned.setdefault(block.number, owner)
+
+    def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        before = len(self._blocks)
+        super().observe(operation, args, kwargs, result)
+        name = str(operation)
+        if name.startswith(_MAKES_EMPTY):
+            self._empty.update(self._blocks[before:])
+        elif operation.namespace in NAMESPACES:
+            makes_anew = operation.namespace != "c10d" and not operation.overloadpacket.__name__.endswith("_")
+            self._empty.update(self._blocks[before:])
+            self._note_messages(result if makes_anew else (), always=True)
+            self._note_messages((args, kwargs), always=False)
+        # Of equal moments the last, as in `testing.memory`.
+        if self.total >= self.peak:
+            self.peak, self._peak_at, self._operator = self.total, len(self._blocks), name
+
+    def changed(self, block: Block, change: int) -> None:
+        self._blocks.append(block.number)
+        self._changes.append(change)
+        if block.number not in self._made:
+            is_backward = self.phase == "activations" and in_backward()
+            self._made[block.number] = "temporary" if is_backward else self.phase
+        elif block.size == change > 0:
+            # It was there, and had no memory.
+            self._made[block.number] = "gathered"
+
+    def _note_messages(self, values: Any, *, always: bool) -> None:
+        """What a collective passes was made for it, where it was made empty, or by the collective."""
+        for tensor in tensors_in(values):
+            if tensor.layout is torch.strided and not tensor.is_meta:
+                block = self.live.get(id(storage_of(tensor)))
+                if block is None or self._made.get(block.number) == "gathered":
+                    continue
+                if always or block.number in self._empty:
+                    self._made[block.number] = "communication"
+
+    def at_peak(self) -> Held:
+        return Held(self.peak, self._owners(self._peak_at), self._operator)
+
+    def now(self) -> Held:
+        return Held(self.total, self._owners(len(self._blocks)), "")
+
+    def _owners(self, until: int) -> dict[str, int]:
+        held: Counter[str] = Counter()
+        for number, change in zip(self._blocks[:until], self._changes[:until], strict=True):
+            held[self._owned.get(number) or self._made.get(number, "other")] += change
+        return {owner: held[owner] for owner in OWNERS if held[owner]}

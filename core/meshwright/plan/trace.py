@@ -1,0 +1,170 @@
+"""One rank's steps, with what they hold, send and compute: on a planned world, or as they happen on a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._compat.torch import arithmetic
+from ..mesh.mesh import Mesh
+from ..mesh.sizes import ROOT_AXES, VIEWS, Degrees
+from ..mesh.world import CONTROL_TAG, World
+from ..model.weights import is_meta
+from ..strategy.contract import Batch, OptimizerFactory, StrategyManager
+from ..strategy.stack import Stack
+from ..tensors.known_values import with_values
+from ..tensors.nested import tensors_in
+from ..testing.collectives import Collective, Recorder
+from .meter import Held, StepMeter
+
+STEPS = 2
+"""The first makes what is kept, such as the state of the optimizer; the second is as all others."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be planned.
+
+    Attributes:
+        model: makes it, on the meta device.
+        microbatches: of each rank in a step.
+        rows, length: of a microbatch: sequences, and tokens of each.
+        max_grad_norm, grad_norm_type: as in a run file.
+    """
+
+    stack: Stack
+    degrees: Degrees
+    model: Callable[[], nn.Module]
+    optimizer: OptimizerFactory
+    microbatches: int = 1
+    rows: int = 1
+    length: int = 16
+    max_grad_norm: float | None = 1.0
+    grad_norm_type: float = 2.0
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operator of a step.
+
+    Attributes:
+        name: such as "aten.mm.default".
+        flops: of matrix products and attentions; 0 for others.
+        bytes: that it reads and writes.
+        shapes: of the tensors that it is given, where it has flops.
+        dtype: of the first of them; None: it is given none.
+        call: the number of the collective that it is, in `Trace.collectives`; None: it is none.
+    """
+
+    name: str
+    flops: int
+    bytes: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype | None
+    call: int | None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A step of one rank, that after the first.
+
+    Attributes:
+        peak, after: what was held when it was most, and between steps.
+        collectives: in the order in which they were issued; without messages of the control plane.
+        operations: likewise, collectives included.
+        log: (block, change in bytes) of all memory, what was held before the step first.
+    """
+
+    rank: int
+    peak: Held
+    after: Held
+    collectives: tuple[Collective, ...]
+    operations: tuple[Operation, ...]
+    log: tuple[tuple[int, int], ...]
+
+
+class NoValues:
+    """Weights of a model that is never computed; see `meshwright.model.weights.Weights`."""
+
+    def __contains__(self, name: object) -> bool:
+        return False
+
+    def read(self, *_: Any) -> Tensor:
+        raise AssertionError("a plan reads no weights.")
+
+
+class _Timeline(Recorder):
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        super().__init__(groups, tags=[CONTROL_TAG])
+        self.operations: list[Operation] = []
+
+    def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        known = len(self.calls)
+        super().observe(operation, args, kwargs, result)
+        call = known if len(self.calls) > known else None
+        given = list(tensors_in((args, kwargs)))
+        flops = arithmetic(operation, args, result)
+        size = sum(each.numel() * each.element_size() for each in (*given, *tensors_in(result)))
+        shapes = tuple(tuple(each.shape) for each in given) if flops else ()
+        dtype = given[0].dtype if given else None
+        self.operations.append(Operation(str(operation), flops, size, shapes, dtype, call))
+
+
+def trace(job: Job, world: World) -> Trace:
+    """Build the job on this rank and run its steps. Collective where the world is a real one.
+
+    Raises:
+        MeshwrightError: as training does.
+    """
+    with with_values():
+        model = job.model()
+        batches = _microbatches(job, model)
+    meter = StepMeter()
+    with meter:
+        manager = job.stack.build(Mesh(job.degrees, world))
+        manager.parallelize(model, NoValues() if world.is_planned and is_meta(model) else None)
+        del model
+        meter.own((p for part in manager.model_parts for p in part.parameters()), "parameters")
+        optimizer = manager.build_optimizer(job.optimizer)
+    for _ in range(STEPS):
+        meter.begin()
+        timeline = _Timeline(groups(manager.mesh))
+        with meter, timeline:
+            _step(manager, job, batches, meter)
+        meter.own(tensors_in([*optimizer.state.values()]), "optimizer")
+    log = tuple(meter.log)
+    return Trace(world.rank, meter.at_peak(), meter.now(), tuple(timeline.calls), tuple(timeline.operations), log)
+
+
+def groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
+    """The groups of a mesh by the names of their axes and views."""
+    named = {name: mesh.group(name) for name in (*ROOT_AXES, *VIEWS)}
+    if mesh.degrees.ep > 1:
+        named |= {name: mesh.expert_mesh.get_group(name) for name in ("ep_shard", "ep")}
+    return named
+
+
+def _step(manager: StrategyManager, job: Job, batches: list[Batch], meter: StepMeter) -> None:
+    """As `train.loop.train_step`."""
+    meter.phase = "activations"
+    num_tokens = manager.announce(batches)
+    loss = manager.forward_backward(batches, num_tokens=num_tokens)
+    parameters = [p for part in manager.model_parts for p in part.parameters()]
+    meter.own(parameters, "parameters")
+    meter.own((p.grad for p in parameters if p.grad is not None), "gradients")
+    meter.phase = "temporary"
+    norm = manager.clip_grad_norm(job.max_grad_norm, job.grad_norm_type)
+    manager.read(loss, norm)
+    manager.optimizer_step()
+    meter.phase = "other"
+
+
+def _microbatches(job: Job, model: nn.Module) -> list[Batch]:
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or 2
+    ids = torch.arange(job.rows * job.length).view(job.rows, job.length) % vocabulary
+    return [{"input_ids": ids.clone(), "labels": ids.clone()} for _ in range(job.microbatches)]
