@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import time
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshwright.testing.memory import Held, measure_memory
+from meshwright.testing.pool import pool
 
 MB = 2**20
 
@@ -93,3 +100,59 @@ def test_a_parameter_that_two_modules_share_counts_once() -> None:
     first, second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
     second.weight = first.weight
     assert measure_memory(lambda: None, [first, second]).after == Held(4 * 64, 0, 0, 0)
+
+
+def _first_seen() -> tuple[int, int]:
+    mesh = init_device_mesh("cpu", (1,))
+    value = distribute_tensor(torch.ones(3, 5, 7), mesh, [Shard(0)])
+    found = []
+    memory = measure_memory(lambda: found.append(torch.special.entr(value).sum(2)), [])
+    return memory.peak.total, memory.after.total
+
+
+def test_operators_that_dtensor_first_sees_are_measured() -> None:
+    # The shapes that DTensor asks for are those of tensors without memory, which count nothing.
+    assert pool(1).run(_first_seen) == [(4 * (105 + 105 + 15), 4 * (105 + 15))]
+
+
+def test_what_is_measured_can_be_copied_and_saved(tmp_path: Path) -> None:
+    first = _floats(10)
+
+    def work() -> None:
+        first.add_(1)
+        copied = copy.deepcopy(first)
+        torch.save(first, tmp_path / "first.pt")
+        assert torch.equal(torch.load(tmp_path / "first.pt"), copied)
+
+    assert measure_memory(work, []).after.total == 40
+    assert type(first.untyped_storage()) is torch.UntypedStorage
+
+
+def test_one_meter_within_another_does_not_end_it() -> None:
+    first = _floats(10)
+
+    def work() -> None:
+        first.add_(1)
+        assert measure_memory(lambda: first.add_(1), []).after.total == 40
+        first.untyped_storage().resize_(0)
+
+    assert measure_memory(work, []).after.total == 0
+
+
+def test_the_cost_of_an_operation_does_not_grow_with_what_is_held() -> None:
+    def seconds(count: int) -> float:
+        held = [_floats(1) for _ in range(count)]
+
+        def work() -> None:
+            for each in held:
+                each.add_(1)
+            start = time.perf_counter()
+            for _ in range(300):
+                held[0].add_(1)
+            times.append(time.perf_counter() - start)
+
+        times: list[float] = []
+        measure_memory(work, [])
+        return times[0]
+
+    assert min(seconds(20_000) for _ in range(3)) < 5 * min(seconds(20) for _ in range(3))

@@ -33,11 +33,14 @@ class _Watched(torch.UntypedStorage):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.UntypedStorage:
+        # torch takes its own class alone; a copy is watched when it is next seen.
         self.__class__ = torch.UntypedStorage
         try:
-            return copy.deepcopy(self, memo)
+            copied = copy.deepcopy(self, memo)
         finally:
             self.__class__ = _Watched
+        copied.__class__ = torch.UntypedStorage
+        return copied
 
 
 @dataclass
@@ -83,6 +86,8 @@ class Meter(Observer):
                 self._take_up(storage)
             else:
                 self._set_size(block, self._size(storage))
+                if self._is_running and type(storage) is torch.UntypedStorage:
+                    self._watch(storage)
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         self.see(tensors_in((args, kwargs, result)))
@@ -138,11 +143,11 @@ class Meter(Observer):
                     storage.__class__ = torch.UntypedStorage
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
-        if isinstance(storage, _Watched):
-            storage.watchers.append(self._resized)
-        elif type(storage) is torch.UntypedStorage:
+        if type(storage) is torch.UntypedStorage:
             storage.__class__ = _Watched
-            storage.watchers = [self._resized]  # type: ignore[attr-defined]
+            storage.watchers = getattr(storage, "watchers", [])  # type: ignore[attr-defined]
+        if isinstance(storage, _Watched) and self._resized not in storage.watchers:
+            storage.watchers.append(self._resized)
 
     def _storages(self) -> list[torch.UntypedStorage]:
         found = (block.reference() for block in list(self.live.values()))
