@@ -40,6 +40,10 @@ class Fakes:
             # It keeps weak references to what it makes, and `nn.Module.to` refuses tensors that have some.
             self._mode.fake_tensor_converter.tensor_memo.clear()
 
+    def device(self, tensor: Tensor) -> torch.device:
+        """Where a tensor would lie."""
+        return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of these."""
         return isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode

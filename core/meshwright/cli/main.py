@@ -17,6 +17,7 @@ from .checkpoint import show
 from .errors import told
 from .export import export
 from .launch import launch
+from .plan import plan
 from .schema import schema
 from .strategies import strategies
 from .train import train
@@ -34,6 +35,7 @@ data_commands = typer.Typer(help="Look at the data of a run.", no_args_is_help=T
 data_commands.command()(data.show)
 app.command()(train)
 app.command()(launch)
+app.command()(plan)
 app.command()(strategies)
 app.command()(check)
 app.add_typer(checkpoints, name="checkpoint")

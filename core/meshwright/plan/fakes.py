@@ -41,6 +41,8 @@ class Planning(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(map(unwraps_itself, types)):
             return NotImplemented
+        if func is torch.ops.prim.device.default:
+            return self._fakes.device(args[0])
         given = list(tensors_in((args, kwargs)))
         if is_asking_for_shapes() or has_values():
             return func(*args, **kwargs)
@@ -52,7 +54,7 @@ class Planning(TorchDispatchMode):
             return self._fakes.computed(func, types, args, kwargs)
         if func.namespace in NAMESPACES:
             return received(func, args, kwargs)
-        if torch.Tag.inplace_view in func.tags or _is_on_meta(args, kwargs):
+        if torch.Tag.inplace_view in func.tags or _stays_on_meta(given, args, kwargs):
             return func(*args, **kwargs)
         if any(each.is_meta for each in given) or not _is_on_cpu(args, kwargs):
             return self._fakes.computed(func, types, args, kwargs)
@@ -78,6 +80,7 @@ def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return all(device.type == "cpu" for device in devices)
 
 
-def _is_on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    device = kwargs.get("device")
-    return device is not None and torch.device(device).type == "meta"
+def _stays_on_meta(given: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    devices = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.device)]
+    found = [each.type for each in devices] or [each.device.type for each in given]
+    return bool(found) and all(each == "meta" for each in found)

@@ -145,7 +145,7 @@ class Meter(Observer):
     def _watch(self, storage: torch.UntypedStorage) -> None:
         if type(storage) is torch.UntypedStorage:
             storage.__class__ = _Watched
-            storage.watchers = getattr(storage, "watchers", [])  # type: ignore[attr-defined]
+            storage.watchers = getattr(storage, "watchers", [])
         if isinstance(storage, _Watched) and self._resized not in storage.watchers:
             storage.watchers.append(self._resized)
 

@@ -29,8 +29,8 @@ class Observer(TorchDispatchMode):
             # The mode is asked again for each operation on what is inside.
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        # Not what is only asked for shapes, and not attributes of tensors without memory.
-        if not is_asking_for_shapes() and func.namespace != "prim":
+        # Not attributes of tensors without memory, and not what is only asked for shapes.
+        if func.namespace != "prim" and not is_asking_for_shapes():
             self.observe(func, args, kwargs or {}, result)
         return result
 

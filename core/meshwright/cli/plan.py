@@ -1,0 +1,44 @@
+"""`meshwright plan`: what a run would hold and send on ranks that need not be there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..train.run_file import load_run
+from .errors import told
+
+
+def plan(
+    run_file: Annotated[Path, typer.Argument(help="A run file (YAML). Its data are not read.")],
+    world: Annotated[int, typer.Option(min=1, help="Number of ranks.")],
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan here.")] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as tp_size=2 or model.hidden_size=256."),
+    ] = None,
+    ranks: Annotated[
+        list[int] | None, typer.Option("--rank", help="Trace this rank; default: ranks that stand for all.")
+    ] = None,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")] = False,
+) -> None:
+    """Plan a run: memory and traffic of its ranks, by the code that would run, on tensors without memory."""
+    with told(traceback):
+        config = load_run(run_file, assignments or [])
+        from rich.console import Console
+
+        from ..plan.job import job_of
+        from ..plan.report import plan as planned
+        from ..plan.report import tables
+
+        found = planned(job_of(config, world), ranks).as_json()
+        if json_file is not None:
+            json_file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        console = Console()
+        if not console.is_terminal:
+            console.width = 200  # a file cuts nothing off
+        for table in tables(found):
+            console.print(table)

@@ -1,0 +1,89 @@
+"""What a run file asks for, as far as it can be planned: without data, weights or network."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._compat.peft import adapted_on_meta
+from ..base.errors import ModelError
+from ..data import check_batch_size
+from ..model.adapter_options import check_names
+from ..model.build import model_config, new_model
+from ..strategy.stack import resolve
+from ..train.optim import optimizer_factory, try_optimization
+from ..train.plan import data_and_model_config
+from ..train.run_file import RunConfig
+from ..train.run_model import RunModel, find_model
+from .trace import Job
+
+
+def job_of(config: RunConfig, world_size: int) -> Job:
+    """What a run would do on so many ranks.
+
+    Raises:
+        MeshwrightError: what `train` would find wrong with it.
+    """
+    stack, degrees = resolve(
+        config.strategy, config, world_size, config=config.strategy_config, wrapper_config=config.wrapper_config
+    )
+    rows = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
+    check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=rows)
+    steps = config.steps or 1
+    try_optimization(config.optimizer, config.schedule.over(steps), steps, device=torch.device("cpu"))
+    found = find_model(config.model)
+    return Job(
+        stack,
+        degrees,
+        functools.partial(_model, found, _hf_config(config, found), found.dtype(config.model)),
+        optimizer_factory(config.optimizer),
+        microbatches=config.batch_size // (degrees.dp * rows),
+        rows=rows,
+        length=config.data.seq_len,
+        max_grad_norm=config.max_grad_norm,
+        grad_norm_type=config.grad_norm_type,
+    )
+
+
+def _hf_config(config: RunConfig, found: RunModel) -> Any:
+    if found.directory is None and "vocab_size" not in config.model:
+        # The tokenizer has the number.
+        return data_and_model_config(config, found)[1]
+    return model_config(config.model, tokenizer=_NoTokenizer(), seq_len=config.data.seq_len, directory=found.directory)
+
+
+def _model(found: RunModel, hf_config: Any, dtype: torch.dtype) -> nn.Module:
+    with torch.device("meta"):
+        model = new_model(copy.deepcopy(hf_config), dtype, 0)
+    if found.adapters is None:
+        return model
+    check_names(found.adapters.config, model, where="model.peft")
+    adapted: nn.Module = adapted_on_meta(model, {"default": copy.deepcopy(found.adapters.config)})
+    return adapted
+
+
+class _NoTokenizer:
+    """In the place of a tokenizer, where the model's section tells the size of the vocabulary."""
+
+    eos_token_id = bos_token_id = pad_token_id = None
+
+    def __len__(self) -> int:
+        return 0
+
+
+def sizes_of(job: Job) -> Mapping[str, int]:
+    """What a plan says of its job."""
+    parameters = sum(parameter.numel() for parameter in job.model().parameters())
+    if not parameters:
+        raise ModelError("the model has no parameters.")
+    return {
+        "parameters": parameters,
+        "microbatches": job.microbatches,
+        "micro_batch_size": job.rows,
+        "seq_len": job.length,
+    }
