@@ -42,10 +42,11 @@ class Layout:
     config: Mapping[str, Any] = field(default_factory=dict)
     wrapper: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = "float64"
+    model: str = "llama"
 
     def __str__(self) -> str:
         parts = [self.strategy, *(f"{k}={v}" for k, v in {**self.sizes, **self.config, **self.wrapper}.items())]
-        return "-".join([*parts, f"{self.ranks}ranks", *([self.dtype] if self.dtype != "float64" else [])])
+        return "-".join([*parts, f"{self.ranks}ranks", *({self.dtype, self.model} - {"float64", "llama"})])
 
     def job(self) -> Job:
         wrapper = {"pipeline": dict(self.wrapper)} if self.wrapper else None
@@ -55,18 +56,23 @@ class Layout:
         return Job(
             stack,
             degrees,
-            functools.partial(_model, self.dtype),
+            functools.partial(_model, self.model, self.dtype),
             optimizer_factory(OptimizerConfig(lr=1e-2)),
             microbatches=2,
             rows=2,
         )
 
 
-def _model(dtype: str) -> nn.Module:
+EXPERTS = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 4}
+"""Each token goes to all of them, so routing is even whatever the weights."""
+
+
+def _model(model_type: str, dtype: str) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = AutoConfig.for_model("llama", **SIZES, **tokens)
+    config = AutoConfig.for_model(model_type, **SIZES, **(EXPERTS if model_type != "llama" else {}), **tokens)
+    config._experts_implementation = "eager"
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
 
@@ -91,6 +97,8 @@ EXACT = [
     Layout("ddp", 2, {}, {"engine": "bucketed"}),
     Layout("fsdp2", 2, {"pp_size": 2}),
     Layout("ddp", 4, {"pp_size": 2}),
+    Layout("fsdp2", 2, {}, model="qwen3_moe"),
+    Layout("fsdp2", 2, {"ep_size": 2}, model="qwen3_moe"),
 ]
 
 

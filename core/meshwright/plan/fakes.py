@@ -8,6 +8,10 @@ does one that makes whole numbers out of nothing, up to `SMALL` bytes; all other
 [Note: what code reads] Code looks at what was not computed to find what is wrong: are gradients finite, do stages of a
 pipeline give what the whole model gives, does a token act on another? A plan is of a model with which nothing is wrong.
 So a number that is read is 0, and tensors of one shape are equal.
+
+[Note: even routing] Where routers choose among candidates, the choices are known: all candidates are chosen equally
+often. So what follows from them (how many rows an expert gets, and from where) is computed; a step in which experts are
+chosen unevenly holds and sends more.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from typing import Any
 import torch
 
 from .._compat.planning import DEPENDS_ON_VALUES, Fakes, is_asking_for_shapes
-from .._compat.torch import TorchDispatchMode
+from .._compat.torch import TorchDispatchMode, is_choice
 from ..tensors.known_values import has_values
 from ..tensors.nested import tensors_in
 from ..testing._compat import unwraps_itself
@@ -51,7 +55,8 @@ class Planning(TorchDispatchMode):
                 return _zero(given[0].dtype)
             if str(func) == "aten.equal.default":
                 return given[0].shape == given[1].shape
-            return self._fakes.computed(func, types, args, kwargs)
+            found = self._fakes.computed(func, types, args, kwargs)
+            return (found[0], _even(found[1], given[0].shape)) if is_choice(func) else found
         if func.namespace in NAMESPACES:
             return received(func, args, kwargs)
         if torch.Tag.inplace_view in func.tags or _stays_on_meta(given, args, kwargs):
@@ -67,6 +72,11 @@ class Planning(TorchDispatchMode):
         if is_large or (not given and any(each.is_floating_point() for each in made)):
             return found
         return func(*args, **kwargs)
+
+
+def _even(index: torch.Tensor, candidates: torch.Size) -> torch.Tensor:
+    """Choices among the last dim of `candidates`; see [Note: even routing]."""
+    return torch.arange(index.numel()).view(index.shape) % candidates[-1]
 
 
 def _zero(dtype: torch.dtype) -> bool | int | float | complex:

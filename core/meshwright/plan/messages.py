@@ -32,6 +32,11 @@ def received(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if not given:
         return result
     mine = torch.cat([each.reshape(-1) for each in given])
+    if "all_to_all" in str(operation) or "alltoall" in str(operation):
+        # What is for this rank, from each.
+        members = process_group(group)
+        part = mine.numel() // members.size()
+        mine = mine[members.rank() * part : (members.rank() + 1) * part]
     for other in taken:
         if 0 < mine.numel() <= other.numel():
             other.copy_(mine.repeat(other.numel() // mine.numel()).view_as(other))
