@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import functools
+import json
+import subprocess
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.mesh.world import open_world
+from meshwright.plan.depth import at_full_depth
+from meshwright.plan.ranks import representatives
+from meshwright.plan.report import plan
 from meshwright.plan.trace import Job, Trace, trace
 from meshwright.plan.world import planned_world
 from meshwright.strategy.stack import resolve
@@ -67,12 +75,13 @@ EXPERTS = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok":
 """Each token goes to all of them, so routing is even whatever the weights."""
 
 
-def _model(model_type: str, dtype: str) -> nn.Module:
+def _model(model_type: str, dtype: str, layers: int = 4) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     config = AutoConfig.for_model(model_type, **SIZES, **(EXPERTS if model_type != "llama" else {}), **tokens)
     config._experts_implementation = "eager"
+    config.num_hidden_layers = layers
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
 
@@ -117,3 +126,71 @@ def test_a_plan_is_what_real_ranks_do(layout):
 def _products(found: Trace) -> list[tuple[str, Any, int]]:
     """What a step computes in the main; gloo itself runs further operators."""
     return [(each.name, each.shapes, each.flops) for each in found.operations if each.flops]
+
+
+RUN = {
+    "strategy": "fsdp2",
+    "model": {"model_type": "llama", **SIZES, "dtype": "bfloat16"},
+    "data": {"seq_len": 16},
+    "steps": 1,
+    "batch_size": 128,
+    "micro_batch_size": 1,
+}
+
+
+def _command(directory: Path, *arguments: str, **changes: Any) -> subprocess.CompletedProcess[str]:
+    file = directory / "run.yaml"
+    file.write_text(yaml.safe_dump({**RUN, **changes}), encoding="utf-8")
+    command = [sys.executable, "-m", "meshwright", "plan", str(file), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_a_run_file_is_planned_for_more_ranks_than_there_are(tmp_path):
+    done = _command(tmp_path, "--world", "128", "--json", str(tmp_path / "plan.json"), "--set", "tp_size=2")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    assert [each["rank"] for each in found["ranks"]] == [0, 127]
+    assert found["peak_allocated_bytes"] == max(each["peak_allocated_bytes"] for each in found["ranks"])
+    assert found["held_bytes"] == max(each["held_bytes"] for each in found["ranks"])
+    for each in found["ranks"]:
+        assert sum(each["peak_by_owner"].values()) == each["peak_allocated_bytes"]
+    assert {"dp_shard", "tp"} <= {row["group"] for row in found["collectives"]}
+    assert "all_gather" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--set", "tp_size=3"], "sizes do not fill the world"),
+        (["--set", "strategy=fsdp3"], "did you mean"),
+        (["--set", "batch_size=3"], "batch_size"),
+        (["--set", "optimiser.lr=1"], "optimizer"),
+        (["--set", "model.model_type=lama"], "llama"),
+    ],
+)
+def test_what_is_wrong_with_a_run_file_is_said_as_by_train(arguments, text, tmp_path):
+    done = _command(tmp_path, "--world", "8", *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert text in done.stderr.lower()
+
+
+def test_few_blocks_tell_what_many_hold_and_send():
+    job = replace(Layout("fsdp2", 4).job(), layers=24, with_layers=_with_layers, model=lambda: _with_layers(24))
+    whole = plan(replace(job, with_layers=None), [1])
+    assert plan(job, [1]) == whole
+    assert at_full_depth(lambda layers: {"peak": max(100, 20 * layers)}, 126) == {"peak": 20 * 126}
+    assert at_full_depth(lambda layers: {"peak": max(150, 20 * layers)}, 126) is None
+    assert at_full_depth(lambda layers: {"peak": layers}, 12) is None
+
+
+def _with_layers(layers: int) -> nn.Module:
+    return _model("llama", "float64", layers)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "ranks"),
+    [({}, 8, [0, 7]), ({"tp_size": 2}, 8, [0, 7]), ({"pp_size": 8}, 32, [0, 4, 16, 24, 28, 31]), ({}, 1, [0])],
+)
+def test_ranks_that_stand_for_all(sizes, world, ranks):
+    assert representatives(MeshSizes(**sizes).resolve(world, frozenset({"dp_shard", "tp", "pp"}))) == ranks

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ..strategy.stack import resolve
 from ..train.run_file import load_run
 from .errors import told
 
@@ -28,13 +29,15 @@ def plan(
     """Plan a run: memory and traffic of its ranks, by the code that would run, on tensors without memory."""
     with told(traceback):
         config = load_run(run_file, assignments or [])
+        # Before torch is imported, which takes longer than all else that can be wrong.
+        resolve(config.strategy, config, world, config=config.strategy_config, wrapper_config=config.wrapper_config)
         from rich.console import Console
 
         from ..plan.job import job_of
         from ..plan.report import plan as planned
         from ..plan.report import tables
 
-        found = planned(job_of(config, world), ranks).as_json()
+        found = planned(job_of(config, world), ranks)
         if json_file is not None:
             json_file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         console = Console()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from .._compat.peft import adapted_on_meta
-from ..base.errors import ModelError
 from ..data import check_batch_size
 from ..model.adapter_options import check_names
 from ..model.build import model_config, new_model
@@ -37,16 +35,20 @@ def job_of(config: RunConfig, world_size: int) -> Job:
     steps = config.steps or 1
     try_optimization(config.optimizer, config.schedule.over(steps), steps, device=torch.device("cpu"))
     found = find_model(config.model)
+    hf_config = _hf_config(config, found)
+    make = functools.partial(_model, found, hf_config, found.dtype(config.model))
     return Job(
         stack,
         degrees,
-        functools.partial(_model, found, _hf_config(config, found), found.dtype(config.model)),
+        functools.partial(make, None),
         optimizer_factory(config.optimizer),
         microbatches=config.batch_size // (degrees.dp * rows),
         rows=rows,
         length=config.data.seq_len,
         max_grad_norm=config.max_grad_norm,
         grad_norm_type=config.grad_norm_type,
+        layers=getattr(hf_config.get_text_config(), "num_hidden_layers", 0),
+        with_layers=make,
     )
 
 
@@ -57,9 +59,15 @@ def _hf_config(config: RunConfig, found: RunModel) -> Any:
     return model_config(config.model, tokenizer=_NoTokenizer(), seq_len=config.data.seq_len, directory=found.directory)
 
 
-def _model(found: RunModel, hf_config: Any, dtype: torch.dtype) -> nn.Module:
+def _model(found: RunModel, hf_config: Any, dtype: torch.dtype, layers: int | None) -> nn.Module:
+    hf_config = copy.deepcopy(hf_config)
+    if layers is not None:
+        text = hf_config.get_text_config()
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None) is not None:
+            text.layer_types = text.layer_types[:layers]
     with torch.device("meta"):
-        model = new_model(copy.deepcopy(hf_config), dtype, 0)
+        model = new_model(hf_config, dtype, 0)
     if found.adapters is None:
         return model
     check_names(found.adapters.config, model, where="model.peft")
@@ -74,16 +82,3 @@ class _NoTokenizer:
 
     def __len__(self) -> int:
         return 0
-
-
-def sizes_of(job: Job) -> Mapping[str, int]:
-    """What a plan says of its job."""
-    parameters = sum(parameter.numel() for parameter in job.model().parameters())
-    if not parameters:
-        raise ModelError("the model has no parameters.")
-    return {
-        "parameters": parameters,
-        "microbatches": job.microbatches,
-        "micro_batch_size": job.rows,
-        "seq_len": job.length,
-    }

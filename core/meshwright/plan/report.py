@@ -3,56 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
 
+from .depth import at_full_depth
 from .meter import OWNERS
 from .ranks import representatives
 from .trace import Job, Trace, trace
 from .world import planned_world
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is known of a job.
-
-    Attributes:
-        traces: of ranks that stand for all; see `ranks`.
-    """
-
-    job: Job
-    traces: Sequence[Trace]
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values; bytes, each the largest over the ranks that were traced."""
-        ranks = [_of_rank(each) for each in self.traces]
-        largest = {key: max(each[key] for each in ranks) for key in ("peak_allocated_bytes", "held_bytes")}
-        return {
-            "strategy": str(self.job.stack),
-            "world_size": self.job.degrees.world_size,
-            "mesh": str(self.job.degrees),
-            **largest,
-            "collectives": max((each["collectives"] for each in ranks), key=lambda rows: sum(r["bytes"] for r in rows)),
-            "ranks": ranks,
-        }
-
-
-def plan(job: Job, ranks: Sequence[int] | None = None) -> Plan:
+def plan(job: Job, ranks: Sequence[int] | None = None) -> dict[str, Any]:
     """Trace some ranks of a job.
 
     Args:
         ranks: None: those that stand for all.
 
+    Returns:
+        Plain values; bytes, each the largest over the ranks that were traced.
+
     Raises:
         MeshwrightError: as training does.
     """
-    traces = []
-    for rank in representatives(job.degrees) if ranks is None else ranks:
-        with planned_world(rank, job.degrees.world_size) as world:
-            traces.append(trace(job, world))
-    return Plan(job, traces)
+    traced = representatives(job.degrees) if ranks is None else ranks
+    reports = [_report(job, rank) for rank in traced]
+    largest = {key: max(each[key] for each in reports) for key in ("peak_allocated_bytes", "held_bytes")}
+    busiest = max(reports, key=lambda each: sum(row["bytes"] for row in each["collectives"]))
+    return {
+        "strategy": str(job.stack),
+        "world_size": job.degrees.world_size,
+        "mesh": str(job.degrees),
+        **largest,
+        "collectives": busiest["collectives"],
+        "ranks": reports,
+    }
+
+
+def trace_rank(job: Job, rank: int) -> Trace:
+    """The step of one rank of a job, which need not exist."""
+    with planned_world(rank, job.degrees.world_size) as world:
+        return trace(job, world)
+
+
+def _report(job: Job, rank: int) -> dict[str, Any]:
+    """Of one rank; from models of fewer blocks where that is enough. Stages of a pipeline have few."""
+    make = job.with_layers
+    if make is not None and job.degrees.pp == 1:
+
+        def found(layers: int) -> dict[str, Any]:
+            return _of_rank(trace_rank(replace(job, model=lambda: make(layers)), rank))
+
+        report = at_full_depth(found, job.layers)
+        if report is not None:
+            return {**report, "rank": rank}
+    return _of_rank(trace_rank(job, rank))
 
 
 def _of_rank(found: Trace) -> dict[str, Any]:
@@ -81,7 +87,7 @@ def _sums(found: Trace) -> list[dict[str, Any]]:
 
 
 def tables(plan: Mapping[str, Any]) -> list[Table]:
-    """Memory by owner and collectives of each rank that was traced, from `Plan.as_json`."""
+    """Memory by owner and collectives of each rank that was traced, from `plan`."""
     memory = Table(title=f"{plan['strategy']} on {plan['mesh']}: memory of a rank at its peak [MiB]")
     for name in ("rank", *OWNERS, "peak", "between steps", "operator at the peak"):
         memory.add_column(name, justify="left" if name.startswith("operator") else "right")

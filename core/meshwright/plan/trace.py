@@ -35,6 +35,8 @@ class Job:
         microbatches: of each rank in a step.
         rows, length: of a microbatch: sequences, and tokens of each.
         max_grad_norm, grad_norm_type: as in a run file.
+        layers: blocks of the model; 0: not known.
+        with_layers: makes the model with so many blocks instead; None: it cannot be made.
     """
 
     stack: Stack
@@ -46,6 +48,8 @@ class Job:
     length: int = 16
     max_grad_norm: float | None = 1.0
     grad_norm_type: float = 2.0
+    layers: int = 0
+    with_layers: Callable[[int], nn.Module] | None = None
 
 
 @dataclass(frozen=True)

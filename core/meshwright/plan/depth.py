@@ -1,0 +1,46 @@
+"""What a deep model holds and sends, from models of fewer blocks that are otherwise the same.
+
+Blocks are alike, so what a rank holds and sends grows by the same for each. Two depths tell by how much, and a third
+whether it is so; where it is not (the peak lies elsewhere in a shallow model, or blocks differ), the model is traced
+at its full depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+DEPTHS = (6, 8, 10)
+"""Blocks of the models that are traced, the last of them to check; even, since some models alternate."""
+
+
+def at_full_depth(found: Callable[[int], dict[str, Any]], layers: int) -> dict[str, Any] | None:
+    """What `found` gives for `layers` blocks, as far as it follows from few.
+
+    Args:
+        found: numbers, texts, and mappings and lists of these, for so many blocks.
+
+    Returns:
+        None where it does not follow, or where few are not fewer.
+    """
+    if layers < 2 * DEPTHS[-1]:
+        return None
+    shallow, deeper, check = map(found, DEPTHS)
+    if _between(shallow, deeper, DEPTHS[:2], DEPTHS[2]) != check:
+        return None
+    made: dict[str, Any] = _between(shallow, deeper, DEPTHS[:2], layers)
+    return made
+
+
+def _between(one: Any, other: Any, depths: tuple[int, ...], depth: int) -> Any:
+    """The same values at another depth; None where they are not alike in kind."""
+    if isinstance(one, bool | str) or isinstance(other, bool | str):
+        return one if one == other else None
+    if isinstance(one, int) and isinstance(other, int):
+        steps, rest = divmod((other - one) * (depth - depths[0]), depths[1] - depths[0])
+        return None if rest else one + steps
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return {key: _between(one[key], other[key], depths, depth) for key in one}
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [_between(*pair, depths, depth) for pair in zip(one, other, strict=True)]
+    return None
