@@ -243,7 +243,7 @@ def arithmetic(operator: Any, args: Sequence[Any], result: Any) -> int:
 
     torch counts them, too, but neither for attention on a CPU nor for grouped products.
     """
-    name = str(operator).removeprefix("aten.").split(".")[0]
+    name = str(operator).removeprefix("aten.").split(".")[0].removesuffix("_")
     tensors = [each for each in args if isinstance(each, Tensor)]
     if is_attention(operator):
         query, key, value = tensors[:3]

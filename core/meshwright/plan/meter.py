@@ -83,6 +83,11 @@ class StepMeter(Meter):
     def log(self) -> Iterator[tuple[int, int]]:
         return zip(self._blocks, self._changes, strict=True)
 
+    @property
+    def logged(self) -> int:
+        """Entries of `log`."""
+        return len(self._blocks)
+
     def begin(self) -> None:
         """Forget what was: a step begins."""
         self._blocks = array("q", (block.number for block in self.live.values()))

@@ -21,6 +21,7 @@ from ..tensors.known_values import with_values
 from ..tensors.nested import tensors_in
 from ..testing.collectives import Collective, Recorder
 from .meter import Held, StepMeter
+from .touched import Touched, peer_of, touched
 
 STEPS = 2
 """The first makes what is kept, such as the state of the optimizer; the second is as all others."""
@@ -63,6 +64,9 @@ class Operation:
         shapes: of the tensors that it is given, where it has flops.
         dtype: of the first of them; None: it is given none.
         call: the number of the collective that it is, in `Trace.collectives`; None: it is none.
+        reads, writes: see `touched`.
+        peer: the place in its group of whom a message is for, or from.
+        logged: how much of `Trace.log` there was when it ended.
     """
 
     name: str
@@ -71,6 +75,10 @@ class Operation:
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype | None
     call: int | None
+    reads: Touched = ()
+    writes: Touched = ()
+    peer: int | None = None
+    logged: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,8 +111,9 @@ class NoValues:
 
 
 class _Timeline(Recorder):
-    def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup], meter: StepMeter) -> None:
         super().__init__(groups, tags=[CONTROL_TAG])
+        self._meter = meter
         self.operations: list[Operation] = []
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -116,7 +125,10 @@ class _Timeline(Recorder):
         size = sum(each.numel() * each.element_size() for each in (*given, *tensors_in(result)))
         shapes = tuple(tuple(each.shape) for each in given) if flops else ()
         dtype = given[0].dtype if given else None
-        self.operations.append(Operation(str(operation), flops, size, shapes, dtype, call))
+        reads, writes = touched(self._meter, operation, args, kwargs, result)
+        peer = peer_of(operation, args, kwargs) if call is not None else None
+        now = self._meter.logged
+        self.operations.append(Operation(str(operation), flops, size, shapes, dtype, call, reads, writes, peer, now))
 
 
 def trace(job: Job, world: World) -> Trace:
@@ -137,7 +149,7 @@ def trace(job: Job, world: World) -> Trace:
         optimizer = manager.build_optimizer(job.optimizer)
     for _ in range(STEPS):
         meter.begin()
-        timeline = _Timeline(groups(manager.mesh))
+        timeline = _Timeline(groups(manager.mesh), meter)
         with meter, timeline:
             _step(manager, job, batches, meter)
         meter.own(tensors_in([*optimizer.state.values()]), "optimizer")

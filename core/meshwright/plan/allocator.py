@@ -1,0 +1,168 @@
+"""What torch's caching allocator takes from a device for the memory that a step holds.
+
+[Note: the allocator] With expandable segments each pool is one range of addresses that grows at its end, by granules
+of 2 MiB for blocks of up to 1 MiB and of 20 MiB for larger ones; sizes are multiples of 512 B. A request takes the
+smallest free block that is large enough, and splits it; the free block at the end of the range, which can grow, only
+if there is no other. Neighbours that are free become one. What was taken is not given back. Memory of a stream is
+reused on that stream alone, so each has its own two pools.
+
+[Note: streams of sharded data parallelism] FSDP gathers into memory of a stream for gathering, and reduces into memory
+of a stream for reducing, where gradients stay; all else is the computing stream's. A trace runs on no streams: whose a
+block is follows from the operators that it is first touched by.
+
+Source: c10/cuda/CUDACachingAllocator.cpp of torch 2.13 (`get_pool`, `get_free_block`, `should_split`,
+`try_allocate_expandable_block`, `free_block`), and torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py for the
+streams.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Mapping
+
+from .trace import Operation, Trace
+
+ROUND_TO = 512
+SMALL = 1 << 20
+SMALL_GRANULE, LARGE_GRANULE = 2 << 20, 20 << 20
+COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
+
+
+class Segment:
+    """One range of addresses that grows; see [Note: the allocator].
+
+    Attributes:
+        mapped: bytes that were taken from the device.
+        live: (start, bytes) of each block that is held.
+    """
+
+    def __init__(self, granule: int) -> None:
+        self._granule = granule
+        self.mapped = 0
+        self.live: dict[int, tuple[int, int]] = {}
+        # Free blocks: by size, and their two ends.
+        self._sizes: list[tuple[int, int]] = []
+        self._starts: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
+
+    def take(self, block: int, size: int) -> None:
+        """Hold so many bytes."""
+        found = bisect.bisect_left(self._sizes, (size, -1))
+        last = self._ends.get(self.mapped)
+        if found < len(self._sizes) and self._sizes[found][1] == last and found + 1 < len(self._sizes):
+            found += 1
+        if found < len(self._sizes):
+            free, start = self._sizes[found]
+            self._forget(start, free)
+        else:
+            start, free = self._grown(size)
+        if free > size:
+            self._note(start + size, free - size)
+        self.live[block] = (start, size)
+
+    def free(self, block: int) -> None:
+        """Give back what a block holds; neighbours that are free join it."""
+        start, size = self.live.pop(block)
+        before, behind = self._ends.get(start), self._starts.get(start + size)
+        if behind is not None:
+            self._forget(start + size, behind)
+            size += behind
+        if before is not None:
+            self._forget(before, start - before)
+            start, size = before, size + start - before
+        self._note(start, size)
+
+    def _grown(self, size: int) -> tuple[int, int]:
+        """The free block at the end, with enough of new memory behind it."""
+        start = self._ends.get(self.mapped, self.mapped)
+        free = self.mapped - start
+        if free:
+            self._forget(start, free)
+        missing = -(-(size - free) // self._granule) * self._granule
+        self.mapped += missing
+        return start, free + missing
+
+    def _note(self, start: int, size: int) -> None:
+        bisect.insort(self._sizes, (size, start))
+        self._starts[start] = size
+        self._ends[start + size] = start
+
+    def _forget(self, start: int, size: int) -> None:
+        del self._sizes[bisect.bisect_left(self._sizes, (size, start))]
+        del self._starts[start], self._ends[start + size]
+
+
+class Allocator:
+    """Pools of all streams; see the module.
+
+    Attributes:
+        allocated: bytes that are held.
+    """
+
+    def __init__(self) -> None:
+        self._segments: dict[tuple[str, bool], Segment] = {}
+        self._of: dict[int, Segment] = {}
+        self.allocated = 0
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that were taken from the device."""
+        return sum(each.mapped for each in self._segments.values())
+
+    def change(self, block: int, change: int, stream: str = COMPUTE) -> None:
+        """A block is made (more), or ends (less); it is resized by ending first."""
+        if change > 0:
+            size = -(-change // ROUND_TO) * ROUND_TO
+            is_small = size <= SMALL
+            granule = SMALL_GRANULE if is_small else LARGE_GRANULE
+            self._of[block] = self._segments.setdefault((stream, is_small), Segment(granule))
+            self._of[block].take(block, size)
+            self.allocated += size
+        elif change < 0:
+            segment = self._of.pop(block)
+            self.allocated -= segment.live[block][1]
+            segment.free(block)
+
+
+def reserved(found: Trace, *, workspace: int = 0) -> int:
+    """Bytes that the allocator has taken when a step has run, over and over again.
+
+    Args:
+        workspace: of the libraries of the device, which is held throughout.
+    """
+    return replay(found.log, streams(found.operations), workspace=workspace).reserved
+
+
+def replay(log: Iterable[tuple[int, int]], streams: Mapping[int, str], *, workspace: int = 0) -> Allocator:
+    """An allocator after all changes of a log; blocks are of the computing stream where `streams` does not tell."""
+    allocator = Allocator()
+    allocator.change(-1, workspace)
+    sizes: dict[int, int] = {}
+    for block, change in log:
+        stream = streams.get(block, COMPUTE)
+        held = sizes.get(block, 0)
+        if held:
+            allocator.change(block, -held)
+        sizes[block] = held + change
+        if sizes[block]:
+            allocator.change(block, sizes[block], stream)
+    return allocator
+
+
+def streams(operations: Iterable[Operation]) -> dict[int, str]:
+    """Blocks that are not of the computing stream; see [Note: streams of sharded data parallelism]."""
+    found: dict[int, str] = {}
+    seen: set[int] = set()
+    for each in operations:
+        written = [block for block, _ in each.writes if block not in seen]
+        if each.name.startswith("aten.empty"):
+            continue
+        if each.name.startswith("fsdp.all_gather_copy_in"):
+            found |= dict.fromkeys(written, GATHER)
+        elif each.name.startswith("c10d._reduce_scatter_base"):
+            found |= dict.fromkeys(written, REDUCE)
+        elif each.reads and all(found.get(block) == REDUCE for block, _ in each.reads):
+            # In the dtype of the parameters.
+            found |= dict.fromkeys(written, REDUCE)
+        seen |= {block for block, _ in (*each.reads, *each.writes)}
+    return found

@@ -1,0 +1,94 @@
+"""What the caching allocator is modelled to take: never less than is held, nothing twice, and what is free is used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.plan.allocator import LARGE_GRANULE, SMALL, SMALL_GRANULE, Allocator, replay, streams
+from meshwright.plan.trace import Operation
+
+MIB = 1 << 20
+sizes = st.one_of(st.integers(1, 4 * SMALL), st.integers(1, 60 * MIB))
+"""Of both pools."""
+changes = st.lists(st.tuples(sizes, st.sampled_from(["compute", "gather"]), st.booleans()), max_size=60)
+
+
+@settings(max_examples=200, deadline=None)
+@given(changes, st.randoms(use_true_random=False))
+def test_memory_is_held_once_and_taken_in_granules(steps, random):
+    allocator, held = Allocator(), {}
+    for block, (size, stream, frees) in enumerate(steps):
+        if frees and held:
+            gone = random.choice(list(held))
+            allocator.change(gone, -held.pop(gone))
+        before = allocator.reserved
+        allocator.change(block, size, stream)
+        held[block] = size
+        assert allocator.allocated >= sum(held.values())
+        assert allocator.allocated <= allocator.reserved
+        assert (allocator.reserved - before) % SMALL_GRANULE == 0
+        for segment in allocator._segments.values():
+            ranges = sorted([*segment.live.values(), *segment._starts.items()])
+            # Live and free blocks tile the segment, and no two free ones are neighbours.
+            assert [start for start, _ in ranges] == [0, *(start + size for start, size in ranges)][:-1]
+            assert sum(size for _, size in ranges) == segment.mapped
+            free = set(segment._starts)
+            assert not any(start + size in free for start, size in segment._starts.items())
+    for block, size in held.items():
+        allocator.change(block, -size)
+    assert allocator.allocated == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(sizes, min_size=1, max_size=20))
+def test_what_is_free_is_used_again(made):
+    allocator = Allocator()
+    for _ in range(3):
+        for block, size in enumerate(made):
+            allocator.change(block, size)
+        taken = allocator.reserved
+        for block, size in enumerate(made):
+            allocator.change(block, -size)
+    for block, size in enumerate(made):
+        allocator.change(block, size)
+    assert allocator.reserved == taken
+    rounded = [-(-size // 512) * 512 for size in made]
+    small, large = (sum(s for s in rounded if (s <= SMALL) is is_small) for is_small in (True, False))
+    assert taken == -(-small // SMALL_GRANULE) * SMALL_GRANULE + -(-large // LARGE_GRANULE) * LARGE_GRANULE
+
+
+def test_the_smallest_that_fits_is_taken_and_the_end_last():
+    allocator = Allocator()
+    for block, size in enumerate([30, 2, 20, 2]):
+        allocator.change(block, size * MIB)
+    allocator.change(0, -30 * MIB)
+    allocator.change(2, -20 * MIB)
+    segment = allocator._segments["compute", False]
+    # 54 of 60 MiB: the end has 6.
+    allocator.change(4, 5 * MIB)
+    assert segment.live[4][0] == 32 * MIB
+    allocator.change(5, 25 * MIB)
+    assert segment.live[5][0] == 0
+    assert allocator.reserved == 60 * MIB
+
+
+def test_streams_do_not_share_memory():
+    one = replay([(0, 40 * MIB), (0, -40 * MIB), (1, 40 * MIB)], {})
+    two = replay([(0, 40 * MIB), (0, -40 * MIB), (1, 40 * MIB)], {1: "gather"})
+    assert (one.reserved, two.reserved) == (40 * MIB, 80 * MIB)
+
+
+def test_a_block_that_is_resized_moves():
+    allocator = replay([(0, 30 * MIB), (1, 2 * MIB), (0, -30 * MIB), (0, 36 * MIB)], {})
+    assert allocator.allocated == 38 * MIB
+    assert allocator.reserved == 80 * MIB
+
+
+@pytest.mark.parametrize(("name", "stream"), [("fsdp.all_gather_copy_in", "gather"), ("aten.mm", None)])
+def test_the_first_operator_tells_the_stream(name, stream):
+    made = [("aten.empty.memory_format", (), ((3, 8),)), (f"{name}.default", ((1, 8),), ((3, 8),))]
+    operations = [Operation(name, 0, 0, (), torch.float32, None, reads, writes) for name, reads, writes in made]
+    assert streams(operations).get(3) == stream
