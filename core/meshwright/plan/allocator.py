@@ -153,16 +153,19 @@ def streams(operations: Iterable[Operation]) -> dict[int, str]:
     """Blocks that are not of the computing stream; see [Note: streams of sharded data parallelism]."""
     found: dict[int, str] = {}
     seen: set[int] = set()
+    is_reducing = False
     for each in operations:
-        written = [block for block, _ in each.writes if block not in seen]
         if each.name.startswith("aten.empty"):
             continue
+        written = [block for block, _ in each.writes if block not in seen]
+        is_reducing = is_reducing and all(found.get(block) == REDUCE for block, _ in each.reads)
         if each.name.startswith("fsdp.all_gather_copy_in"):
             found |= dict.fromkeys(written, GATHER)
         elif each.name.startswith("c10d._reduce_scatter_base"):
             found |= dict.fromkeys(written, REDUCE)
-        elif each.reads and all(found.get(block) == REDUCE for block, _ in each.reads):
-            # In the dtype of the parameters.
+            is_reducing = True
+        elif is_reducing:
+            # The same in the dtype of the parameters.
             found |= dict.fromkeys(written, REDUCE)
         seen |= {block for block, _ in (*each.reads, *each.writes)}
     return found

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from ..tensors.nested import tensors_in
-from ..testing.collectives import NAMESPACES
 from ..testing.meter import Meter, storage_of
 
 Touched = tuple[tuple[int, int], ...]
@@ -21,23 +20,32 @@ Touched = tuple[tuple[int, int], ...]
 def touched(
     meter: Meter, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> tuple[Touched, Touched]:
-    """What an operator has read, and what it has written.
-
-    A collective of torch.distributed does not say which of its tensors it writes: all count.
-    """
+    """What an operator has read, and what it has written; views write nothing."""
     read: list[Tensor] = []
-    written = list(tensors_in(result))
+    written: list[Tensor] = []
     arguments = operation._schema.arguments
     named = {argument.name: argument for argument in arguments}
-    given = [*zip(arguments, args, strict=False), *((named.get(name), value) for name, value in kwargs.items())]
+    given = [*zip(arguments, args, strict=False), *((named[name], value) for name, value in kwargs.items())]
     for argument, value in given:
         tensors = list(tensors_in(value))
-        is_written = argument is not None and argument.alias_info is not None and argument.alias_info.is_write
-        if is_written or operation.namespace in NAMESPACES:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written or _receives(operation, argument.name):
             written += tensors
-        if not (is_written and argument is not None and argument.is_out):
+        if not (is_written and argument.is_out):
             read += tensors
-    return _blocks(meter, read), _blocks(meter, written)
+    reads, changed = _blocks(meter, read), _blocks(meter, written)
+    # What a view gives is what it was given.
+    known = {block for block, _ in (*reads, *changed)}
+    made = tuple(each for each in _blocks(meter, tensors_in(result)) if each[0] not in known)
+    return reads, (*changed, *made)
+
+
+def _receives(operation: Any, argument: str) -> bool:
+    """Whether an operator writes an argument though its schema does not tell, as collectives do."""
+    name = operation.overloadpacket.__name__
+    if operation.namespace == "c10d":
+        return not argument.startswith("input") and name != "send"
+    return name == "all_gather_copy_in" and argument == "all_gather_output"
 
 
 def peer_of(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:

@@ -1,0 +1,108 @@
+"""What a device computes, and what the links between devices carry: files in `devices/`, or one of the user's own.
+
+Rates are per second, in floating-point operations and in bytes; times are in seconds. Each file says under `sources`
+where its figures are from, and which of them are assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from ..base.errors import ConfigError, nearest
+from ..base.validation import FrozenModel, validated
+from ..files.parsing import parse_yaml, read_text
+
+DEVICES = Path(__file__).parent / "devices"
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Part = Annotated[float, Field(gt=0, le=1)]
+
+
+class Link(FrozenModel):
+    """What joins devices of one level."""
+
+    bandwidth: Positive = Field(description="Bytes a second that one device sends, while it receives as many.")
+    efficiency: Part = Field(description="The part of it that large messages reach.")
+    ring_s: Positive = Field(description="Seconds of a step of a ring.")
+    tree_s: Positive = Field(description="Seconds of a step of a tree, which carries little.")
+
+    @property
+    def rate(self) -> float:
+        return self.bandwidth * self.efficiency
+
+
+class Node(FrozenModel):
+    """Devices in one machine, and machines beside each other."""
+
+    ranks: int = Field(ge=1, description="Devices in a node; ranks fill nodes in their order.")
+    inside: Link = Field(description="Between devices of a node: NVLink, PCIe.")
+    between: Link = Field(description="Between nodes, of each device: InfiniBand, RoCE, Ethernet.")
+    ring_begin_s: Positive = Field(description="Seconds until a collective on a ring has begun.")
+    tree_begin_s: Positive = Field(description="Likewise on a tree.")
+
+
+class Device(FrozenModel):
+    """One kind of accelerator, with the nodes that it stands in."""
+
+    name: str
+    memory_bytes: int = Field(gt=0)
+    bandwidth: Positive = Field(description="Bytes a second of its memory.")
+    bandwidth_efficiency: Part = Field(description="The part of it that kernels reach.")
+    flops: Mapping[str, Positive] = Field(description="Peak of matrix products, by dtype.")
+    matmul_efficiency: Mapping[str, Mapping[int, Part]] = Field(
+        description="The part of the peak that products reach, by dtype and by the smallest of their three sizes: of "
+        "the largest class that is not larger."
+    )
+    attention_efficiency: Part = Field(description="The part that fused attention reaches in forward.")
+    attention_backward_efficiency: Part = Field(description="Likewise in backward.")
+    kernel_s: Positive = Field(description="The least that a kernel takes.")
+    cpu_s: Positive = Field(description="What the host takes to issue an operator.")
+    workspace_bytes: int = Field(ge=0, description="Memory that libraries hold, through torch's allocator.")
+    node: Node
+    sources: Mapping[str, str] = Field(description="Where figures are from.")
+
+    def matmul_rate(self, dtype: str, smallest: int) -> float:
+        """Operations a second of a product.
+
+        Args:
+            dtype: one of `flops`, such as "bfloat16".
+            smallest: of the three sizes of the product.
+        """
+        classes = self.matmul_efficiency[dtype]
+        below = [size for size in classes if size <= smallest]
+        least = min(classes)
+        part = classes[max(below)] if below else classes[least] * smallest / least
+        return self.flops[dtype] * part
+
+
+def devices() -> list[str]:
+    """Names of the devices that come with the package."""
+    return sorted(path.stem for path in DEVICES.glob("*.yaml"))
+
+
+def find_device(name: str) -> Device:
+    """A device that comes with the package, or that of a file.
+
+    Args:
+        name: one of `devices`, or the path of a YAML file, which ends in ".yaml" or ".yml".
+
+    Raises:
+        ConfigError: there is no such device or file, or it does not say what a device is.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else DEVICES / f"{name}.yaml"
+    if not path.is_file():
+        known = devices()
+        raise ConfigError(
+            f"there is no device {name!r}.{nearest(name, known)} Devices: {', '.join(known)}; or the path of a YAML "
+            f"file."
+        )
+    try:
+        values = parse_yaml(read_text(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a mapping of keys to values, not {type(values).__name__}.")
+    return validated(Device, values, where=str(path))

@@ -1,0 +1,79 @@
+"""What an operator costs on a device, by a roofline.
+
+[Note: causal attention] An attention is taken to be causal: half of its products are computed. Its backward makes five
+products where its forward makes two (Dao, arXiv 2307.08691).
+
+[Note: fusion] Compiled code runs operators without products as one kernel, as far as they follow each other: it reads
+what they have not made themselves, and writes what is read later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .device import Device
+from .trace import Operation
+
+ALLOCATES = ("aten.empty", "aten.new_empty", "aten.lift_fresh", "prim.")
+_PICKS = ("embedding", "index_select", "index.Tensor", "gather.default", "slice_scatter")
+
+
+def is_kernel(operation: Operation) -> bool:
+    """Whether a device has something to do: views and empty tensors are made by the host alone."""
+    return bool(operation.writes) and not operation.name.startswith(ALLOCATES)
+
+
+def seconds(operation: Operation, device: Device) -> float:
+    """Of an operator by itself."""
+    moved = sum(size for _, size in (*operation.reads, *operation.writes))
+    if any(name in operation.name for name in _PICKS):
+        moved = min(moved, 2 * sum(size for _, size in operation.writes))
+    memory = moved / (device.bandwidth * device.bandwidth_efficiency)
+    return max(device.kernel_s, memory, _arithmetic(operation, device))
+
+
+def _arithmetic(operation: Operation, device: Device) -> float:
+    if not operation.flops:
+        return 0.0
+    dtype = str(operation.dtype).removeprefix("torch.")
+    dtype = "float8" if dtype.startswith("float8") else dtype
+    known = dtype if dtype in device.flops else "float32"
+    if "attention" in operation.name:
+        if "backward" in operation.name:
+            return operation.flops / 2 * 2.5 / (device.flops[known] * device.attention_backward_efficiency)
+        return operation.flops / 2 / (device.flops[known] * device.attention_efficiency)
+    smallest = min((size for shape in operation.shapes[-2:] for size in shape[-2:]), default=1)
+    return operation.flops / device.matmul_rate(known, smallest)
+
+
+def fused(operations: Sequence[Operation]) -> list[Operation]:
+    """The same as compiled code would run them; see [Note: fusion]."""
+    last = {block: place for place, each in enumerate(operations) for block, _ in (*each.reads, *each.writes)}
+    found: list[Operation] = []
+    chain: list[Operation] = []
+    for place, each in enumerate(operations):
+        if each.flops or each.call is not None or each.name.startswith("fsdp."):
+            found += _joined(chain, place, last)
+            found.append(each)
+            chain = []
+        else:
+            chain.append(each)
+    return found + _joined(chain, len(operations), last)
+
+
+def _joined(chain: Iterable[Operation], end: int, last: dict[int, int]) -> list[Operation]:
+    """One operation for all of a chain that ends before the place `end`."""
+    kernels = [each for each in chain if is_kernel(each)]
+    if not kernels:
+        return []
+    reads: dict[int, int] = {}
+    writes: dict[int, int] = {}
+    for each in kernels:
+        for block, size in each.reads:
+            if block not in writes:
+                reads[block] = max(reads.get(block, 0), size)
+        for block, size in each.writes:
+            writes[block] = max(writes.get(block, 0), size)
+    kept = tuple((block, size) for block, size in writes.items() if last[block] >= end)
+    size = sum(reads.values()) + sum(size for _, size in kept)
+    return [Operation("fused", 0, size, (), kernels[0].dtype, None, tuple(reads.items()), kept)] if kept else []

@@ -1,0 +1,200 @@
+"""How long a step takes: the operators that were traced, played on the streams of a device.
+
+[Note: streams] The host issues operators one after the other and runs ahead of the device. A device computes on one
+stream, and each group's collectives run one after the other on a stream of their own. What an operator reads or writes
+tells what it waits for: for the operator on another stream that has last written it. So communication is hidden behind
+what does not need it, as far as the code that was traced lets it.
+
+[Note: waits of sharded data parallelism] Beside what follows from memory, FSDP waits so as to hold little: a unit is
+gathered only when the unit before the last has been copied out of what it was gathered into, and gradients are packed
+only when those of the unit before have been reduced. (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py:
+`wait_for_unshard`, `post_backward`.)
+
+[Note: pipelines] All stages are played together. A message leaves when it is made, and is there when the link has
+carried it; who reads it waits. Bubbles are what comes of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ..base.errors import MeshError
+from ..mesh.sizes import Degrees
+from . import kernels, links
+from .allocator import GATHER, REDUCE, streams
+from .device import Device
+from .trace import Operation, Trace
+
+COMPUTE = "compute"
+_VIEW_COST = 0.2
+"""Of an operator that issues no kernel, in operators."""
+
+Message = tuple[int, int, int]
+"""Ranks from and to, and the number of the message between them."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One operator on a stream, from and until when [s]."""
+
+    stream: str
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step of one rank.
+
+    Attributes:
+        seconds: until all of it is done.
+        spans: in the order in which they were issued.
+    """
+
+    rank: int
+    seconds: float
+    spans: tuple[Span, ...]
+
+    def busy(self, stream: str = COMPUTE) -> float:
+        """Seconds in which a stream works."""
+        return sum(each.end - each.start for each in self.spans if each.stream == stream)
+
+
+def play(
+    traces: Sequence[Trace],
+    degrees: Degrees,
+    device: Device,
+    *,
+    is_compiled: bool = False,
+    chunked: Collection[str] = (),
+) -> list[Timeline]:
+    """Play a step on ranks that exchange messages with each other alone.
+
+    Args:
+        traces: of one rank, or of one rank of each stage of a pipeline.
+        is_compiled: whether operators without products are fused; see [Note: fusion] in `kernels`.
+        chunked: groups whose collectives pass a part for each rank, of which the first is computed with while others
+            are under way, as asynchronous tensor parallelism does.
+
+    Raises:
+        MeshError: a rank waits for a message that none of the others sends.
+    """
+    sent: dict[Message, float] = {}
+    ranks = [_Rank(trace, degrees, device, sent, is_compiled, chunked) for trace in traces]
+    waiting = {rank.trace.rank: rank.run() for rank in ranks}
+    while waiting:
+        done = []
+        known = len(sent)
+        for number, run in waiting.items():
+            for message in run:
+                if message not in sent:
+                    break
+            else:
+                done.append(number)
+        for number in done:
+            del waiting[number]
+        if waiting and not done and len(sent) == known:
+            raise MeshError(f"ranks {sorted(waiting)} wait for messages that none of the ranks that were traced sends.")
+    return [Timeline(rank.trace.rank, rank.end, tuple(rank.spans)) for rank in ranks]
+
+
+@dataclass
+class _Rank:
+    """One rank while it is played."""
+
+    trace: Trace
+    degrees: Degrees
+    device: Device
+    sent: dict[Message, float]
+    is_compiled: bool
+    chunked: Collection[str]
+    host: float = 0.0
+    free: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    made: dict[int, tuple[str, float]] = field(default_factory=dict)
+    coming: dict[int, Message] = field(default_factory=dict)
+    copied_out: list[float] = field(default_factory=list)
+    reduced: float = 0.0
+    numbers: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def end(self) -> float:
+        return max(self.host, *self.free.values())
+
+    def run(self) -> Iterator[Message]:
+        """Play all operators; yields what must have been sent before it is asked again."""
+        operations = self.trace.operations
+        of_stream = streams(operations)
+        for each in kernels.fused(operations) if self.is_compiled else operations:
+            for block, _ in (*each.reads, *each.writes):
+                message = self.coming.get(block)
+                if message is not None and each.call is None:
+                    while message not in self.sent:
+                        yield message
+                    self.made[block] = ("message", self.sent[self.coming.pop(block)])
+            if each.call is not None:
+                self._communicate(each, of_stream)
+            elif kernels.is_kernel(each):
+                self._compute(each, of_stream)
+            else:
+                self.host += _VIEW_COST * self.device.cpu_s
+
+    def _compute(self, each: Operation, of_stream: dict[int, str]) -> None:
+        touched = [block for block, _ in (*each.reads, *each.writes)]
+        after = 0.0
+        if each.name.startswith("fsdp.all_gather_copy_in"):
+            stream = GATHER
+            after = self.copied_out[-2] if len(self.copied_out) > 1 else 0.0
+        else:
+            stream = REDUCE if all(of_stream.get(block) == REDUCE for block in touched) else COMPUTE
+        if each.name.startswith("fsdp.chunk_cat"):
+            after = self.reduced
+        end = self._put(stream, each, kernels.seconds(each, self.device), after)
+        if each.name.startswith("fsdp.split_with_sizes_copy"):
+            self.copied_out.append(end)
+
+    def _communicate(self, each: Operation, of_stream: dict[int, str]) -> None:
+        call = self.trace.collectives[each.call or 0]
+        rank, node = self.trace.rank, self.device.node
+        ranks = links.members(call.group, rank, self.degrees, call.ranks)
+        if each.peer is not None:
+            self._exchange(each, call.kind, ranks[each.peer], call.bytes)
+            return
+        took = links.seconds(call.kind, call.bytes, ranks, node)
+        end = self._put(call.group, each, took)
+        if call.group in self.chunked:
+            self.made |= {block: (call.group, end - took * (1 - 1 / call.ranks)) for block, _ in each.writes}
+        if any(of_stream.get(block) == REDUCE for block, _ in each.writes):
+            self.reduced = end
+
+    def _exchange(self, each: Operation, kind: str, peer: int, size: int) -> None:
+        rank = self.trace.rank
+        ends = (rank, peer) if kind == "send" else (peer, rank)
+        message = (*ends, self.numbers[ends])
+        self.numbers[ends] += 1
+        if kind == "send":
+            took = links.seconds(kind, size, ends, self.device.node)
+            self.sent[message] = self._put(f"to {peer}", each, took)
+        else:
+            self.host += self.device.cpu_s
+            self.coming |= {block: message for block, _ in each.writes}
+
+    def _put(self, stream: str, each: Operation, took: float, after: float = 0.0) -> float:
+        """On a stream, behind what it needs; returns its end."""
+        self.host += self.device.cpu_s
+        known = [self.made[block] for block, _ in (*each.reads, *each.writes) if block in self.made]
+        ready = max((time for other, time in known if other != stream), default=0.0)
+        start = max(self.host, self.free[stream], ready, after)
+        end = start + took
+        self.free[stream] = end
+        self.made |= {block: (stream, end) for block, _ in each.writes}
+        self.spans.append(Span(stream, each.name, start, end))
+        return end
+
+
+def stage_ranks(rank: int, degrees: Degrees) -> list[int]:
+    """The ranks of all stages that a rank exchanges messages with, itself included."""
+    return links.members("pp", rank, degrees, degrees.pp)
