@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from torch import nn
 
+from meshwright._compat.torch import all_to_all
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.mesh.world import open_world
 from meshwright.plan.depth import at_full_depth
@@ -194,3 +196,18 @@ def _with_layers(layers: int) -> nn.Module:
 )
 def test_ranks_that_stand_for_all(sizes, world, ranks):
     assert representatives(MeshSizes(**sizes).resolve(world, frozenset({"dp_shard", "tp", "pp"}))) == ranks
+
+
+def test_each_rank_of_a_planned_world_has_what_this_one_has():
+    with planned_world(1, 4) as world:
+        mine, parts = torch.arange(8), [torch.empty(8, dtype=torch.int64) for _ in range(4)]
+        dist.all_gather(parts, mine)
+        assert torch.stack(parts).tolist() == [mine.tolist()] * 4
+        assert all_to_all(mine, dist.group.WORLD).tolist() == [2, 3] * 4
+        told: list[Any] = [None] * 4
+        dist.all_gather_object(told, {"a": 1})
+        assert told == [{"a": 1}] * 4
+        assert world.exchange([3], [5]) == ([12], [5])
+        # What is made of parameters has no values: nothing is wrong with it.
+        assert float(torch.ones(3).sum()) == 0.0
+        assert torch.equal(torch.ones(3), torch.zeros(3))
