@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -35,6 +37,7 @@ from meshwright._compat.peft import (
     wrappers,
     wrappers_of_parameters,
 )
+from meshwright._compat.planning import Fakes, in_backward, is_asking_for_shapes
 from meshwright._compat.torch import (
     TorchDispatchMode,
     all_gather,
@@ -487,6 +490,27 @@ def test_peft_tells_the_names_in_an_adapters_file_and_copies_stand_ins_without_m
     copied = copy.deepcopy(stand_in(nn.Parameter(torch.empty(1000, 1000))))
     assert copied.untyped_storage().nbytes() == 4
     assert copied.isnan().all()
+
+
+def test_tensors_without_memory_have_shapes_and_no_weak_references() -> None:
+    fakes, real = Fakes(), torch.ones(3, 4)
+    (made,) = (fakes.computed(torch.ops.aten.mul.Tensor, (), (real, 2), {}),)
+    assert fakes.knows(made)
+    assert not fakes.knows(real)
+    assert not Fakes().knows(made)
+    assert (made.shape, fakes.device(made), weakref.getweakrefs(made)) == (real.shape, torch.device("cpu"), [])
+
+
+def test_it_is_known_when_shapes_are_asked_for_and_when_backward_runs() -> None:
+    seen: list[bool] = []
+    value = torch.ones(3, requires_grad=True)
+    value.register_hook(lambda _: seen.append(in_backward()))
+    value.sum().backward()
+    assert seen == [True]
+    assert not in_backward()
+    assert not is_asking_for_shapes()
+    with FakeTensorMode():
+        assert is_asking_for_shapes()
 
 
 _FACTORS = ("base_layer", "lora_B.default", "lora_A.default")

@@ -2,98 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
+from plan_layouts import SIZES, Layout, done, model, planned
 from torch import nn
 
+from meshwright._compat.torch import all_to_all
 from meshwright.mesh.sizes import MeshSizes
-from meshwright.mesh.world import open_world
 from meshwright.plan.depth import at_full_depth
 from meshwright.plan.ranks import representatives
 from meshwright.plan.report import plan
-from meshwright.plan.trace import Job, Trace, trace
+from meshwright.plan.trace import Trace
 from meshwright.plan.world import planned_world
-from meshwright.strategy.stack import resolve
 from meshwright.testing.pool import pool
-from meshwright.train.optim import optimizer_factory
-from meshwright.train.optimizer_config import OptimizerConfig
-
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": 160,
-    "max_position_embeddings": 64,
-}
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What is planned and then done: a strategy, on so many ranks."""
-
-    strategy: str
-    ranks: int
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
-    wrapper: Mapping[str, Any] = field(default_factory=dict)
-    dtype: str = "float64"
-    model: str = "llama"
-
-    def __str__(self) -> str:
-        parts = [self.strategy, *(f"{k}={v}" for k, v in {**self.sizes, **self.config, **self.wrapper}.items())]
-        return "-".join([*parts, f"{self.ranks}ranks", *({self.dtype, self.model} - {"float64", "llama"})])
-
-    def job(self) -> Job:
-        wrapper = {"pipeline": dict(self.wrapper)} if self.wrapper else None
-        stack, degrees = resolve(
-            self.strategy, MeshSizes(**self.sizes), self.ranks, config=dict(self.config), wrapper_config=wrapper
-        )
-        return Job(
-            stack,
-            degrees,
-            functools.partial(_model, self.model, self.dtype),
-            optimizer_factory(OptimizerConfig(lr=1e-2)),
-            microbatches=2,
-            rows=2,
-        )
-
-
-EXPERTS = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 4}
-"""Each token goes to all of them, so routing is even whatever the weights."""
-
-
-def _model(model_type: str, dtype: str, layers: int = 4) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = AutoConfig.for_model(model_type, **SIZES, **(EXPERTS if model_type != "llama" else {}), **tokens)
-    config._experts_implementation = "eager"
-    config.num_hidden_layers = layers
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-
-
-def _done(layout: Layout) -> Trace:
-    return trace(layout.job(), open_world("cpu"))
-
-
-def _planned(layout: Layout, rank: int) -> Trace:
-    with planned_world(rank, layout.ranks) as world:
-        return trace(layout.job(), world)
-
 
 EXACT = [
     Layout("fsdp2", 2),
@@ -113,14 +43,13 @@ EXACT = [
 
 @pytest.mark.parametrize("layout", EXACT, ids=str)
 def test_a_plan_is_what_real_ranks_do(layout):
-    everywhere = pool(layout.ranks).run(_done, layout)
+    everywhere = pool(layout.ranks).run(done, layout)
     for rank in (0, layout.ranks - 1):
-        done = everywhere[rank]
-        planned = _planned(layout, rank)
-        assert planned.collectives == done.collectives
-        assert planned.peak == done.peak
-        assert planned.after == done.after
-        assert _products(planned) == _products(done)
+        real, told = everywhere[rank], planned(layout, rank)
+        assert told.collectives == real.collectives
+        assert told.peak == real.peak
+        assert told.after == real.after
+        assert _products(told) == _products(real)
 
 
 def _products(found: Trace) -> list[tuple[str, Any, int]]:
@@ -185,7 +114,7 @@ def test_few_blocks_tell_what_many_hold_and_send():
 
 
 def _with_layers(layers: int) -> nn.Module:
-    return _model("llama", "float64", layers)
+    return model("llama", "float64", layers)
 
 
 @pytest.mark.parametrize(
@@ -194,3 +123,18 @@ def _with_layers(layers: int) -> nn.Module:
 )
 def test_ranks_that_stand_for_all(sizes, world, ranks):
     assert representatives(MeshSizes(**sizes).resolve(world, frozenset({"dp_shard", "tp", "pp"}))) == ranks
+
+
+def test_each_rank_of_a_planned_world_has_what_this_one_has():
+    with planned_world(1, 4) as world:
+        mine, parts = torch.arange(8), [torch.empty(8, dtype=torch.int64) for _ in range(4)]
+        dist.all_gather(parts, mine)
+        assert torch.stack(parts).tolist() == [mine.tolist()] * 4
+        assert all_to_all(mine, dist.group.WORLD).tolist() == [2, 3] * 4
+        told: list[Any] = [None] * 4
+        dist.all_gather_object(told, {"a": 1})
+        assert told == [{"a": 1}] * 4
+        assert world.exchange([3], [5]) == ([12], [5])
+        # What is made of parameters has no values: nothing is wrong with it.
+        assert float(torch.ones(3).sum()) == 0.0
+        assert torch.equal(torch.ones(3), torch.zeros(3))

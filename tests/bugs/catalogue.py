@@ -3281,3 +3281,47 @@ _bug(
     f"{_ACTS}[sft-label_smoothing_factor=0.2]",
     kind="a model that is called without labels gives a loss first",
 )
+
+# -- plan
+
+_PLANNED = "tests/test_plan.py::test_a_plan_is_what_real_ranks_do"
+_bug(
+    "resized_memory_stays",
+    "meshwright.testing.meter",
+    "        for tell in self.watchers:\n            tell(self)\n",
+    "",
+    "tests/test_memory.py::test_one_meter_within_another_does_not_end_it",
+    kind="memory that is given back without an operation is counted on",
+)
+_bug(
+    "known_numbers_are_not_computed",
+    "meshwright.plan.fakes",
+    "            return (found[0], _even(found[1], given[0].shape)) if is_choice(func) else found",
+    "            return (found[0], found[1].zero_()) if is_choice(func) else found",
+    f"{_PLANNED}[fsdp2-2ranks-qwen3_moe]",
+    kind="what follows from a choice is not known, and a plan of experts ends in a raw error",
+)
+_bug(
+    "rows_of_all_for_one",
+    "meshwright.plan.messages",
+    "        mine = mine[members.rank() * part : (members.rank() + 1) * part]\n",
+    "",
+    "tests/test_plan.py::test_each_rank_of_a_planned_world_has_what_this_one_has",
+    kind="a rank is taken to receive other rows than its peers send it",
+)
+_bug(
+    "few_blocks_unchecked",
+    "meshwright.plan.depth",
+    "!= check:",
+    "is None:",
+    "tests/test_plan.py::test_few_blocks_tell_what_many_hold_and_send",
+    kind="what few blocks hold is taken for what many hold, where the peak lies elsewhere",
+)
+_bug(
+    "last_rank_untraced",
+    "meshwright.plan.ranks",
+    "return sorted({*found, _rank(last, degrees)})",
+    "return sorted(found)",
+    "tests/test_plan.py::test_ranks_that_stand_for_all[sizes0-8-ranks0]",
+    kind="the rank that has the least, or the most, is not looked at",
+)

@@ -94,6 +94,11 @@ class Ending:
         """Whether any rank can have found something wrong."""
         return any(part.is_wrong is not None for part in self._parts)
 
+    @property
+    def _own_used(self) -> list[float]:
+        """What this rank has used, as it is summed."""
+        return [float(is_used) for part in (self._shared, *self._parts) for is_used in part.used]
+
     def add_up(
         self,
         losses: Sequence[Tensor],
@@ -119,10 +124,9 @@ class Ending:
             sums, 1-D; equal on all.
         """
         count = 1 + (0 if further is None else further.numel())
-        told = [float(is_used) for part in (self._shared, *self._parts) for is_used in part.used]
         wrong = [part.is_wrong for part in self._parts if part.is_wrong is not None]
         known = float(sum(each for each in wrong if isinstance(each, bool)))
-        sums = torch.tensor([0.0] * count + [known, *told], dtype=torch.float64).to(device, non_blocking=True)
+        sums = torch.tensor([0.0] * count + [known, *self._own_used], dtype=torch.float64).to(device, non_blocking=True)
         if losses:
             sums[0] += torch.stack(list(losses)).sum(dtype=torch.float64)
         if further is not None:
@@ -160,6 +164,9 @@ class Ending:
         read = _read([each.detach().reshape(1) for each in also] + [sums, *own])
         values, wrong, used = read[: len(also)], read[len(also)], read[len(also) + 1 : len(also) + sums.numel()]
         told = read[len(also) + sums.numel() :]
+        if world.is_planned:
+            # The sums have no values, since losses are among them.
+            used = self._own_used
         errors = []
         for part in self._parts:
             count = part.values.numel() if part.values is not None else 0

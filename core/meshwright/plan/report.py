@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from ..base.errors import MeshwrightError, StrategyError
 from .depth import at_full_depth
 from .meter import OWNERS
 from .ranks import representatives
@@ -42,9 +43,23 @@ def plan(job: Job, ranks: Sequence[int] | None = None) -> dict[str, Any]:
 
 
 def trace_rank(job: Job, rank: int) -> Trace:
-    """The step of one rank of a job, which need not exist."""
+    """The step of one rank of a job, which need not exist.
+
+    Raises:
+        MeshwrightError: as training does; or what runs looks at values that a plan does not have.
+    """
     with planned_world(rank, job.degrees.world_size) as world:
-        return trace(job, world)
+        try:
+            return trace(job, world)
+        except MeshwrightError:
+            raise
+        except Exception as error:
+            # Whatever a package's own code does with tensors that have no values, or with ranks that are all alike.
+            reason = (str(error).strip().splitlines() or [""])[0]
+            raise StrategyError(
+                f"{job.stack} on {job.degrees} cannot be planned: it looks at what is known on real ranks alone "
+                f"({type(error).__name__}: {reason}). Use another strategy, or train a step on real ranks."
+            ) from error
 
 
 def _report(job: Job, rank: int) -> dict[str, Any]:

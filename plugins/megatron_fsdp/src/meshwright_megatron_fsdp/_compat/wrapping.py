@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,9 @@ _BUCKET_ELEMENTS = 40_000_000
 """Megatron-Core's default size of a bucket; the package leaves it open, which would make disable_bucketing idle."""
 _UNIT_ELEMENTS = 1_000_000_000
 """The package's own least suggested_communication_unit_size."""
+
+ASKING = ("validate_uneven_dtensor", "update_uneven_dtensor_chunk_metadata")
+"""The package's functions that ask other ranks for the sizes of their shards; see `_unchecked_shards`."""
 
 
 class _Chosen(type):
@@ -68,7 +71,10 @@ def wrap(
     policy = package().MixedPrecisionPolicy(dtypes.main_params, dtypes.main_grads, dtypes.grad_comm)
     _keep_rows_whole(model, units)
     used = {parameter.dtype for parameter in model.parameters()} | {dtypes.main_params, dtypes.main_grads}
-    with float64_buffers() if torch.float64 in used else nullcontext():
+    with (
+        float64_buffers() if torch.float64 in used else nullcontext(),
+        _unchecked_shards() if mesh.world.is_planned else nullcontext(),
+    ):
         fsdp = _wrapper()(
             model,
             _index(mesh, shards_outer=config.shards_outer),
@@ -89,6 +95,24 @@ def wrap(
         if group.hfsdp_helper_gbuf is not None:
             group.hfsdp_helper_gbuf.gradient_scaling_factor = group.main_grad_buffer.gradient_scaling_factor
     return fsdp
+
+
+@contextmanager
+def _unchecked_shards() -> Iterator[None]:
+    """While a model is wrapped for a plan: shards are taken as right.
+
+    The package asks all ranks for the sizes of their shards, to check them, and to tell checkpoints of torch where they
+    lie. In a planned world all ranks would have what this one has, but the package's shards are uneven.
+    """
+    module = submodule("param_and_grad_buffer")
+    before = {name: getattr(module, name) for name in ASKING}
+    for name in ASKING:
+        setattr(module, name, lambda _: None)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(module, name, function)
 
 
 def _keep_rows_whole(model: nn.Module, units: Sequence[nn.Module]) -> None:

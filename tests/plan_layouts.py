@@ -1,0 +1,98 @@
+"""Layouts that are planned and then done on real ranks, and how far the two are apart."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.mesh.sizes import MeshSizes
+from meshwright.mesh.world import open_world
+from meshwright.plan.trace import Job, Trace, trace
+from meshwright.plan.world import planned_world
+from meshwright.strategy.stack import resolve
+from meshwright.train.optim import optimizer_factory
+from meshwright.train.optimizer_config import OptimizerConfig
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": 160,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 4}
+"""Each token goes to all of them, so routing is even whatever the weights."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is planned and then done: a strategy, on so many ranks."""
+
+    strategy: str
+    ranks: int
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    wrapper: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "float64"
+    model: str = "llama"
+    layers: int = 4
+    microbatches: int = 2
+    is_adapted: bool = False
+
+    def __str__(self) -> str:
+        parts = [self.strategy, *(f"{k}={v}" for k, v in {**self.sizes, **self.config, **self.wrapper}.items())]
+        given = {"layers": (self.layers, 4), "microbatches": (self.microbatches, 2), "adapters": (self.is_adapted, False)}
+        parts += [f"{name}={value}" for name, (value, default) in given.items() if value != default]
+        return "-".join([*parts, f"{self.ranks}ranks", *({self.dtype, self.model} - {"float64", "llama"})])
+
+    def job(self) -> Job:
+        wrapper = {"pipeline": dict(self.wrapper)} if self.wrapper else None
+        stack, degrees = resolve(
+            self.strategy, MeshSizes(**self.sizes), self.ranks, config=dict(self.config), wrapper_config=wrapper
+        )
+        return Job(
+            stack,
+            degrees,
+            functools.partial(model, self.model, self.dtype, self.layers, self.is_adapted),
+            optimizer_factory(OptimizerConfig(lr=1e-2)),
+            microbatches=self.microbatches,
+            rows=2,
+        )
+
+
+def model(model_type: str, dtype: str, layers: int = 4, is_adapted: bool = False) -> nn.Module:
+    """Small, on the meta device; its values do not matter."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = AutoConfig.for_model(model_type, **SIZES, **(EXPERTS if model_type != "llama" else {}), **tokens)
+    config._experts_implementation = "eager"
+    config.num_hidden_layers = layers
+    with torch.device("meta"):
+        made: nn.Module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    if not is_adapted:
+        return made
+    from peft import LoraConfig
+
+    from meshwright._compat.peft import adapted_on_meta
+
+    return adapted_on_meta(made, {"default": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])})
+
+
+def done(layout: Layout) -> Trace:
+    """What this real rank does."""
+    return trace(layout.job(), open_world("cpu"))
+
+
+def planned(layout: Layout, rank: int) -> Trace:
+    """What a plan says of a rank."""
+    with planned_world(rank, layout.ranks) as world:
+        return trace(layout.job(), world)

@@ -1,0 +1,150 @@
+"""Compare plans with real ranks on all layouts, and write benchmarks/results/plan_exact.json.
+
+    python tests/plan_sweep.py [--only TEXT] [--ranks N]
+
+Each layout is planned and done: bytes at the peak, what holds them, what is held between steps, and each collective in
+its order. Results of layouts that are not run again stay in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from plan_layouts import Layout, done, planned
+
+from meshwright.base.errors import MeshwrightError, RankError
+from meshwright.testing.pool import pool
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "plan_exact.json"
+SP = {"sequence_parallel": True}
+MOE = "qwen3_moe"
+
+
+def pipelines(engine: str, ranks: int, sizes: dict[str, int], **kwargs: Any) -> list[Layout]:
+    """Each schedule of a pipeline over a strategy."""
+    made = []
+    for schedule, microbatches, layers in (
+        ("1F1B", 4, 4),
+        ("GPipe", 4, 4),
+        ("Interleaved1F1B", 4, 4),
+        ("InterleavedZeroBubble", 4, 4),
+        ("ZBVZeroBubble", 4, 4),
+        ("DualPipeV", 8, 8),
+    ):
+        layout = Layout(engine, ranks, sizes, wrapper={"pp_schedule": schedule}, layers=layers, **kwargs)
+        made.append(replace(layout, microbatches=microbatches))
+    return made
+
+
+LAYOUTS = [
+    Layout("single", 1),
+    Layout("fsdp2", 2),
+    Layout("fsdp2", 4),
+    Layout("fsdp2", 2, {"dp_replicate_size": 2}),
+    Layout("fsdp2", 4, {"dp_replicate_size": 2}),
+    Layout("fsdp2", 2, {"tp_size": 2}),
+    Layout("fsdp2", 4, {"tp_size": 4}),
+    Layout("fsdp2", 4, {"tp_size": 2}),
+    Layout("fsdp2", 4, {"tp_size": 2}, SP),
+    Layout("fsdp2", 2, {"tp_size": 2}, SP),
+    Layout("fsdp2", 2, {"cp_size": 2}),
+    Layout("fsdp2", 4, {"cp_size": 2}),
+    Layout("fsdp2", 4, {"cp_size": 4}),
+    Layout("fsdp2", 2, {"cp_size": 2}, {"cp_attention": "ulysses"}),
+    Layout("fsdp2", 4, {"cp_size": 2, "tp_size": 2}),
+    Layout("fsdp2", 4, {"cp_size": 2, "tp_size": 2}, SP),
+    Layout("fsdp2", 2, {}, {"activation_checkpointing": "full"}),
+    Layout("fsdp2", 2, {}, {"activation_checkpointing": "selective"}),
+    Layout("fsdp2", 2, {}, {"reshard_after_forward": False}),
+    Layout("fsdp2", 2, {}, {"cpu_offload": True}),
+    Layout("fsdp2", 2, dtype="bfloat16"),
+    Layout("fsdp2", 2, microbatches=5),
+    Layout("fsdp2", 2, is_adapted=True),
+    Layout("fsdp2", 2, {"tp_size": 2}, is_adapted=True),
+    Layout("ddp", 2),
+    Layout("ddp", 4),
+    Layout("ddp", 2, is_adapted=True),
+    Layout("ddp", 2, {}, {"engine": "bucketed"}),
+    Layout("ddp", 4, {}, {"engine": "bucketed"}),
+    Layout("ddp", 2, {}, {"engine": "bucketed", "use_distributed_optimizer": True}),
+    Layout("ddp", 4, {}, {"engine": "bucketed", "use_distributed_optimizer": True}),
+    Layout("megatron_fsdp", 2),
+    Layout("megatron_fsdp", 4),
+    Layout("megatron_fsdp", 4, {"dp_replicate_size": 2}),
+    *pipelines("fsdp2", 2, {"pp_size": 2}),
+    *pipelines("ddp", 2, {"pp_size": 2}),
+    Layout("fsdp2", 4, {"pp_size": 4}),
+    Layout("fsdp2", 4, {"pp_size": 2}),
+    Layout("fsdp2", 4, {"pp_size": 2, "tp_size": 2}),
+    Layout("fsdp2", 4, {"pp_size": 2, "cp_size": 2}),
+    Layout("ddp", 4, {"pp_size": 2}),
+    Layout("fsdp2", 2, model=MOE),
+    Layout("fsdp2", 2, {"ep_size": 2}, model=MOE),
+    Layout("fsdp2", 4, {"ep_size": 2}, model=MOE),
+    Layout("fsdp2", 4, {"ep_size": 4}, model=MOE),
+    Layout("fsdp2", 4, {"ep_size": 2, "tp_size": 2}, model=MOE),
+    Layout("fsdp2", 4, {"ep_size": 2, "pp_size": 2}, model=MOE),
+    Layout("fsdp2", 8, {"tp_size": 2, "dp_replicate_size": 2}),
+    Layout("fsdp2", 8, {"pp_size": 2, "tp_size": 2}),
+]
+
+
+def compared(layout: Layout) -> dict[str, Any]:
+    """How a plan and real ranks differ; the error where either is refused."""
+    row: dict[str, Any] = {"layout": str(layout), "ranks": layout.ranks}
+    try:
+        everywhere = pool(layout.ranks).run(done, layout)
+    except (RankError, MeshwrightError) as error:
+        return {**row, "refused": _first_line(error)}
+    peaks, helds, other = [], [], set()
+    for rank in sorted({0, layout.ranks // 2, layout.ranks - 1}):
+        real = everywhere[rank]
+        try:
+            told = planned(layout, rank)
+        except Exception as error:
+            return {**row, "not_planned": f"{type(error).__name__}: {_first_line(error)}"}
+        peaks.append(100 * (told.peak.bytes / real.peak.bytes - 1))
+        helds.append(100 * (told.after.bytes / real.after.bytes - 1))
+        if told.peak != real.peak:
+            other.add("peak")
+        if told.after != real.after:
+            other.add("held")
+        if told.collectives != real.collectives:
+            other.add("collectives")
+    worst = max(peaks, key=abs)
+    return {
+        **row,
+        "exact": not other,
+        "peak_deviation_percent": round(worst, 3),
+        "held_deviation_percent": round(max(helds, key=abs), 3),
+        "differs_in": sorted(other),
+    }
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if "Error" in line), (lines or [""])[0])[:300]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="layouts whose names contain this")
+    parser.add_argument("--ranks", type=int, help="layouts of so many ranks")
+    parser.add_argument("--list", action="store_true")
+    asked = parser.parse_args()
+    known = {row["layout"]: row for row in json.loads(RESULTS.read_text(encoding="utf-8"))} if RESULTS.exists() else {}
+    chosen = [each for each in LAYOUTS if asked.only in str(each) and asked.ranks in (None, each.ranks)]
+    for layout in chosen:
+        row = known[str(layout)] = compared(layout)
+        print(json.dumps(row), flush=True)
+        rows = [known[str(each)] for each in LAYOUTS if str(each) in known]
+        RESULTS.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
