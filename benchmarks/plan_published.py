@@ -102,8 +102,8 @@ def job_of(row: Mapping[str, Any], layers: int) -> Job:
     checkpointing = CHECKPOINTING[row["activation_checkpointing"].split(" ")[0]]
     config = {
         "mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
-        # They compute all logits.
-        "loss_chunk_rows": 0,
+        # They compute all logits at once, where ranks share the vocabulary each its part.
+        "loss_chunk_rows": row["local_batch"] * row["seq"] if layout["tp"] > 1 else 0,
         "activation_checkpointing": checkpointing,
         "sequence_parallel": layout.get("sequence_parallel", layout["tp"] > 1),
     }

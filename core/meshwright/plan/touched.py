@@ -10,7 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from .._compat.torch import written_arguments
 from ..tensors.nested import tensors_in
+from ..testing._compat import bound_arguments
 from ..testing.meter import Meter, storage_of
 
 Touched = tuple[tuple[int, int], ...]
@@ -23,16 +25,16 @@ def touched(
     """What an operator has read, and what it has written; views write nothing."""
     read: list[Tensor] = []
     written: list[Tensor] = []
-    arguments = operation._schema.arguments
-    named = {argument.name: argument for argument in arguments}
-    given = [*zip(arguments, args, strict=False), *((named[name], value) for name, value in kwargs.items())]
-    for argument, value in given:
+    changes = set(written_arguments(operation))
+    for place, value in (*enumerate(args), *kwargs.items()):
         tensors = list(tensors_in(value))
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        if is_written or _receives(operation, argument.name):
+        if place in changes:
             written += tensors
-        if not (is_written and argument.is_out):
+        if place not in changes or place != "out":
             read += tensors
+    if operation.namespace in ("c10d", "fsdp"):
+        given = bound_arguments(operation, args, kwargs)
+        written += tensors_in([value for name, value in given.items() if _receives(operation, name)])
     reads, changed = _blocks(meter, read), _blocks(meter, written)
     # What a view gives is what it was given.
     known = {block for block, _ in (*reads, *changed)}
@@ -50,11 +52,8 @@ def _receives(operation: Any, argument: str) -> bool:
 
 def peer_of(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
     """The place in its group of whom a message is for, or from; None for what is no message between two."""
-    for place, argument in enumerate(operation._schema.arguments):
-        if operation.namespace == "c10d" and argument.name in ("dst", "src", "srcs"):
-            value = kwargs.get(argument.name, args[place] if place < len(args) else None)
-            return value if isinstance(value, int) else None
-    return None
+    given = bound_arguments(operation, args, kwargs) if operation.namespace == "c10d" else {}
+    return next((given[name] for name in ("dst", "src") if name in given), None)
 
 
 def _blocks(meter: Meter, tensors: Iterable[Tensor]) -> Touched:
