@@ -30,6 +30,7 @@ EXACT = [
     Layout("fsdp2", 4, {"dp_replicate_size": 2}),
     Layout("fsdp2", 2, {"tp_size": 2}),
     Layout("fsdp2", 4, {"tp_size": 2}, {"sequence_parallel": True}),
+    Layout("fsdp2", 2, {"tp_size": 2}, {"sequence_parallel": True, "activation_checkpointing": "selective"}),
     Layout("fsdp2", 2, {"cp_size": 2}),
     Layout("fsdp2", 2, {}, {"activation_checkpointing": "full"}),
     Layout("ddp", 2),

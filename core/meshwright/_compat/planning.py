@@ -5,6 +5,7 @@ Both are what torch tests itself with; it has no public ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised where shapes do not tell what an operator gives."""
@@ -47,6 +49,17 @@ class Fakes:
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of these."""
         return isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode
+
+
+def handed_on(func: Any, given: Sequence[Tensor]) -> Tensor | None:
+    """What stands for the result of a collective until it is there, and what is there then: no memory of its own.
+
+    None for other operators. Their answers for shapes alone are new tensors, which plain code never sees.
+    """
+    name = str(func)
+    if name == "_c10d_functional._wrap_tensor_autograd.default":
+        return AsyncCollectiveTensor(given[0])
+    return given[0] if name == "_c10d_functional.wait_tensor.default" else None
 
 
 def is_asking_for_shapes() -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..tensors.nested import tensors_in
+from ._compat import unwraps_itself
 from .observe import Observer
 
 
@@ -78,7 +79,7 @@ class Meter(Observer):
     def see(self, tensors: Iterable[Tensor]) -> None:
         """Take up the storages of tensors, where they are new, and their sizes."""
         for tensor in tensors:
-            if tensor.layout is not torch.strided or tensor.is_meta:
+            if tensor.layout is not torch.strided or tensor.is_meta or _is_empty_wrapper(tensor):
                 continue
             storage = storage_of(tensor)
             block = self.live.get(id(storage))
@@ -152,6 +153,11 @@ class Meter(Observer):
     def _storages(self) -> list[torch.UntypedStorage]:
         found = (block.reference() for block in list(self.live.values()))
         return [storage for storage in found if storage is not None]
+
+
+def _is_empty_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor has no memory beside that of the tensors inside, though its storage tells a size."""
+    return unwraps_itself(type(tensor)) and not isinstance(tensor, DTensor)
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
