@@ -37,7 +37,7 @@ from meshwright._compat.peft import (
     wrappers,
     wrappers_of_parameters,
 )
-from meshwright._compat.planning import Fakes, in_backward, is_asking_for_shapes
+from meshwright._compat.planning import Fakes, handed_on, in_backward, is_asking_for_shapes
 from meshwright._compat.torch import (
     TorchDispatchMode,
     all_gather,
@@ -514,3 +514,14 @@ def test_it_is_known_when_shapes_are_asked_for_and_when_backward_runs() -> None:
 
 
 _FACTORS = ("base_layer", "lora_B.default", "lora_A.default")
+
+
+def test_what_stands_for_a_result_is_handed_on() -> None:
+    tensor = torch.ones(2)
+    wrap, wait = (
+        getattr(torch.ops._c10d_functional, name).default for name in ("_wrap_tensor_autograd", "wait_tensor")
+    )
+    assert wait(tensor) is tensor
+    assert handed_on(wait, [tensor]) is tensor
+    assert type(handed_on(wrap, [tensor])) is type(wrap(tensor))
+    assert handed_on(torch.ops.aten.add.Tensor, [tensor]) is None

@@ -3325,3 +3325,27 @@ _bug(
     "tests/test_plan.py::test_ranks_that_stand_for_all[sizes0-8-ranks0]",
     kind="the rank that has the least, or the most, is not looked at",
 )
+_bug(
+    "streams_share_memory",
+    "meshwright.plan.allocator",
+    "self._segments.setdefault((stream, is_small)",
+    'self._segments.setdefault(("", is_small)',
+    "tests/test_plan_allocator.py::test_streams_do_not_share_memory",
+    kind="memory of one stream is planned to be reused on another",
+)
+_bug(
+    "collectives_run_ahead",
+    "meshwright.plan.time",
+    "start = max(self.host, self.free[stream], ready, after)",
+    "start = max(self.host, self.free[stream], after)",
+    "tests/test_plan_time.py::test_a_collective_waits_for_what_it_sends",
+    kind="a message leaves before it is made",
+)
+_bug(
+    "fusion_writes_all",
+    "meshwright.plan.kernels",
+    "if last[block] >= end)",
+    "if block not in reads)",
+    "tests/test_plan_time.py::test_fused_operators_read_and_write_what_others_see",
+    kind="compiled code is planned to write what nobody reads",
+)
