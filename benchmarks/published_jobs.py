@@ -25,7 +25,7 @@ DEVICES = {"H100 SXM HBM2e": "h100-96gb", "H100 94GB": "h100-96gb", "H200": "h20
 DEVICES |= {"dev_dgx_h100": "h100-80gb", "dev_dgx_a100": "a100-80gb", "dev_dgx_gb200": "b200"}
 CHECKPOINTING = {"none": False, "full": "full", "selective_op": "selective", "selective_layer": "selective"}
 GPT2_VOCABULARY = 50304
-"""Where a Megatron row names none: GPT-2's, a multiple of 128."""
+"""Where a Megatron row names none: GPT-2's, a multiple of 128; chosen by what the one such row holds."""
 
 
 def is_megatron(row: Mapping[str, Any]) -> bool:
