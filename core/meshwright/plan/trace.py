@@ -129,6 +129,7 @@ def trace(job: Job, world: World) -> Trace:
         model = job.model()
         batches = _microbatches(job, model)
     meter = StepMeter()
+    meter.see(tensors_in(batches))
     with meter:
         manager = job.stack.build(Mesh(job.degrees, world))
         manager.parallelize(model, NoValues() if world.is_planned and is_meta(model) else None)
