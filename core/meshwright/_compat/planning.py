@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -47,6 +47,11 @@ class Fakes:
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of these."""
         return isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is of torch's own class or a parameter, and no other subclass; without memory, too."""
+    return type(tensor) in (Tensor, nn.Parameter, FakeTensor)
 
 
 def is_asking_for_shapes() -> bool:
