@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from ..data.rows.order import check_batch_size
+from ..model.model_types import check_model_type
 from ..strategy.stack import resolve
 from ..train.run_file import load_run
 from .errors import told
@@ -29,8 +31,14 @@ def plan(
     """Plan a run: memory and traffic of its ranks, by the code that would run, on tensors without memory."""
     with told(traceback):
         config = load_run(run_file, assignments or [])
-        # Before torch is imported, which takes longer than all else that can be wrong.
-        resolve(config.strategy, config, world, config=config.strategy_config, wrapper_config=config.wrapper_config)
+        # What is often wrong, before all that is imported to trace a step.
+        _, degrees = resolve(
+            config.strategy, config, world, config=config.strategy_config, wrapper_config=config.wrapper_config
+        )
+        rows = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
+        check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=rows)
+        if "model_type" in config.model:
+            check_model_type(str(config.model["model_type"]))
         from rich.console import Console
 
         from ..plan.job import job_of
