@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,9 @@ def plan(
     ranks: Annotated[
         list[int] | None, typer.Option("--rank", help="Trace this rank; default: ranks that stand for all.")
     ] = None,
+    expert_imbalance: Annotated[
+        float, typer.Option(min=1.0, help="How much more often than on average the busiest experts are chosen.")
+    ] = 1.0,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")] = False,
 ) -> None:
     """Plan a run: memory and traffic of its ranks, by the code that would run, on tensors without memory."""
@@ -45,7 +49,7 @@ def plan(
         from ..plan.report import plan as planned
         from ..plan.report import tables
 
-        found = planned(job_of(config, world), ranks)
+        found = planned(replace(job_of(config, world), expert_imbalance=expert_imbalance), ranks)
         if json_file is not None:
             json_file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         console = Console()

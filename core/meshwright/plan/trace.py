@@ -37,6 +37,7 @@ class Job:
         max_grad_norm, grad_norm_type: as in a run file.
         layers: blocks of the model; 0: not known.
         with_layers: makes the model with so many blocks instead; None: it cannot be made.
+        expert_imbalance: how much more often than on average routers choose the busiest experts.
     """
 
     stack: Stack
@@ -50,6 +51,7 @@ class Job:
     grad_norm_type: float = 2.0
     layers: int = 0
     with_layers: Callable[[int], nn.Module] | None = None
+    expert_imbalance: float = 1.0
 
 
 @dataclass(frozen=True)
