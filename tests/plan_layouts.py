@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,8 +49,9 @@ class Layout:
 
     def __str__(self) -> str:
         parts = [self.strategy, *(f"{k}={v}" for k, v in {**self.sizes, **self.config, **self.wrapper}.items())]
-        given = {"layers": (self.layers, 4), "microbatches": (self.microbatches, 2), "adapters": (self.is_adapted, False)}
-        parts += [f"{name}={value}" for name, (value, default) in given.items() if value != default]
+        counts = {"layers": (self.layers, 4), "microbatches": (self.microbatches, 2)}
+        parts += [f"{name}={value}" for name, (value, default) in counts.items() if value != default]
+        parts += ["adapters"] if self.is_adapted else []
         return "-".join([*parts, f"{self.ranks}ranks", *({self.dtype, self.model} - {"float64", "llama"})])
 
     def job(self) -> Job:
@@ -89,7 +90,19 @@ def model(model_type: str, dtype: str, layers: int = 4, is_adapted: bool = False
 
 def done(layout: Layout) -> Trace:
     """What this real rank does."""
-    return trace(layout.job(), open_world("cpu"))
+    job = layout.job()
+    if layout.is_adapted:
+        # peft's models are not materialised, but read.
+        job = replace(job, model=functools.partial(_with_memory, job.model))
+    return trace(job, open_world("cpu"))
+
+
+def _with_memory(make: Callable[[], nn.Module]) -> nn.Module:
+    made = make().to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*made.parameters(), *made.buffers()):
+            tensor.zero_()
+    return made
 
 
 def planned(layout: Layout, rank: int) -> Trace:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,9 @@ LAYOUTS = [
     Layout("fsdp2", 2, {}, {"activation_checkpointing": "full"}),
     Layout("fsdp2", 2, {}, {"activation_checkpointing": "selective"}),
     Layout("fsdp2", 2, {}, {"reshard_after_forward": False}),
-    Layout("fsdp2", 2, {}, {"cpu_offload": True}),
+    Layout("fsdp2", 2, {}, {"offload_policy": {"pin_memory": False}}),
+    Layout("fsdp2", 2, {}, {"activation_checkpointing": {"offload": "cpu"}}),
+    Layout("fsdp2", 2, {}, {"defer_fsdp_grad_sync": False}),
     Layout("fsdp2", 2, dtype="bfloat16"),
     Layout("fsdp2", 2, microbatches=5),
     Layout("fsdp2", 2, is_adapted=True),

@@ -19,6 +19,7 @@ from torch import nn
 from meshwright._compat.torch import all_to_all
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.plan.depth import at_full_depth
+from meshwright.plan.fakes import choices
 from meshwright.plan.ranks import representatives
 from meshwright.plan.report import plan
 from meshwright.plan.trace import Trace
@@ -35,7 +36,12 @@ EXACT = [
     Layout("fsdp2", 2, {}, {"activation_checkpointing": "full"}),
     Layout("ddp", 2),
     Layout("ddp", 2, {}, {"engine": "bucketed"}),
+    Layout("ddp", 2, {}, {"engine": "bucketed", "use_distributed_optimizer": True}),
+    Layout("megatron_fsdp", 2),
+    Layout("fsdp2", 2, {"cp_size": 2}, {"cp_attention": "ulysses"}),
+    Layout("fsdp2", 2, is_adapted=True),
     Layout("fsdp2", 2, {"pp_size": 2}),
+    Layout("fsdp2", 2, {"pp_size": 2}, wrapper={"pp_schedule": "InterleavedZeroBubble"}, microbatches=4),
     Layout("ddp", 4, {"pp_size": 2}),
     Layout("fsdp2", 2, {}, model="qwen3_moe"),
     Layout("fsdp2", 2, {"ep_size": 2}, model="qwen3_moe"),
@@ -116,6 +122,15 @@ def test_few_blocks_tell_what_many_hold_and_send():
 
 def _with_layers(layers: int) -> nn.Module:
     return model("llama", "float64", layers)
+
+
+def test_busy_experts_get_as_many_rows_as_is_said():
+    even = choices((64, 2), 8, 1.0)
+    assert even.flatten().bincount().tolist() == [16] * 8
+    busy = choices((64, 2), 8, 1.75)
+    assert busy.flatten().bincount(minlength=8).tolist() == [28, 28, 12, 12, 12, 12, 12, 12]
+    assert all(len(set(row)) == 2 for row in busy.tolist())
+    assert choices((4, 2), 8, 99.0).tolist() == [[0, 1]] * 4
 
 
 @pytest.mark.parametrize(

@@ -3296,8 +3296,8 @@ _bug(
 _bug(
     "known_numbers_are_not_computed",
     "meshwright.plan.fakes",
-    "            return (found[0], _even(found[1], given[0].shape)) if is_choice(func) else found",
-    "            return (found[0], found[1].zero_()) if is_choice(func) else found",
+    "            return found[0], choices(found[1].shape, given[0].shape[-1], self._imbalance)\n",
+    "            return found[0], found[1].zero_()\n",
     f"{_PLANNED}[fsdp2-2ranks-qwen3_moe]",
     kind="what follows from a choice is not known, and a plan of experts ends in a raw error",
 )
@@ -3348,4 +3348,36 @@ _bug(
     "if block not in reads)",
     "tests/test_plan_time.py::test_fused_operators_read_and_write_what_others_see",
     kind="compiled code is planned to write what nobody reads",
+)
+_bug(
+    "backend_memory_counted",
+    "meshwright.plan.meter",
+    "        if id(storage) not in self._foreign:\n            super().take_up(storage)",
+    "        super().take_up(storage)",
+    f"{_PLANNED}[megatron_fsdp-2ranks]",
+    kind="what gloo holds for itself is taken for memory of a step",
+)
+_bug(
+    "used_by_none_in_a_plan",
+    "meshwright.manager.ending",
+    "            used = self._own_used\n",
+    "            pass\n",
+    f"{_PLANNED}[megatron_fsdp-2ranks]",
+    kind="a plan drops all gradients, and its optimizer has no state",
+)
+_bug(
+    "weights_put_off_in_no_plan",
+    "meshwright._compat.planning",
+    "in (Tensor, nn.Parameter, FakeTensor)",
+    "in (Tensor, nn.Parameter)",
+    f"{_PLANNED}[fsdp2-pp_size=2-pp_schedule=InterleavedZeroBubble-microbatches=4-2ranks]",
+    kind="a plan computes the gradients of weights at once, where real ranks put them off",
+)
+_bug(
+    "bytes_gathered_twice_in_a_plan",
+    "meshwright.plan.fakes",
+    "if str(func) == _COPIES_IN and",
+    "if False and",
+    f"{_PLANNED}[fsdp2-adapters-2ranks]",
+    kind="a plan has one more buffer for each unit that FSDP gathers as bytes",
 )

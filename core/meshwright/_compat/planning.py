@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -60,6 +60,11 @@ def handed_on(func: Any, given: Sequence[Tensor]) -> Tensor | None:
     if name == "_c10d_functional._wrap_tensor_autograd.default":
         return AsyncCollectiveTensor(given[0])
     return given[0] if name == "_c10d_functional.wait_tensor.default" else None
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is of torch's own class or a parameter, and no other subclass; without memory, too."""
+    return type(tensor) in (Tensor, nn.Parameter, FakeTensor)
 
 
 def is_asking_for_shapes() -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..data.rows.order import check_batch_size
+from ..model.model_types import check_model_type
 from ..strategy.stack import resolve
 from ..train.run_file import load_run
 from .errors import told
@@ -24,20 +27,29 @@ def plan(
     ranks: Annotated[
         list[int] | None, typer.Option("--rank", help="Trace this rank; default: ranks that stand for all.")
     ] = None,
+    expert_imbalance: Annotated[
+        float, typer.Option(min=1.0, help="How much more often than on average the busiest experts are chosen.")
+    ] = 1.0,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")] = False,
 ) -> None:
     """Plan a run: memory and traffic of its ranks, by the code that would run, on tensors without memory."""
     with told(traceback):
         config = load_run(run_file, assignments or [])
-        # Before torch is imported, which takes longer than all else that can be wrong.
-        resolve(config.strategy, config, world, config=config.strategy_config, wrapper_config=config.wrapper_config)
+        # What is often wrong, before all that is imported to trace a step.
+        _, degrees = resolve(
+            config.strategy, config, world, config=config.strategy_config, wrapper_config=config.wrapper_config
+        )
+        rows = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
+        check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=rows)
+        if "model_type" in config.model:
+            check_model_type(str(config.model["model_type"]))
         from rich.console import Console
 
         from ..plan.job import job_of
         from ..plan.report import plan as planned
         from ..plan.report import tables
 
-        found = planned(job_of(config, world), ranks)
+        found = planned(replace(job_of(config, world), expert_imbalance=expert_imbalance), ranks)
         if json_file is not None:
             json_file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         console = Console()

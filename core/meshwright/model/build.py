@@ -15,6 +15,7 @@ from torch import nn
 from ..base.errors import ModelError, nearest
 from ..files.parsing import read_json_object, reason
 from .drawn_weights import DeferredModel
+from .model_types import check_model_type
 from .pretrained import open_pretrained
 from .remote_code import check_needs_no_code
 from .weights import Weights
@@ -184,9 +185,7 @@ def _config_with_tokenizer(model_type: str, fields: dict[str, Any], tokenizer: A
 def _default_config(model_type: str, where: str) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    if model_type not in CONFIG_MAPPING:
-        hint = nearest(model_type, CONFIG_MAPPING.keys())
-        raise ModelError(f"{where}.model_type={model_type!r} is not a model type of transformers.{hint}")
+    check_model_type(model_type, where=where)
     _check_causal_lm(CONFIG_MAPPING[model_type], model_type)
     return _made(partial(AutoConfig.for_model, model_type), {})
 

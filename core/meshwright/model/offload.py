@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from .._compat.planning import is_plain
 from .._compat.torch import version_of
 from .forward_order import ForwardMethod
 from .operators import hidden_in, is_parameter_of, storage_in, tensors_with_memory
@@ -66,7 +67,8 @@ class _Call:
             with torch.no_grad():
                 return _Divided(tensor, self.pack(tensor.to_local()))
         storage = tensor.untyped_storage()
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or self._keeps(storage):
+        stays = isinstance(tensor, nn.Parameter) or not is_plain(tensor) or tensor.layout is not torch.strided
+        if stays or self._keeps(storage):
             return tensor.detach() if tensor.grad_fn is not None else tensor
         return _View(self._move(storage, version_of(tensor)), tensor)
 

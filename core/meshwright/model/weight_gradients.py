@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .._compat.planning import is_plain
 from .forward_order import Layer, put_around
 
 
@@ -61,8 +62,7 @@ class _Forward:
 
     def __call__(self, x: Tensor) -> Tensor:
         layer = self._layer
-        plain = type(layer.weight) in (Tensor, nn.Parameter)
-        if not (plain and torch.is_grad_enabled() and x.requires_grad and layer.weight.requires_grad):
+        if not (is_plain(layer.weight) and torch.is_grad_enabled() and x.requires_grad and layer.weight.requires_grad):
             return functional.linear(x, layer.weight, layer.bias)
         if torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
             return functional.linear(x, layer.weight, layer.bias)

@@ -9,14 +9,15 @@ does one that makes whole numbers out of nothing, up to `SMALL` bytes; all other
 pipeline give what the whole model gives, does a token act on another? A plan is of a model with which nothing is wrong.
 So a number that is read is 0, and tensors of one shape are equal.
 
-[Note: even routing] Where routers choose among candidates, the choices are known: all candidates are chosen equally
-often. So what follows from them (how many rows an expert gets, and from where) is computed; a step in which experts are
-chosen unevenly holds and sends more.
+[Note: routing] Where routers choose among candidates, the choices are known: all candidates are chosen equally often,
+or, with an imbalance of f, the first ones f times as often as on average: as many as a token chooses, which are on the
+first ranks. So what follows from them (how many rows an expert gets, and from where) is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,13 +32,19 @@ from .messages import NAMESPACES, received
 SMALL = 1 << 22
 """Bytes up to which an operator's results are computed."""
 
+_COPIES_IN = "fsdp.all_gather_copy_in.default"
+
 
 class Planning(TorchDispatchMode):
-    """A dispatch mode; see the module."""
+    """A dispatch mode; see the module.
 
-    def __init__(self) -> None:
+    Args:
+        imbalance: of routing, at least 1; see [Note: routing].
+    """
+
+    def __init__(self, imbalance: float = 1.0) -> None:
         super().__init__()
-        self._fakes = Fakes()
+        self._fakes, self._imbalance = Fakes(), imbalance
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -51,14 +58,7 @@ class Planning(TorchDispatchMode):
         if is_asking_for_shapes() or has_values():
             return func(*args, **kwargs)
         if any(map(self._fakes.knows, given)):
-            if (same := handed_on(func, given)) is not None:
-                return same
-            if str(func) == "aten._local_scalar_dense.default":
-                return _zero(given[0].dtype)
-            if str(func) == "aten.equal.default":
-                return given[0].shape == given[1].shape
-            found = self._fakes.computed(func, types, args, kwargs)
-            return (found[0], _even(found[1], given[0].shape)) if is_choice(func) else found
+            return self._of_fakes(func, types, args, kwargs, given)
         if func.namespace in NAMESPACES:
             return received(func, args, kwargs)
         if torch.Tag.inplace_view in func.tags or _stays_on_meta(given, args, kwargs):
@@ -75,10 +75,33 @@ class Planning(TorchDispatchMode):
             return found
         return func(*args, **kwargs)
 
+    def _of_fakes(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
+    ) -> Any:
+        """What an operator gives where some of what it is given has no memory."""
+        if (same := handed_on(func, given)) is not None:
+            return same
+        if str(func) == "aten._local_scalar_dense.default":
+            return _zero(given[0].dtype)
+        if str(func) == "aten.equal.default":
+            return given[0].shape == given[1].shape
+        if str(func) == _COPIES_IN and not self._fakes.knows(args[1]):
+            # FSDP gathers several dtypes as bytes, whose buffer is real where it is small, and given back.
+            _, buffer, _, size, rank = args
+            return buffer.narrow(0, size * rank, size), buffer
+        found = self._fakes.computed(func, types, args, kwargs)
+        if is_choice(func):
+            return found[0], choices(found[1].shape, given[0].shape[-1], self._imbalance)
+        return found
 
-def _even(index: torch.Tensor, candidates: torch.Size) -> torch.Tensor:
-    """Choices among the last dim of `candidates`; see [Note: even routing]."""
-    return torch.arange(index.numel()).view(index.shape) % candidates[-1]
+
+def choices(shape: Sequence[int], candidates: int, imbalance: float) -> torch.Tensor:
+    """What each token chooses, the last dim of `shape`; see [Note: routing]."""
+    made = torch.arange(math.prod(shape)).view(-1, shape[-1]) % candidates
+    if imbalance > 1.0 and shape[-1] < candidates:
+        drawn = min(1.0, (imbalance - 1) / (candidates / shape[-1] - 1))
+        made[: round(drawn * len(made))] = torch.arange(shape[-1])
+    return made.view(*shape)
 
 
 def _zero(dtype: torch.dtype) -> bool | int | float | complex:

@@ -11,12 +11,15 @@
     other           made before: buffers, batches
 Recomputed activations are made in a backward.
 
+What no operator has made is not counted in a step: a backend's own buffers, which gloo copies results from.
+
 All changes of sizes within a step are written down, so what was held at the peak is found afterwards, when it is known
 what has become of each block.
 """
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,6 +47,7 @@ OWNERS = (
 ROUND_TO = 512
 """What CUDA's allocator counts memory in, in bytes."""
 
+_MAKES_OF_NUMBERS = "aten.lift_fresh"
 _MAKES_EMPTY = ("aten.empty", "aten.new_empty", "aten.zeros", "aten.new_zeros")
 
 
@@ -76,6 +80,7 @@ class StepMeter(Meter):
         self._made: dict[int, str] = {}
         self._owned: dict[int, str] = {}
         self._empty: set[int] = set()
+        self._foreign: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._blocks, self._changes = array("q"), array("q")
         self.peak, self._peak_at, self._operator = 0, 0, ""
 
@@ -107,9 +112,10 @@ class StepMeter(Meter):
                 self._owned.setdefault(block.number, owner)
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        before = len(self._blocks)
+        before, name = len(self._blocks), str(operation)
+        if self.phase != "other" and not name.startswith(_MAKES_OF_NUMBERS):
+            self._note_foreign(tensors_in((args, kwargs)))
         super().observe(operation, args, kwargs, result)
-        name = str(operation)
         if name.startswith(_MAKES_EMPTY):
             self._empty.update(self._blocks[before:])
         elif operation.namespace in NAMESPACES:
@@ -120,6 +126,19 @@ class StepMeter(Meter):
         # Of equal moments the last, as in `testing.memory`.
         if self.total >= self.peak:
             self.peak, self._peak_at, self._operator = self.total, len(self._blocks), name
+
+    def take_up(self, storage: torch.UntypedStorage) -> None:
+        if id(storage) not in self._foreign:
+            super().take_up(storage)
+
+    def _note_foreign(self, given: Iterable[Tensor]) -> None:
+        """What an operator is given, and none has made."""
+        for tensor in given:
+            if tensor.layout is torch.strided and not tensor.is_meta:
+                storage = storage_of(tensor)
+                key = id(storage)
+                if key not in self.live and key not in self._foreign:
+                    self._foreign[key] = weakref.ref(storage, lambda _, key=key: self._foreign.pop(key))  # type: ignore[misc]
 
     def changed(self, block: Block, change: int) -> None:
         self._blocks.append(block.number)

@@ -48,7 +48,7 @@ def trace_rank(job: Job, rank: int) -> Trace:
     Raises:
         MeshwrightError: as training does; or what runs looks at values that a plan does not have.
     """
-    with planned_world(rank, job.degrees.world_size) as world:
+    with planned_world(rank, job.degrees.world_size, imbalance=job.expert_imbalance) as world:
         try:
             return trace(job, world)
         except MeshwrightError:

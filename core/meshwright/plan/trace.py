@@ -38,6 +38,7 @@ class Job:
         max_grad_norm, grad_norm_type: as in a run file.
         layers: blocks of the model; 0: not known.
         with_layers: makes the model with so many blocks instead; None: it cannot be made.
+        expert_imbalance: how much more often than on average routers choose the busiest experts.
     """
 
     stack: Stack
@@ -51,6 +52,7 @@ class Job:
     grad_norm_type: float = 2.0
     layers: int = 0
     with_layers: Callable[[int], nn.Module] | None = None
+    expert_imbalance: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ def trace(job: Job, world: World) -> Trace:
         model = job.model()
         batches = _microbatches(job, model)
     meter = StepMeter()
+    meter.see(tensors_in(batches))
     with meter:
         manager = job.stack.build(Mesh(job.degrees, world))
         manager.parallelize(model, NoValues() if world.is_planned and is_meta(model) else None)

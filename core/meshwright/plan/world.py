@@ -34,8 +34,11 @@ class PlannedWorld(World):
 
 
 @contextmanager
-def planned_world(rank: int, size: int) -> Iterator[PlannedWorld]:
+def planned_world(rank: int, size: int, *, imbalance: float = 1.0) -> Iterator[PlannedWorld]:
     """One rank of a world, on tensors that have no memory; see `fakes`.
+
+    Args:
+        imbalance: how much more often than on average routers choose the first experts.
 
     Raises:
         MeshError: this process is in a process group already, or there is no such rank.
@@ -46,7 +49,7 @@ def planned_world(rank: int, size: int) -> Iterator[PlannedWorld]:
         raise MeshError(f"there is no rank {rank} in a world of {size}.")
     start_fake_group(rank, size)
     try:
-        with Planning():
+        with Planning(imbalance):
             yield PlannedWorld(torch.device("cpu"), owns_group=True)
     finally:
         dist.destroy_process_group()

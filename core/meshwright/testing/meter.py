@@ -84,7 +84,7 @@ class Meter(Observer):
             storage = storage_of(tensor)
             block = self.live.get(id(storage))
             if block is None:
-                self._take_up(storage)
+                self.take_up(storage)
             else:
                 self._set_size(block, self._size(storage))
                 if self._is_running and type(storage) is torch.UntypedStorage:
@@ -96,7 +96,8 @@ class Meter(Observer):
     def changed(self, block: Block, change: int) -> None:
         """Called when a block has grown or shrunk by so many bytes, its first and its last included."""
 
-    def _take_up(self, storage: torch.UntypedStorage) -> None:
+    def take_up(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage from now on."""
         key = id(storage)
         block = Block(self._known, 0, weakref.ref(storage, lambda _: self._end(key)))
         self._known += 1

@@ -132,3 +132,11 @@ def _inside() -> list[bool]:
 
 def test_states_and_hooks_of_a_wrapped_model() -> None:
     assert pool(2).run(_inside) == [[True] * 5] * 2
+
+
+def test_shards_are_checked_by_functions_that_a_plan_leaves_out() -> None:
+    module = importlib.import_module("megatron_fsdp.param_and_grad_buffer")
+    source = inspect.getsource(module.make_fsdp_dtensor)
+    assert all(f"{name}(" in source for name in wrapping.ASKING)
+    uneven = inspect.getsource(importlib.import_module("megatron_fsdp.uneven_dtensor"))
+    assert "all_gather_object" in uneven
