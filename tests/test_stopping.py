@@ -215,6 +215,24 @@ def test_a_loop_stopped_in_a_pass_by_a_signal_to_one_rank_goes_on_there(kind: st
     assert pool(2).run(_in_passes, kind, str(tmp_path / "checkpoints")) == [expected] * 2
 
 
+def _signalled_as_it_leaves() -> int:
+    manager, _ = _built(0)
+    mesh = manager.mesh
+    with StopSignals(["SIGUSR1"]) as signals, get_registry().observing(_SignalAt(1)):
+        try:
+            fit(manager, Loop(lambda step: share(Case(), step, mesh.data_rank, mesh.data_size), 5, signals=signals))
+        except Stopped as stopped:
+            time.sleep(SAME_S + 0.1)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.5)
+            return stopped.step
+    return 0
+
+
+def test_a_rank_that_leaves_is_not_ended_by_what_its_launcher_sends_when_another_has_left() -> None:
+    assert pool(2).run(_signalled_as_it_leaves) == [2, 2]
+
+
 def _messages(case: Case, signals: StopSignals | None) -> tuple[int, list[int]]:
     """How many messages of all ranks a loop sends, and how many numbers each has."""
     manager, _ = _built(0)

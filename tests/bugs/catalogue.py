@@ -3372,3 +3372,19 @@ _bug(
     f"{_JOBS}::test_a_single_rank_does_not_start_others",
     kind="a job has other ranks than were checked",
 )
+_bug(
+    "leaving_is_ended",
+    "meshwright.train.loop",
+    "        signals.settle()\n",
+    "",
+    f"{_STOPPING}::test_a_rank_that_leaves_is_not_ended_by_what_its_launcher_sends_when_another_has_left",
+    kind="a run that was stopped leaves with a code that says that it was not",
+)
+_bug(
+    "places_are_not_read_as_counts",
+    "meshwright.launch.join",
+    'return number(os.environ, "LOCAL_RANK", 0)',
+    'return int(os.environ.get("LOCAL_RANK", "0"))',
+    f"{_LAUNCHERS}::test_ranks_that_see_several_devices_have_to_know_their_place",
+    kind="a raw error of the interpreter for a wrong variable",
+)

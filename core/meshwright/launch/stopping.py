@@ -74,7 +74,7 @@ class StopSignals:
         self.names, self.exit_code = tuple(names), exit_code
         self._numbers = {int(signal.Signals[name]) for name in names}
         self._tell = tell
-        self._noted, self._noted_s = 0, 0.0
+        self._noted, self._noted_s, self._settled = 0, 0.0, False
         self._handlers: dict[int, Any] = {}
         self._thread: threading.Thread | None = None
         self._before = -1
@@ -83,6 +83,10 @@ class StopSignals:
     def noted(self) -> int:
         """Number of the signal that has come; 0: none has."""
         return self._noted
+
+    def settle(self) -> None:
+        """From here on a second signal ends nothing: the run leaves by itself, and others may already have left."""
+        self._settled = True
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is not threading.main_thread() or not self._numbers:
@@ -137,7 +141,7 @@ class StopSignals:
             if self._tell is not None:
                 with suppress(OSError):  # nobody listens to this process any more
                     self._tell(f"{name}: this run stops after its step; a second signal ends it at once")
-        elif now - self._noted_s > SAME_S:
+        elif now - self._noted_s > SAME_S and not self._settled:
             sys.stderr.flush()
             os._exit(128 + number)
 

@@ -84,7 +84,9 @@ class LaunchConfig(FrozenModel):
         "good with it.",
     )
     grace_s: Annotated[int, Field(ge=10, le=3600)] = Field(
-        120, description="Seconds between the signal and the end: for the steps that have begun, and a checkpoint."
+        120,
+        description="Seconds between the signal and the end: two steps, evaluations that are due, and "
+        "two checkpoints.",
     )
     max_restarts: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         10,
