@@ -392,36 +392,6 @@ def test_processes_that_are_forked_have_signals_of_their_own_and_hold_up_nobody(
     assert done.stdout.split("\n")[:2] == ["-15 None 0", "True None"], done.stderr
 
 
-LOADER = """
-import os, signal, time
-from torch.utils.data import DataLoader
-from meshwright.launch.stopping import StopSignals
-
-def init_worker(_):
-    if IGNORES:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-with StopSignals(["SIGTERM"]) as signals:
-    rows = iter(DataLoader(range(400), num_workers=2, worker_init_fn=init_worker))
-    next(rows)
-    os.killpg(0, signal.SIGTERM)
-    time.sleep(0.5)
-    try:
-        print(len(list(rows)), signals.noted)
-    except RuntimeError:
-        print("workers have died", signals.noted)
-"""
-
-
-@pytest.mark.parametrize(("ignores", "said"), [(True, "399 15"), (False, "workers have died 15")])
-def test_workers_of_a_loader_die_of_a_signal_to_all_processes_unless_they_ignore_it(ignores: bool, said: str) -> None:
-    code = LOADER.replace("IGNORES", str(ignores))
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, start_new_session=True
-    )
-    assert done.stdout.strip() == said, done.stderr
-
-
 def _tokens(text: str) -> int:
     return len(text)
 

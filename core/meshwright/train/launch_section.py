@@ -85,8 +85,7 @@ class LaunchConfig(FrozenModel):
     )
     grace_s: Annotated[int, Field(ge=10, le=3600)] = Field(
         120,
-        description="Seconds between the signal and the end: two steps, evaluations that are due, and "
-        "two checkpoints.",
+        description="Seconds between the signal and the end: two steps, evaluations that are due, and two checkpoints.",
     )
     max_restarts: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         10,
