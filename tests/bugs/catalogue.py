@@ -3281,3 +3281,110 @@ _bug(
     f"{_ACTS}[sft-label_smoothing_factor=0.2]",
     kind="a model that is called without labels gives a loss first",
 )
+
+# -- signals and jobs, again
+
+_bug(
+    "forks_speak_for_their_parent",
+    "meshwright.launch.stopping",
+    "        os.register_at_fork(after_in_child=self._leave_to_parent)\n",
+    "",
+    f"{_STOPPING}::test_processes_that_are_forked_have_signals_of_their_own_and_hold_up_nobody",
+    kind="a signal to a process that a rank has forked stops the run",
+)
+_bug(
+    "forks_hold_the_pipe",
+    "meshwright.launch.stopping",
+    "        os.write(self._writer, _END)\n        self._thread.join()\n        os.close(self._writer)\n",
+    "        os.close(self._writer)\n        self._thread.join()\n",
+    f"{_STOPPING}::test_processes_that_are_forked_have_signals_of_their_own_and_hold_up_nobody",
+    kind="a rank waits for ever for the processes that it has forked",
+)
+_bug(
+    "nobody_hears_the_second",
+    "meshwright.launch.stopping",
+    "with suppress(OSError):  # nobody",
+    "with suppress(KeyError):  # nobody",
+    f"{_STOPPING}::test_processes_that_are_forked_have_signals_of_their_own_and_hold_up_nobody",
+    kind="a thread that reads signals ends when what it says cannot be written",
+)
+_bug(
+    "signals_that_are_none",
+    "meshwright.launch.stopping",
+    "if name not in _NAMES",
+    "if False",
+    f"{_STOPPING}::test_signals_that_cannot_be_noted_are_refused[names1]",
+    kind="a raw error of the interpreter for a wrong name",
+)
+_bug(
+    "tokenizing_dies_first",
+    "meshwright.data.encoding.worker",
+    "signal.SIGTERM, signal.SIGHUP",
+    "signal.SIGHUP",
+    f"{_STOPPING}::test_what_tokenizes_outlives_a_signal_to_all_processes",
+    kind="a signal to all processes fails a run that was to save",
+)
+_bug(
+    "failed_jobs_queue_for_ever",
+    "meshwright.clusters.slurm",
+    'trap "" TERM; ',
+    "",
+    f"{_JOBS}::test_a_batch_script_is_shell_in_which_nothing_is_replaced_that_was_given",
+    kind="a job that has failed is queued again, without end",
+)
+_bug(
+    "a_step_asks_for_no_cpus",
+    "meshwright.clusters.slurm",
+    '"--kill-on-bad-exit=1", *cpus',
+    '"--kill-on-bad-exit=1"',
+    f"{_JOBS}::test_a_batch_script_is_shell_in_which_nothing_is_replaced_that_was_given",
+    kind="all threads of a rank share one CPU",
+)
+_bug(
+    "a_job_over_as_it_begins",
+    "meshwright.clusters.job",
+    "launch.time_limit_s <= launch.grace_s + _EARLY_S",
+    "launch.time_limit_s <= launch.grace_s",
+    f"{_JOBS}::test_what_the_cluster_could_not_run_is_refused[a job that is over as it begins]",
+    kind="a job is queued again and again, and trains nothing",
+)
+_bug(
+    "services_begin_with_digits",
+    "meshwright.clusters.job",
+    "plain if plain[:1].isalpha()",
+    "plain if plain",
+    f"{_JOBS}::test_a_job_is_called_what_each_cluster_takes[7B llama-run-7b-llama]",
+    kind="a name that a cluster refuses",
+)
+_bug(
+    "ray_removes_checkpoints",
+    "meshwright.clusters.job",
+    '(shared or to == "ray") and not',
+    "shared and not",
+    f"{_JOBS}::test_one_machine_may_use_its_own_disk",
+    kind="checkpoints lie in a copy of a directory that is removed",
+)
+_bug(
+    "one_rank_starts_four",
+    "meshwright.clusters.job",
+    '({"nproc": 1} if',
+    "({} if",
+    f"{_JOBS}::test_a_single_rank_does_not_start_others",
+    kind="a job has other ranks than were checked",
+)
+_bug(
+    "leaving_is_ended",
+    "meshwright.train.loop",
+    "        signals.settle()\n",
+    "",
+    f"{_STOPPING}::test_a_rank_that_leaves_is_not_ended_by_what_its_launcher_sends_when_another_has_left",
+    kind="a run that was stopped leaves with a code that says that it was not",
+)
+_bug(
+    "places_are_not_read_as_counts",
+    "meshwright.launch.join",
+    'return number(os.environ, "LOCAL_RANK", 0)',
+    'return int(os.environ.get("LOCAL_RANK", "0"))',
+    f"{_LAUNCHERS}::test_ranks_that_see_several_devices_have_to_know_their_place",
+    kind="a raw error of the interpreter for a wrong variable",
+)
