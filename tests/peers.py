@@ -43,7 +43,8 @@ def words(directory: Path) -> frozenset[str]:
     """All identifiers in a package's sources, and the names of its modules."""
     found: set[str] = set()
     for path in directory.rglob("*.py"):
-        found.update(re.findall(r"[A-Za-z_]\w*", path.read_text(encoding="utf-8")), path.with_suffix("").parts)
+        found.update(path.relative_to(directory).with_suffix("").parts)
+        found.update(re.findall(r"[A-Za-z_]\w*", path.read_text(encoding="utf-8")))
     return frozenset(found)
 
 

@@ -3388,3 +3388,55 @@ _bug(
     f"{_LAUNCHERS}::test_ranks_that_see_several_devices_have_to_know_their_place",
     kind="a raw error of the interpreter for a wrong variable",
 )
+
+# -- resuming, and models that score sequences
+
+_SCHEDULED = f"{_FABRIC}::test_a_schedule_goes_on_where_ranks_have_other_groups"
+_bug(
+    "milestones_are_words",
+    "meshwright.checkpoint.schedule",
+    'if isinstance(state.get("milestones"), Mapping):',
+    "if False:",
+    f"{_SCHEDULED}[single-pp-steps]",
+    kind="JSON makes words of numbers, and what counts by number finds nothing",
+)
+_bug(
+    "rates_of_the_first_ranks_groups",
+    "meshwright_fabric.strategy",
+    "together(partial(load_schedule, value, saved))",
+    "value.load_state_dict(saved)",
+    f"{_SCHEDULED}[single-pp-of its start]",
+    kind="state that is by group is given to a rank with other groups",
+)
+_bug(
+    "tensors_stay_written",
+    "meshwright_fabric.strategy",
+    "decoded(together(lambda: read_manifest(Path(path))).extra)",
+    "dict(read_manifest(Path(path)).extra)",
+    f"{_SCHEDULED}[single-pp-steps]",
+    kind="a value comes back in the form in which it was stored",
+)
+_bug(
+    "moments_are_dropped",
+    "meshwright_fabric.strategy",
+    "if optimizer.state:",
+    "if False:",
+    f"{_FABRIC}::test_what_cannot_be_meant_is_refused_on_all_ranks[stepped]",
+    kind="state that the user has made is lost without a word",
+)
+_bug(
+    "last_position_without_padding",
+    "meshwright.parallel.context.probe",
+    "for given in (ids, padded):",
+    "for given in (ids,):",
+    f"{_HEADS}::test_what_a_head_cannot_do_is_told_on_all_ranks_before_the_first_step[cp, of the last position]",
+    kind="a check is made on inputs that do not tell two cases apart",
+)
+_bug(
+    "small_rows_by_all_widths",
+    "meshwright_megatron_fsdp._compat.wrapping",
+    "if shape.numel() >= between:",
+    "if True:",
+    "tests/test_adapters.py::test_adapters_train_as_in_one_process[rank_one-megatron]",
+    kind="what another package does is reckoned otherwise than it reckons",
+)

@@ -94,26 +94,34 @@ def wrap(
 def _keep_rows_whole(model: nn.Module, units: Sequence[nn.Module]) -> None:
     """Give a bucket of its own to each parameter of which the package would cut a row in two.
 
-    A bucket is cut at multiples of the least common multiple of its parameters' row lengths, and a parameter with fewer
-    elements than that is put wherever there is room, across a cut, too: so adapters of a low rank on matrices of
-    different widths. A parameter that bears `shared_embedding` has its own.
+    A bucket is cut at multiples of a number that rows divide, but for parameters with fewer elements than that, which
+    are put wherever there is room, across a cut, too: so adapters of a low rank on matrices of different widths. A
+    parameter that bears `shared_embedding` has its own, and parts those before it from those behind it.
     """
     unit_of = {id(parameter): number for number, unit in enumerate(units) for parameter in unit.parameters()}
     groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            groups[unit_of.get(id(parameter)), parameter.dtype, parameter.requires_grad].append(parameter)
+    for name, parameter in model.named_parameters():
+        kind = (unit_of.get(id(parameter)), parameter.dtype, parameter.requires_grad, ".experts." in name)
+        groups[kind].append(parameter)
     for group in groups.values():
-        rest = sorted(group, key=lambda parameter: parameter[0].numel())
-        while _may_be_cut([parameter.shape for parameter in rest]):
-            rest.pop().shared_embedding = True
+        open_runs = [group]
+        while open_runs:
+            run = open_runs.pop()
+            if _may_be_cut([parameter.shape for parameter in run]):
+                widest = max(range(len(run)), key=lambda index: run[index].shape[1:].numel())
+                run[widest].shared_embedding = True
+                open_runs += [run[:widest], run[widest + 1 :]]
 
 
 def _may_be_cut(shapes: Sequence[torch.Size]) -> bool:
-    """Whether small parameters of a bucket may lie across a cut: all of them in a row are longer than what lies between
-    two cuts."""
-    between = math.lcm(*(shape[1:].numel() for shape in shapes))
-    return sum(shape.numel() for shape in shapes if shape.numel() < between) > between
+    """Whether rows of small parameters of a bucket may lie across a cut: all that are small, behind each other, are
+    longer than what lies between two cuts."""
+    between = 1
+    for shape in sorted(shapes, key=lambda shape: shape[1:].numel(), reverse=True):
+        if shape.numel() >= between:
+            between = math.lcm(between, shape[1:].numel())
+    small = [shape for shape in shapes if shape.numel() < between]
+    return any(shape[1:].numel() > 1 for shape in small) and sum(shape.numel() for shape in small) > between
 
 
 def _index(mesh: Mesh, *, shards_outer: bool) -> Any:
