@@ -2,8 +2,8 @@
 
     python plugins/trainer/tests/theirs.py PATH_TO_TRANSFORMERS/tests/trainer [--strategy fsdp2] [--json FILE]
 
-Each test runs four times: with Trainer and with MeshTrainer, each with the models of the tests (most of them y = a x + b)
-and with a small causal model in the place of those, and text in the place of numbers. It has
+Each test runs four times: with Trainer and with MeshTrainer, each with the models of the tests (most of them
+y = a x + b) and with a small causal model in the place of those, and text in the place of numbers. It has
 
     passed          with MeshTrainer, on its own model or on the causal one
     failed          with MeshTrainer, and passes with Trainer on the same model
@@ -107,7 +107,7 @@ def replace_files(utils: Any) -> None:
     ) -> None:
         for step in range(freq, total, freq):
             for name in ("model.safetensors", "config.json", "training_args.bin", "trainer_state.json", "mesh"):
-                test.assertTrue((Path(output_dir) / f"checkpoint-{step}" / name).exists(), f"{step} {name}")
+                assert (Path(output_dir) / f"checkpoint-{step}" / name).exists(), f"{step} {name}"
 
     utils.TrainerIntegrationCommon.check_saved_checkpoints = check_saved_checkpoints
 
@@ -120,10 +120,8 @@ class Outcomes:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
-            self.found[report.nodeid.partition("::")[0].rpartition("/")[2] + "::" + report.nodeid.partition("::")[2]] = (
-                report.outcome,
-                _last_line(report),
-            )
+            file, _, test = report.nodeid.partition("::")
+            self.found[f"{Path(file).name}::{test}"] = report.outcome, _last_line(report)
 
 
 def _last_line(report: Any) -> str:
