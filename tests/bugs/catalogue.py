@@ -3281,3 +3281,27 @@ _bug(
     f"{_ACTS}[sft-label_smoothing_factor=0.2]",
     kind="a model that is called without labels gives a loss first",
 )
+_bug(
+    "models_for_two",
+    "meshwright.manager.data_parallel",
+    "        take(model.modules())\n",
+    "",
+    "tests/test_taken_models.py::test_a_model_of_another_manager_is_refused_on_every_rank[ddp bucketed]",
+    kind="a model under two managers, whose gradients come back as 0",
+)
+_bug(
+    "stages_for_two",
+    "meshwright_pipeline.manager",
+    "        take(modules)\n",
+    "",
+    "tests/test_taken_models.py::test_a_model_of_another_manager_is_refused_on_every_rank[pipeline]",
+    kind="a model that was taken apart is taken again",
+)
+_bug(
+    "wrapped_model_stays_wrapped",
+    "meshwright_trainer.accelerator",
+    "    def no_sync(",
+    "    def unwrap_model(self, model: Any, *_: Any, **__: Any) -> Any:\n        return model\n\n    def no_sync(",
+    "plugins/trainer/tests/test_theirs.py::test_the_accelerator_unwraps_what_torch_has_wrapped",
+    kind="a model is given back within torch's wrapper",
+)
