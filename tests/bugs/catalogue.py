@@ -3305,3 +3305,11 @@ _bug(
     "plugins/trainer/tests/test_theirs.py::test_the_accelerator_unwraps_what_torch_has_wrapped",
     kind="a model is given back within torch's wrapper",
 )
+_bug(
+    "arguments_before_there_are_any",
+    "meshwright_trainer.grpo",
+    "        self.args = arguments_among([*args, *kwargs.values()])\n",
+    "",
+    "tests/test_coming_from.py::test_the_trainer_of_completions_goes_on_where_the_script_of_trl_ends",
+    kind="a trainer of completions takes no path",
+)
