@@ -8,7 +8,7 @@ y = a x + b) and with a small causal model in the place of those, and text in th
     passed          with MeshTrainer, on its own model or on the causal one
     failed          with MeshTrainer, and passes with Trainer on the same model
     not of a text   passes with Trainer on its own model, and not on the causal one: what it tests is y = a x + b
-    not here        fails with Trainer already: it needs the hub, a GPU, or a package
+    not here        fails with Trainer, on either model: it needs the hub, a GPU, or a package
     skipped         by itself
 
 What it prints for a failure is the last line of its error. Needs pytest and the package parameterized.
@@ -163,13 +163,11 @@ def verdict(runs: dict[str, dict[str, tuple[str, str]]], test: str) -> tuple[str
     if plain[0] == "skipped":
         return "skipped", plain[1]
     if theirs[0] == "passed":
-        return "passed", ""
-    if plain[0] == "failed":
-        return "not here", plain[1]
+        return "passed", "on its own model"
     if causal[0] == "passed":
         return "passed", "on a causal model"
     if plain_causal[0] == "failed":
-        return "not of a text", theirs[1]
+        return ("not here", plain[1]) if plain[0] == "failed" else ("not of a text", theirs[1])
     return "failed", causal[1]
 
 
