@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.base.errors import ConfigError
-from meshwright.manager.call_order import check_new, check_nothing_pending, require_model, take
+from meshwright.manager.call_order import check_new, check_nothing_pending, require_model
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.manager.ending import Ending, Findings
 from meshwright.manager.given_mesh import as_mesh
@@ -94,16 +94,14 @@ class PipelineManager(StatefulStages):
 
     def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
         check_new(model, has_model=self._model is not None)
-        modules = [*model.modules()]
         taken_apart = self.config.patch_inner_model
         self.mesh.world.together(lambda: check_trainable(model, may_be_frozen=not taken_apart, router_loss=taken_apart))
         self._vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
         self._taken_names = forward_takes(model) if taken_apart else OF_MODEL
         self._loss_dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         self.merging = merging_of(model) if taken_apart else None
-        stages_of = take_apart if taken_apart else take_as_given
-        self._model = stages_of(model, weights, self._setting)
-        take(modules)
+        take = take_apart if taken_apart else take_as_given
+        self._model = take(model, weights, self._setting)
         check_activations(self._stages, self._model.orders, self.config.pp_schedule)
         self._copies = Copies(self._model.names, self._managers, self._model.orders.placement, self.mesh)
         return next(iter(self._managers.values())).module
