@@ -3313,3 +3313,11 @@ _bug(
     "tests/test_coming_from.py::test_the_trainer_of_completions_goes_on_where_the_script_of_trl_ends",
     kind="a trainer of completions takes no path",
 )
+_bug(
+    "any_directory_is_a_checkpoint",
+    "meshwright_trainer._compat",
+    "        check_directory(Path(resume_from_checkpoint))\n",
+    "        pass\n",
+    "plugins/trainer/tests/test_theirs.py::test_a_checkpoint_that_is_not_there_is_refused_by_its_name",
+    kind="a checkpoint that is not there ends in an error of the library below",
+)

@@ -14,7 +14,7 @@ import trainer_cases
 from torch import nn
 from transformers import TrainingArguments
 
-from meshwright.base.errors import ModelError
+from meshwright.base.errors import CheckpointError, ModelError
 from meshwright.mesh.world import open_world
 from meshwright_trainer import MeshTrainer
 
@@ -127,3 +127,8 @@ def test_the_accelerator_unwraps_what_torch_has_wrapped(tmp_path):
         assert made.accelerator.unwrap_model(nn.DataParallel(made.model)) is made.model
         made.train()
         assert made.accelerator.unwrap_model(made.model) is made.model
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_by_its_name(tmp_path):
+    with open_world("cpu"), pytest.raises(CheckpointError, match=r"checkpoint-9' is no checkpoint of a trainer"):
+        trainer(trainer_cases.model(), tmp_path).train(str(tmp_path / "checkpoint-9"))
