@@ -21,6 +21,8 @@ FETCHED = ROOT / ".peers"
 PEERS = {
     "accelerate": ("accelerate", "1.15.0", "accelerate"),
     "lightning": ("lightning", "2.6.6", "lightning"),
+    "trainer": ("transformers", "5.23.0", "transformers"),
+    "trl": ("trl", "1.16.0", "trl"),
     "torchtitan": ("torchtitan", "0.3.0", "torchtitan"),
     "automodel": ("nemo-automodel", "0.7.0", "nemo_automodel"),
     "verl": ("verl", "0.9.1", "verl"),

@@ -3440,3 +3440,43 @@ _bug(
     "tests/test_adapters.py::test_adapters_train_as_in_one_process[rank_one-megatron]",
     kind="what another package does is reckoned otherwise than it reckons",
 )
+_bug(
+    "models_for_two",
+    "meshwright.manager.data_parallel",
+    "        take(model.modules())\n",
+    "",
+    "tests/test_taken_models.py::test_a_model_of_another_manager_is_refused_on_every_rank[ddp bucketed]",
+    kind="a model under two managers, whose gradients come back as 0",
+)
+_bug(
+    "stages_for_two",
+    "meshwright_pipeline.manager",
+    "check_new(model, has_model=self._model is not None)",
+    "check_new(nn.Module(), has_model=self._model is not None)",
+    "tests/test_taken_models.py::test_a_model_of_another_manager_is_refused_on_every_rank[pipeline]",
+    kind="a model that was taken apart is taken again",
+)
+_bug(
+    "wrapped_model_stays_wrapped",
+    "meshwright_trainer.accelerator",
+    "    def no_sync(",
+    "    def unwrap_model(self, model: Any, *_: Any, **__: Any) -> Any:\n        return model\n\n    def no_sync(",
+    "plugins/trainer/tests/test_theirs.py::test_the_accelerator_unwraps_what_torch_has_wrapped",
+    kind="a model is given back within torch's wrapper",
+)
+_bug(
+    "arguments_before_there_are_any",
+    "meshwright_trainer.grpo",
+    "        self.args = arguments_among([*args, *kwargs.values()])\n",
+    "",
+    "tests/test_coming_from.py::test_the_trainer_of_completions_goes_on_where_the_script_of_trl_ends",
+    kind="a trainer of completions takes no path",
+)
+_bug(
+    "any_directory_is_a_checkpoint",
+    "meshwright_trainer._compat",
+    "        check_directory(Path(resume_from_checkpoint))\n",
+    "        pass\n",
+    "plugins/trainer/tests/test_theirs.py::test_a_checkpoint_that_is_not_there_is_refused_by_its_name",
+    kind="a checkpoint that is not there ends in an error of the library below",
+)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from meshwright.strategy.contract import StrategyManager
+
+from .state import check_directory
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -108,7 +111,7 @@ class PrivateMethods(Trainer):
             self.restore_generators()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        pass
+        check_directory(Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         self.load_state(self.state.best_model_checkpoint)

@@ -65,9 +65,6 @@ class DataRanks:
     def prepare_model(self, model: Any, device_placement: bool | None = None, **_: Any) -> Any:
         return model.to(self._accelerator.device) if device_placement else model
 
-    def unwrap_model(self, model: Any, *_: Any, **__: Any) -> Any:
-        return model
-
     def no_sync(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
         return nullcontext()
 

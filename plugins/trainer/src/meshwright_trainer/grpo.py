@@ -28,6 +28,7 @@ from meshwright.base.errors import ConfigError
 from meshwright.strategy.contract import IGNORED_LABEL, Objective
 
 from ._compat import STREAMED, PrivateGRPOMethods, note_microbatch, prepared, takes_images, without_adapters
+from .arguments import arguments_among
 from .mixin import MeshTrainerMixin
 from .objective import TrainerLoss
 from .stand_in import StandIn
@@ -66,6 +67,8 @@ class MeshGRPOMixin(PrivateGRPOMethods, MeshTrainerMixin):
     def __init__(self, model: Any = None, *args: Any, mesh: Any = None, **kwargs: Any) -> None:
         self._is_scaled = True
         self._scored: dict[str, Any] = {}
+        # For `rows_of_group`: where the model is a path, the mesh is opened before Trainer has them.
+        self.args = arguments_among([*args, *kwargs.values()])
         super().__init__(model, *args, mesh=mesh, **kwargs)
         for each in (self.model, self.ref_model):
             scale_logits(each, lambda: self.args.temperature if self._is_scaled else 1.0)
