@@ -7,15 +7,16 @@ Source: accelerate.Accelerator, whose methods these are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.mesh.mesh import Mesh
 
@@ -46,11 +47,17 @@ class DataRanks:
 
     def _dealt(self, loader: DataLoader[Any]) -> Any:
         config = self._accelerator.dataloader_config
+        stream, count, place = loader.dataset, self.num_processes, self.process_index
+        if isinstance(stream, IterableDataset) and not self.even_batches and getattr(stream, "n_shards", 0) < count:
+            # Accelerate fills up the last batches with rows of the first.
+            loader = copy(loader)
+            loader.__dict__["dataset"] = Share(stream, loader.batch_size or 1, count, place)
+            count, place = 1, 0
         return prepare_data_loader(
             loader,
             self._accelerator.device,
-            num_processes=self.num_processes,
-            process_index=self.process_index,
+            num_processes=count,
+            process_index=place,
             split_batches=config.split_batches,
             put_on_device=True,
             # Ranks that share a batch draw the same order by its seed; a generator is sent over all ranks.
@@ -133,6 +140,16 @@ class DataRanks:
         start = length - values.shape[dim] if pad_first else 0
         padded.narrow(dim, start, values.shape[dim]).copy_(values)
         return padded
+
+
+class Share(IterableDataset[Any]):
+    """The rows of a stream that are a data rank's: batches go round, and none is there twice."""
+
+    def __init__(self, stream: Iterable[Any], rows: int, count: int, place: int) -> None:
+        self._stream, self._rows, self._count, self._place = stream, rows, count, place
+
+    def __iter__(self) -> Iterator[Any]:
+        return (row for at, row in enumerate(self._stream) if at // self._rows % self._count == self._place)
 
 
 class OneCall:
