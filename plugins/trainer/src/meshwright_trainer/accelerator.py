@@ -7,7 +7,7 @@ Source: accelerate.Accelerator, whose methods these are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import recursively_apply
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -84,13 +85,10 @@ class DataRanks:
         Args:
             values: a tensor, or lists, tuples and mappings of tensors, of equal shapes on all data ranks.
         """
-        if isinstance(values, Mapping):
-            return {key: self.gather(each) for key, each in values.items()}
-        if isinstance(values, (list, tuple)):
-            return type(values)(self.gather(each) for each in values)
-        if not isinstance(values, Tensor):
-            return values
-        mine = (values[None] if values.dim() == 0 else values).contiguous()
+        return recursively_apply(self._gather, values)
+
+    def _gather(self, value: Tensor) -> Tensor:
+        mine = (value[None] if value.dim() == 0 else value).contiguous()
         if self.num_processes == 1:
             return mine.clone()
         if self.present is None:
@@ -120,14 +118,13 @@ class DataRanks:
 
     def reduce(self, values: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or mean over data ranks of tensors of equal shapes."""
-        if isinstance(values, Mapping):
-            return {key: self.reduce(each, reduction, scale) for key, each in values.items()}
-        if isinstance(values, (list, tuple)):
-            return type(values)(self.reduce(each, reduction, scale) for each in values)
-        if not isinstance(values, Tensor) or reduction == "none":
-            return values
-        total = self.gather(values[None]).sum(0) * scale
-        return total / self.num_processes if reduction == "mean" else total
+        divisor = self.num_processes if reduction == "mean" else 1
+
+        def reduced(value: Tensor) -> Tensor:
+            total = self._gather(value[None]).sum(0) * scale
+            return total / divisor if divisor > 1 else total
+
+        return values if reduction == "none" else recursively_apply(reduced, values)
 
     def pad_across_processes(self, values: Tensor, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Tensor:
         """A tensor made as long along `dim` as the longest of all data ranks."""
@@ -162,9 +159,7 @@ class OneCall:
         return getattr(self._accelerator, name)
 
     def gather(self, values: Any, *_: Any, **__: Any) -> Any:
-        if isinstance(values, (list, tuple)):
-            return type(values)(self.gather(each) for each in values)
-        return values[None] if isinstance(values, Tensor) and values.dim() == 0 else values
+        return recursively_apply(lambda value: value[None] if value.dim() == 0 else value, values)
 
     gather_for_metrics = gather
 
