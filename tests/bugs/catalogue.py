@@ -3480,3 +3480,55 @@ _bug(
     "plugins/trainer/tests/test_theirs.py::test_a_checkpoint_that_is_not_there_is_refused_by_its_name",
     kind="a checkpoint that is not there ends in an error of the library below",
 )
+
+# -- plugins/trainer: data, models and losses
+
+_INPUTS = "plugins/trainer/tests/test_inputs.py"
+_bug(
+    "any_tokens_have_one_answer",
+    "meshwright_trainer.stand_in",
+    "if not isinstance(ids, Tensor) or not torch.equal(ids, self._ids):",
+    "if not isinstance(ids, Tensor):",
+    f"{_INPUTS}::test_a_loss_that_calls_the_model_with_other_tokens_is_refused[Other]",
+    kind="what was computed of some tokens is given for others",
+)
+_bug(
+    "masked_models_are_shifted",
+    "meshwright_trainer.arguments",
+    "if not usual or getattr",
+    "if getattr",
+    f"{_INPUTS}::test_a_model_that_does_not_predict_the_next_token_is_refused[masked]",
+    kind="labels of one meaning are trained on as those of another",
+)
+_bug(
+    "inputs_are_left_out",
+    "meshwright_trainer.mixin",
+    "            self._check_inputs(inputs)\n",
+    "",
+    f"{_INPUTS}::test_what_the_model_would_not_be_given_is_refused[inputs_embeds]",
+    kind="a part of a batch is left out, without a word",
+)
+_bug(
+    "streams_are_filled_up",
+    "meshwright_trainer.accelerator",
+    'and not self.even_batches and getattr(stream, "n_shards", 0) < count:',
+    "and count < 0:",
+    f"{_INPUTS}::test_rows_of_streams_are_dealt_out_once_and_ranks_end_together",
+    kind="rows are evaluated twice",
+)
+_bug(
+    "streams_end_apart",
+    "meshwright_trainer.mixin",
+    "dist.ReduceOp.MIN)[0]:",
+    "dist.ReduceOp.MAX)[0]:",
+    f"{_INPUTS}::test_rows_of_streams_are_dealt_out_once_and_ranks_end_together",
+    kind="ranks take unequally many batches",
+)
+_bug(
+    "any_trainer_of_trl",
+    "meshwright_trainer.arguments",
+    "    _check_trainer(trainer)\n",
+    "",
+    f"{_INPUTS}::test_a_trainer_whose_batches_are_not_known_is_refused[KTOTrainer]",
+    kind="what is not known is not refused by name",
+)

@@ -129,9 +129,8 @@ def note_columns(trainer: Trainer) -> None:
 
 def without_fused_head(model: Any) -> None:
     """Undo TRL's `add_fused_lm_head`, a forward on the instance: the manager computes the same statistics."""
-    if model is not None:
-        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-        base.__dict__.pop("forward", None)
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base.__dict__.pop("forward", None)
 
 
 def one_device(args: Any) -> None:
