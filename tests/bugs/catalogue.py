@@ -3165,7 +3165,7 @@ _bug(
 _bug(
     "rows_of_adapters_cut",
     "meshwright_megatron_fsdp._compat.wrapping",
-    "    _keep_rows_whole(model, units)\n",
+    "    _keep_rows_whole(model, mesh, theirs, units)\n",
     "",
     "tests/test_adapters.py::test_adapters_train_as_in_one_process[widths-megatron]",
     kind="a shard holds a part of a row",
@@ -3435,7 +3435,7 @@ _bug(
 _bug(
     "small_rows_by_all_widths",
     "meshwright_megatron_fsdp._compat.wrapping",
-    "if shape.numel() >= between:",
+    "if shapes[index].numel() >= between:",
     "if True:",
     "tests/test_adapters.py::test_adapters_train_as_in_one_process[rank_one-megatron]",
     kind="what another package does is reckoned otherwise than it reckons",
