@@ -3270,7 +3270,7 @@ _bug(
     "meshwright_trainer.arguments",
     "            text.router_aux_loss_coef = trainer.router_aux_loss_coef\n",
     "",
-    f"{_ACTS}[moe-router_aux_loss_coef=0.5]",
+    f"{_ACTS}[dpo_moe-router_aux_loss_coef=0.5]",
     kind="an argument gives way to the model's configuration",
 )
 _bug(
