@@ -1,7 +1,7 @@
 """What is private in transformers' Trainer and in TRL, and needed: each with its reason.
 
-Tried with transformers 5.17 to 5.23 and trl 1.16; `tests/test_trainer_compat.py` fails where one of them is no longer there,
-or is called in another way.
+Tried with transformers 5.17 to 5.23 and trl 1.16; `tests/test_trainer_compat.py` fails where one of them is no longer
+there, or is called in another way.
 """
 
 from __future__ import annotations
