@@ -3157,8 +3157,8 @@ _bug(
 _bug(
     "any_pooling_under_cp",
     "meshwright.parallel.context.probe",
-    "!= (each == position):",
-    "!= (each == position) and each == position:",
+    "(([position], True), (others, False)):",
+    "(([position], True),):",
     f"{_HEADS}::test_what_a_head_cannot_do_is_told_on_all_ranks_before_the_first_step[cp, of all tokens]",
     kind="a model that is divided computes something else",
 )
