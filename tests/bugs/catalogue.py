@@ -3532,3 +3532,19 @@ _bug(
     f"{_INPUTS}::test_a_trainer_whose_batches_are_not_known_is_refused[KTOTrainer]",
     kind="what is not known is not refused by name",
 )
+_bug(
+    "buckets_for_all_that_are_small",
+    "meshwright_megatron_fsdp._compat.wrapping",
+    "if any((cut - begin) % row for cut in cuts):",
+    "if row > 1 and place.size < between:",
+    "plugins/megatron_fsdp/tests/test_megatron_fsdp_options.py::test_overlap_grad_reduce_decides_whether_backward_reduces[False-expected1]",
+    kind="more messages than are needed",
+)
+_bug(
+    "stages_evaluate_other_rows",
+    "meshwright_trainer.grpo",
+    'trainer.args.eval_strategy != "no" and evaluated != train',
+    "False",
+    "plugins/trainer/tests/test_grpo.py::test_what_cannot_be_honoured_is_refused_by_name_before_training[pp eval]",
+    kind="what cannot be is found out in the middle of a run",
+)

@@ -4,8 +4,7 @@
     trainer = MeshSFTTrainer("path", args=SFTConfig(...), train_dataset=..., mesh={"strategy": "fsdp2", "tp_size": 2})
 
 `MeshTrainerMixin` goes before any other class that derives from `transformers.Trainer`, `MeshGRPOMixin` before one that
-derives from trl's `GRPOTrainer`. Classes over trl's are made
-when they are asked for, and need trl then.
+derives from trl's `GRPOTrainer`. Classes over trl's are made when they are asked for, and need trl then.
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ from ._compat import STREAMED, PrivateGRPOMethods, note_microbatch, prepared, ta
 from .arguments import arguments_among
 from .mixin import MeshTrainerMixin
 from .objective import TrainerLoss
-from .stand_in import StandIn
 from .state import Generators
 
 BUCKET_BYTES = 256 << 20
@@ -126,9 +125,6 @@ class MeshGRPOMixin(PrivateGRPOMethods, MeshTrainerMixin):
 
     # -- log-probabilities, of old weights and of a reference
 
-    def stands_in(self, model: Any) -> bool:
-        return isinstance(model, StandIn)
-
     def log_probs_of(self, model: Any, ids: Tensor, mask: Tensor, keep: int, batch_size: int | None) -> Tensor:
         """Log-probabilities of completions under the model or the reference model, (B, C). Collective.
 
@@ -185,20 +181,11 @@ class MeshGRPOMixin(PrivateGRPOMethods, MeshTrainerMixin):
         # Groups of completions go over data ranks, which all need a batch.
         return make(*args, **kwargs)
 
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """See `Trainer.evaluation_loop`: completions of the evaluation's prompts, their rewards, and the mean loss.
+    def _evaluated(self, dataloader: Any, *, takes_predictions: bool, metric_key_prefix: str) -> EvalLoopOutput:
+        """Completions of the evaluation's prompts, their rewards, and the mean loss.
 
         Trainer takes prompts for rows where it leaves out what is there twice, so that its mean lacks some.
         """
-        _ = self.manager
-        self.callback_handler.eval_dataloader = dataloader
         total, count, samples = 0.0, 0, 0
         for batch in dataloader:
             self._set_training(False)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
 
 from meshwright.base.errors import BatchError
 from meshwright.objectives.registry import get_objective
@@ -76,7 +77,6 @@ class MeshTrainerMixin(OnMesh):
             return torch.zeros((), device=self.args.device)
         held, self._held = self._held, []
         manager = self.manager
-        self._set_training(True)
         objective = self._objective(takes_logits=False)
         batches = self._batches(held, objective)
         count = manager.announce(batches, objective=objective)
@@ -200,7 +200,10 @@ class MeshTrainerMixin(OnMesh):
         _ = self.manager
         self.callback_handler.eval_dataloader = dataloader
         self._set_training(False)
-        return evaluated(self, dataloader, takes_predictions=not only, metric_key_prefix=metric_key_prefix)
+        return self._evaluated(dataloader, takes_predictions=not only, metric_key_prefix=metric_key_prefix)
+
+    def _evaluated(self, dataloader: Any, *, takes_predictions: bool, metric_key_prefix: str) -> EvalLoopOutput:
+        return evaluated(self, dataloader, takes_predictions=takes_predictions, metric_key_prefix=metric_key_prefix)
 
     def _set_training(self, is_training: bool) -> None:
         """TRL logs under the name of what the model is in."""
@@ -216,6 +219,7 @@ class MeshTrainerMixin(OnMesh):
         if not int(count):
             return 0.0, 0, None
         loss = self.manager.eval_loss(batches, num_tokens=count, objective=objective)
+        # A manager puts the mode of what it wraps back to its own.
         self._set_training(False)
         self._log_loss(objective)
         predictions = objective.kept.of(0).get("predictions") if isinstance(objective, TrainerLoss) else None

@@ -22,7 +22,7 @@ from meshwright.step.tokens import Outputs, Tokens
 from meshwright.strategy.contract import IGNORED_LABEL
 
 ROWS = "meshwright_trainer_rows"
-"""Column (B,) of a batch, int64: which row of which microbatch of the trainer each row is; see `RowsOf`."""
+"""Column (B,) of a batch, int64: which row of which microbatch of the trainer each row is; see `numbered`."""
 _STRIDE = 1 << 32
 
 _STATISTICS: Mapping[str, Callable[[Tokens], Tensor]] = {
