@@ -38,6 +38,7 @@ ADAPTERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "dora": ("llama", R | {"target_modules": "all-linear", "use_dora": True}),
     "dora of ends": ("llama", R | {"target_modules": ["o_proj", "embed_tokens", "lm_head"], "use_dora": True}),
     "widths": ("llama", R | {"target_modules": ["q_proj", "v_proj", "down_proj"]}),
+    "rank one": ("llama", {"r": 1, "lora_alpha": 8, "target_modules": "all-linear"}),
     "patterns": (
         "llama",
         R

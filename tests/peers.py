@@ -21,6 +21,8 @@ FETCHED = ROOT / ".peers"
 PEERS = {
     "accelerate": ("accelerate", "1.15.0", "accelerate"),
     "lightning": ("lightning", "2.6.6", "lightning"),
+    "trainer": ("transformers", "5.23.0", "transformers"),
+    "trl": ("trl", "1.16.0", "trl"),
     "torchtitan": ("torchtitan", "0.3.0", "torchtitan"),
     "automodel": ("nemo-automodel", "0.7.0", "nemo_automodel"),
     "verl": ("verl", "0.9.1", "verl"),
@@ -43,7 +45,8 @@ def words(directory: Path) -> frozenset[str]:
     """All identifiers in a package's sources, and the names of its modules."""
     found: set[str] = set()
     for path in directory.rglob("*.py"):
-        found.update(re.findall(r"[A-Za-z_]\w*", path.read_text(encoding="utf-8")), path.with_suffix("").parts)
+        found.update(path.relative_to(directory).with_suffix("").parts)
+        found.update(re.findall(r"[A-Za-z_]\w*", path.read_text(encoding="utf-8")))
     return frozenset(found)
 
 

@@ -43,6 +43,8 @@ DAILY = [
     ("dora", "tp"),
     ("experts", "ep"),
     ("widths", "megatron"),
+    ("rank one", "megatron"),
+    ("biases", "megatron"),
 ]
 SWEEP = [
     pytest.param(adapter, layout, tied, id=f"{adapter}-{layout}{'-tied' * tied}".replace(" ", "_"))

@@ -14,17 +14,28 @@ import peers
 import pytest
 
 PAGES = Path(__file__).parents[1] / "docs" / "coming-from"
-HANDWRITTEN = ("accelerate", "lightning")
+HANDWRITTEN = ("accelerate", "lightning", "trainer", "trl")
+MEAN_OF_MEANS = ("accelerate", "lightning")
+"""Pages of those that divide each microbatch's loss by its own labels."""
+NEAR = {"trainer": (1e-6, 1e-11), "trl": (1e-5, 1e-6)}
+"""How near theirs and ours are, and ours on one rank and two, where it is not 1e-6 and 1e-11: a trainer adds up losses
+in float32, and TRL reads a model in it."""
 RAGGED = "labels = ids.clone()", "labels = ids.clone()\n{indent}labels[: number % 13] = -100"
 OWN_LOSS = {
     "accelerate": ("loss = model(**batch).loss", "loss = exact(model, batch)"),
     "lightning": ("loss = self.model(**batch).loss", "loss = exact(self.model, batch)"),
+    "trainer": ("    callbacks=[Show()],", "    callbacks=[Show()],\n    compute_loss_func=of_logits,"),
 }
 EXACT = """
 
 def exact(model, batch):
     logits = model(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1)
     return torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:].flatten())
+
+
+def of_logits(outputs, labels, num_items_in_batch):
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
 
 
 def row("""
@@ -49,8 +60,8 @@ def ragged(script: str) -> str:
 
 
 @cache
-def printed(script: str, ranks: int) -> list[list[float]]:
-    """The numbers of each line that a script prints for a step: loss, and norm if it has it."""
+def output(script: str, ranks: int) -> str:
+    """What a script prints."""
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="meshwright-") as directory:
@@ -59,9 +70,14 @@ def printed(script: str, ranks: int) -> list[list[float]]:
         command = [sys.executable, *(torchrun if ranks > 1 else []), "train.py"]
         done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    return done.stdout
+
+
+def printed(script: str, ranks: int, steps: int = 6) -> list[list[float]]:
+    """The numbers of each line that a script prints for a step: loss, and norm if it has it."""
+    lines = [line for line in output(script, ranks).splitlines() if line.startswith("step ")]
     found = [list(map(float, re.findall(r"(?:loss|norm) ([\d.]+)", line))) for line in lines]
-    assert len(found) == 6, done.stdout
+    assert len(found) == steps, output(script, ranks)
     return found
 
 
@@ -75,7 +91,7 @@ def assert_equal(found: list[list[float]], expected: list[list[float]], toleranc
 @pytest.mark.parametrize("name", HANDWRITTEN)
 def test_our_script_prints_the_same_on_one_rank_and_two(name: str) -> None:
     ours = block(name, "Ours", "python")
-    assert_equal(printed(ours, 2), printed(ours, 1), 1e-11)
+    assert_equal(printed(ours, 2), printed(ours, 1), NEAR.get(name, (1e-6, 1e-11))[1])
 
 
 @pytest.mark.parametrize("sizes", ["tp_size=2", "cp_size=2", "pp_size=2"])
@@ -84,18 +100,54 @@ def test_our_script_prints_the_same_under_another_layout(sizes: str) -> None:
     assert_equal(printed(ours.replace("mw.MeshSizes()", f"mw.MeshSizes({sizes})"), 2), printed(ours, 1), 1e-9)
 
 
+@pytest.mark.parametrize("sizes", ['"tp_size": 2', '"cp_size": 2', '"pp_size": 2'])
+@pytest.mark.parametrize("name", ["trainer", "trl"])
+def test_our_trainers_print_the_same_under_another_layout(name: str, sizes: str) -> None:
+    ours = block(name, "Ours", "python")
+    shared = 'int(os.environ.get("WORLD_SIZE", 1))', '{"strategy": "fsdp2"}'
+    assert all(ours.count(each) == 1 for each in shared)
+    other = ours.replace(shared[0], "1").replace(shared[1], f'{{"strategy": "fsdp2", {sizes}}}')
+    near, _ = NEAR[name]
+    assert_equal(printed(other, 2), printed(ours, 1), near)
+
+
 @pytest.mark.parametrize("name", HANDWRITTEN)
 def test_their_script_prints_what_ours_does(name: str) -> None:
-    pytest.importorskip(name)
+    pytest.importorskip(peers.PEERS[name][2])
     theirs, ours = block(name, "Their script", "python"), block(name, "Ours", "python")
-    assert_equal(printed(theirs, 1), printed(ours, 1), 1e-6)
+    assert_equal(printed(theirs, 1), printed(ours, 1), NEAR.get(name, (1e-6, 1e-11))[0])
+    if name not in OWN_LOSS:
+        return
     model_loss, own = OWN_LOSS[name]
     assert theirs.count(model_loss) == 1
-    exact = theirs.replace(model_loss, own).replace("\n\ndef row(", EXACT)
-    assert_equal(printed(exact, 1), printed(ours, 1), 1e-9)
+    exact = printed(theirs.replace(model_loss, own).replace("\n\ndef row(", EXACT), 1)
+    wanted = printed(ours, 1)
+    if name in NEAR:
+        # The norms, which no trainer adds up.
+        exact, wanted = ([each[1:] for each in found] for found in (exact, wanted))
+    assert_equal(exact, wanted, 1e-9)
 
 
-@pytest.mark.parametrize("name", HANDWRITTEN)
+def test_trainer_and_ours_part_where_they_evaluate_ragged_rows() -> None:
+    text = page("trainer").split("**Where they part.**")[1].split("##")[0]
+    theirs, ours = (ragged(block("trainer", heading, "python")) for heading in ("Their script", "Ours"))
+    assert_equal(printed(ours, 1), printed(theirs, 1), 1e-6)
+    assert_equal(printed(ours, 2), printed(ours, 1), 1e-11)
+    evaluated = [
+        re.findall(r"evaluated: (\S+)", output(script, ranks)) for script, ranks in ((theirs, 1), (ours, 1), (ours, 2))
+    ]
+    assert [each for (each,) in evaluated] == [*re.findall(r"\d\.\d{6}", text), evaluated[1][0]]
+    assert evaluated[0] != evaluated[1]
+
+
+def test_the_trainer_of_completions_goes_on_where_the_script_of_trl_ends() -> None:
+    script = block("trl", "Ours", "python") + block("trl", "GRPO", "python")
+    found = printed(script, 2, steps=9)
+    assert found[:6] == printed(block("trl", "Ours", "python"), 2)
+    assert all(norm > 0 for _, norm in found[6:])
+
+
+@pytest.mark.parametrize("name", MEAN_OF_MEANS)
 def test_with_ragged_rows_both_print_what_the_page_says(name: str) -> None:
     pytest.importorskip(name)
     said = re.findall(r"\d\.\d{6}", page(name).split("**Where they part.**")[1].split("##")[0])

@@ -55,15 +55,14 @@ AUTO = {"tokens": AutoModelForTokenClassification, "sequences": AutoModelForSequ
 
 
 class Pooled(LlamaForSequenceClassification):
-    """Scores the first token of a sequence, or the mean of all."""
+    """Scores the first token of a sequence, the last one, padding or not, or the mean of all."""
 
     takes = "first"
 
     def forward(self, input_ids: Tensor, **inputs: Any) -> SequenceClassifierOutputWithPast:
         logits_BSK = self.score(self.model(input_ids=input_ids, **inputs).last_hidden_state)
-        return SequenceClassifierOutputWithPast(
-            logits=logits_BSK[:, 0] if self.takes == "first" else logits_BSK.mean(1)
-        )
+        taken = {"first": logits_BSK[:, 0], "last": logits_BSK[:, -1], "mean": logits_BSK.mean(1)}
+        return SequenceClassifierOutputWithPast(logits=taken[self.takes])
 
 
 def _model(kind: str, model_type: str, *, features: int = 1, padding: int | None = PAD) -> nn.Module:
@@ -150,6 +149,9 @@ def _rows(kind: str, step: int) -> dict[str, Tensor]:
         wave_BS = ids_BS.double() + at_BS
         columns = {"returns": wave_BS.sin(), "old": wave_BS.cos() * 0.1}
         return {"input_ids": ids_BS, "labels": labels_BS, "position_ids": positions_BS, **columns}
+    if kind == "last":
+        # The model is tried with the first row.
+        length_B1[0] = 16
     mask_BS = (at_BS < length_B1).long()
     labels_BS = ids_BS.where(mask_BS > 0, IGNORED_LABEL)
     return {"input_ids": ids_BS.where(mask_BS > 0, PAD), "labels": labels_BS, "attention_mask": mask_BS}
@@ -306,6 +308,7 @@ REFUSED: dict[str, tuple[str, str, Any, int | None, int, str]] = {
         1,
         "behind its head score it takes something else than",
     ),
+    "cp, of the last position": ("cp", "last", Pairs(), PAD, 1, "than the last position that is no padding. Set cp"),
     "cp, of all tokens": ("cp", "mean", Pairs(), PAD, 4, "than the last position that is no padding. Set cp_size=1."),
     "pp-cp": ("pp-cp", "mean", Pairs(), PAD, 1, "Set cp_size=1."),
     "no padding": ("fsdp2", "sequences", Pairs(), None, 1, "fails with input_ids (2, 8): *no padding token is defined"),

@@ -106,9 +106,13 @@ def test_a_batch_script_asks_for_a_task_for_each_rank_and_is_told_of_the_end_bef
 
 def test_a_batch_script_is_shell_in_which_nothing_is_replaced_that_was_given(tmp_path: Path) -> None:
     script = _texts("slurm", launch__setup=["true"])["job.sbatch"]
-    (tmp_path / "srun").write_text('#!/bin/sh\nenv > "$OUT/env"\nprintf "%s\\n" "$@" > "$OUT/args"\nexit "$CODE"\n')
+    srun = 'env > "$OUT/env"\nprintf "%s\\n" "$1" "$2" > "$OUT/options"\nshift 2\nexec "$@"\n'
+    # A rank that has not yet begun to heed signals.
+    rank = 'kill -TERM $$\nprintf "%s\\n" "$@" > "$OUT/args"\nexit "$CODE"\n'
+    for name, text in {"srun": srun, "python": rank}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}")
     (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >> "$OUT/queued"\n')
-    for name in ("srun", "scontrol"):
+    for name in ("srun", "scontrol", "python"):
         (tmp_path / name).chmod(0o755)
     for code in (0, 1, 143):
         environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path), "SLURM_JOB_ID": "7"}
@@ -118,7 +122,8 @@ def test_a_batch_script_is_shell_in_which_nothing_is_replaced_that_was_given(tmp
         assert (tmp_path / "queued").exists() == (code == 143)
     assert (tmp_path / "queued").read_text() == "requeue 7\n"
     arguments = (tmp_path / "args").read_text().splitlines()
-    assert arguments[1:] == ["python", "-m", "meshwright", "train", "/shared/jobs/one job/run.yaml"]
+    assert arguments == ["-m", "meshwright", "train", "/shared/jobs/one job/run.yaml"]
+    assert (tmp_path / "options").read_text().split() == ["--kill-on-bad-exit=1", "--cpus-per-task=4"]
     told = (tmp_path / "env").read_text().splitlines()
     assert "NCCL_DEBUG=it's a $HOME" in told
     assert "OMP_NUM_THREADS=4" in told
@@ -342,6 +347,8 @@ REFUSED: dict[str, tuple[Target, dict[str, Any], str]] = {
         *("skypilot", {"checkpoint": {"on_signal": {}}}),
         "takes machines away without one",
     ),
+    "a code of ranks that are killed": ("slurm", {"checkpoint.on_signal": {"exit_code": 137}}, "or been killed"),
+    "a job that is over as it begins": ("slurm", {"launch.time_limit": "3m"}, "is over as soon as it has begun"),
     "a relative directory": ("slurm", {"output_dir": "runs/a"}, "is relative"),
     "a directory of one machine": ("ray", {"output_dir": "/tmp/a"}, "is a machine's own"),
     "a directory in the container": ("kubernetes", {"output_dir": "/runs/a"}, "is not below /shared"),
@@ -360,9 +367,19 @@ def test_what_the_cluster_could_not_run_is_refused(case: str) -> None:
     _job(to)
 
 
+@pytest.mark.parametrize(("directory", "name"), [("7B llama", "run-7b-llama"), ("Llama_7", "llama-7"), ("--", "run")])
+def test_a_job_is_called_what_each_cluster_takes(directory: str, name: str) -> None:
+    assert _job("kubernetes", output_dir=f"/shared/{directory}").name == name
+
+
+def test_a_single_rank_does_not_start_others() -> None:
+    values = _job("slurm", launch__nodes=1, device="cpu", launch__gpus_per_node=0, launch__ranks_per_node=1).values
+    assert RunConfig.model_validate(values).processes(frozenset({"dp_shard"}), 0) == 1
+
+
 def test_one_machine_may_use_its_own_disk() -> None:
     assert _job("slurm", launch__nodes=1, output_dir="runs/a").world_size == 8
-    for to in ("kubernetes", "skypilot"):
+    for to in ("kubernetes", "skypilot", "ray"):
         with pytest.raises(ConfigError, match="is relative"):
             _job(to, launch__nodes=1, output_dir="runs/a")
 
@@ -376,6 +393,7 @@ def test_one_machine_may_use_its_own_disk() -> None:
         ("setup", ["a\nb"]),
         ("time_limit", "12"),
         ("name", "Not a name"),
+        ("name", "7b"),
         ("env", {"A B": "c"}),
         ("memory_per_node", "many"),
         ("kubernetes.kind", "Job"),

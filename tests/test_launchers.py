@@ -188,6 +188,9 @@ def test_ranks_that_see_several_devices_have_to_know_their_place(monkeypatch: py
         local_rank(8)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert local_rank(8) == 3
+    monkeypatch.setenv("LOCAL_RANK", "one")
+    with pytest.raises(MeshError, match="LOCAL_RANK='one' is no count"):
+        local_rank(8)
 
 
 GROUP = """

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
+import tomllib
 import types
 from pathlib import Path
 from typing import Any
@@ -174,3 +176,26 @@ def test_option_tables_name_every_option_and_tests_that_exist(plugin: str) -> No
     for _, tests in rows:
         for test in re.findall(r"test_\w+", tests):
             assert f"def {test}(" in sources, test
+
+
+def test_install_lines_bring_each_distribution_of_ours_that_their_extras_name() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    ours = {
+        tomllib.loads(path.read_text(encoding="utf-8"))["project"]["name"]: f"plugins/{path.parent.name}"
+        for path in ROOT.glob("plugins/*/pyproject.toml")
+    }
+    lines = [
+        line.strip()
+        for pattern in ("*.md", "docs/**/*.md", "plugins/*/README.md")
+        for path in sorted(ROOT.glob(pattern))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.strip().startswith("pip install") and "-e '.[" in line
+    ]
+    assert len(lines) >= 7
+    for line in lines:
+        parts = shlex.split(line, comments=True)
+        named = re.fullmatch(r"\.\[(.*)\]", next(part for part in parts if part.startswith(".["))).group(1)  # type: ignore[union-attr]
+        needed = {re.split(r"[^\w-]", each)[0] for extra in named.split(",") for each in extras[extra]}
+        missing = [ours[name] for name in sorted(needed & ours.keys()) if ours[name] not in parts]
+        # pip does not take `-e plugins/name[extra]` for it.
+        assert not missing, line

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from test_cli import LAUNCHER_VARIABLES
 
 from meshwright import Checkpointer, ConfigError, Loop, Stopped, StopSignals, fit, load_checkpoint
 from meshwright.checkpoint.manifest import step_directory
+from meshwright.data.encoding.worker import Worker
 from meshwright.launch.stopping import SAME_S
 from meshwright.strategy.contract import StepResult, StrategyManager
 from meshwright.strategy.hooks import hookimpl
@@ -213,6 +215,24 @@ def test_a_loop_stopped_in_a_pass_by_a_signal_to_one_rank_goes_on_there(kind: st
     assert pool(2).run(_in_passes, kind, str(tmp_path / "checkpoints")) == [expected] * 2
 
 
+def _signalled_as_it_leaves() -> int:
+    manager, _ = _built(0)
+    mesh = manager.mesh
+    with StopSignals(["SIGUSR1"]) as signals, get_registry().observing(_SignalAt(1)):
+        try:
+            fit(manager, Loop(lambda step: share(Case(), step, mesh.data_rank, mesh.data_size), 5, signals=signals))
+        except Stopped as stopped:
+            time.sleep(SAME_S + 0.1)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.5)
+            return stopped.step
+    return 0
+
+
+def test_a_rank_that_leaves_is_not_ended_by_what_its_launcher_sends_when_another_has_left() -> None:
+    assert pool(2).run(_signalled_as_it_leaves) == [2, 2]
+
+
 def _messages(case: Case, signals: StopSignals | None) -> tuple[int, list[int]]:
     """How many messages of all ranks a loop sends, and how many numbers each has."""
     manager, _ = _built(0)
@@ -333,6 +353,65 @@ def test_a_second_signal_ends_a_rank_that_waits_for_a_peer_and_one_that_comes_tw
             assert process.wait(10) == 143
         finally:
             process.kill()
+
+
+FORKS = """
+import multiprocessing, os, signal, time
+from meshwright.launch.stopping import StopSignals
+
+def work(ready):
+    ready.set()
+    time.sleep(100)
+
+fork = multiprocessing.get_context("fork")
+ready = [fork.Event() for _ in range(2)]
+def silent(text):
+    raise BrokenPipeError(text)
+
+with StopSignals(["SIGTERM", "SIGUSR1"], tell=silent) as signals:
+    ended, kept = (fork.Process(target=work, args=(each,)) for each in ready)
+    for process, each in zip((ended, kept), ready):
+        process.start()
+        each.wait()
+    ended.terminate()
+    os.kill(kept.pid, signal.SIGUSR1)
+    ended.join(10)
+    time.sleep(0.5)
+    print(ended.exitcode, kept.exitcode, signals.noted)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    while not signals.noted:
+        time.sleep(0.01)
+    listens = signals._thread.is_alive()
+print(listens, kept.exitcode)
+kept.kill()
+"""
+
+
+def test_processes_that_are_forked_have_signals_of_their_own_and_hold_up_nobody() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split("\n")[:2] == ["-15 None 0", "True None"], done.stderr
+
+
+def _tokens(text: str) -> int:
+    return len(text)
+
+
+def test_what_tokenizes_outlives_a_signal_to_all_processes() -> None:
+    worker = Worker(partial, _tokens)
+    try:
+        assert worker.call("abc") == 3
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            os.kill(worker._process.pid, number)
+        assert worker.call("abcd") == 4
+    finally:
+        worker.close()
+    assert worker._process.returncode == 0
+
+
+@pytest.mark.parametrize("names", ["SIGTERM", ["SIGTERM", "SIGKILL"], ["TERM"]])
+def test_signals_that_cannot_be_noted_are_refused(names: Any) -> None:
+    with pytest.raises(ConfigError, match="none of the signals that can be noted"):
+        StopSignals(names)
 
 
 def test_handlers_are_put_back() -> None:

@@ -3157,15 +3157,15 @@ _bug(
 _bug(
     "any_pooling_under_cp",
     "meshwright.parallel.context.probe",
-    "!= (each == position):",
-    "!= (each == position) and each == position:",
+    "(([position], True), (others, False)):",
+    "(([position], True),):",
     f"{_HEADS}::test_what_a_head_cannot_do_is_told_on_all_ranks_before_the_first_step[cp, of all tokens]",
     kind="a model that is divided computes something else",
 )
 _bug(
     "rows_of_adapters_cut",
     "meshwright_megatron_fsdp._compat.wrapping",
-    "    _keep_rows_whole(model, units)\n",
+    "    _keep_rows_whole(model, mesh, theirs, units)\n",
     "",
     "tests/test_adapters.py::test_adapters_train_as_in_one_process[widths-megatron]",
     kind="a shard holds a part of a row",
@@ -3270,7 +3270,7 @@ _bug(
     "meshwright_trainer.arguments",
     "            text.router_aux_loss_coef = trainer.router_aux_loss_coef\n",
     "",
-    f"{_ACTS}[moe-router_aux_loss_coef=0.5]",
+    f"{_ACTS}[dpo_moe-router_aux_loss_coef=0.5]",
     kind="an argument gives way to the model's configuration",
 )
 _bug(
@@ -3380,4 +3380,271 @@ _bug(
     "if False and",
     f"{_PLANNED}[fsdp2-adapters-2ranks]",
     kind="a plan has one more buffer for each unit that FSDP gathers as bytes",
+)
+
+# -- signals and jobs, again
+
+_bug(
+    "forks_speak_for_their_parent",
+    "meshwright.launch.stopping",
+    "        os.register_at_fork(after_in_child=self._leave_to_parent)\n",
+    "",
+    f"{_STOPPING}::test_processes_that_are_forked_have_signals_of_their_own_and_hold_up_nobody",
+    kind="a signal to a process that a rank has forked stops the run",
+)
+_bug(
+    "forks_hold_the_pipe",
+    "meshwright.launch.stopping",
+    "        os.write(self._writer, _END)\n        self._thread.join()\n        os.close(self._writer)\n",
+    "        os.close(self._writer)\n        self._thread.join()\n",
+    f"{_STOPPING}::test_processes_that_are_forked_have_signals_of_their_own_and_hold_up_nobody",
+    kind="a rank waits for ever for the processes that it has forked",
+)
+_bug(
+    "nobody_hears_the_second",
+    "meshwright.launch.stopping",
+    "with suppress(OSError):  # nobody",
+    "with suppress(KeyError):  # nobody",
+    f"{_STOPPING}::test_processes_that_are_forked_have_signals_of_their_own_and_hold_up_nobody",
+    kind="a thread that reads signals ends when what it says cannot be written",
+)
+_bug(
+    "signals_that_are_none",
+    "meshwright.launch.stopping",
+    "if name not in _NAMES",
+    "if False",
+    f"{_STOPPING}::test_signals_that_cannot_be_noted_are_refused[names1]",
+    kind="a raw error of the interpreter for a wrong name",
+)
+_bug(
+    "tokenizing_dies_first",
+    "meshwright.data.encoding.worker",
+    "signal.SIGTERM, signal.SIGHUP",
+    "signal.SIGHUP",
+    f"{_STOPPING}::test_what_tokenizes_outlives_a_signal_to_all_processes",
+    kind="a signal to all processes fails a run that was to save",
+)
+_bug(
+    "failed_jobs_queue_for_ever",
+    "meshwright.clusters.slurm",
+    'trap "" TERM; ',
+    "",
+    f"{_JOBS}::test_a_batch_script_is_shell_in_which_nothing_is_replaced_that_was_given",
+    kind="a job that has failed is queued again, without end",
+)
+_bug(
+    "a_step_asks_for_no_cpus",
+    "meshwright.clusters.slurm",
+    '"--kill-on-bad-exit=1", *cpus',
+    '"--kill-on-bad-exit=1"',
+    f"{_JOBS}::test_a_batch_script_is_shell_in_which_nothing_is_replaced_that_was_given",
+    kind="all threads of a rank share one CPU",
+)
+_bug(
+    "a_job_over_as_it_begins",
+    "meshwright.clusters.job",
+    "launch.time_limit_s <= launch.grace_s + _EARLY_S",
+    "launch.time_limit_s <= launch.grace_s",
+    f"{_JOBS}::test_what_the_cluster_could_not_run_is_refused[a job that is over as it begins]",
+    kind="a job is queued again and again, and trains nothing",
+)
+_bug(
+    "services_begin_with_digits",
+    "meshwright.clusters.job",
+    "plain if plain[:1].isalpha()",
+    "plain if plain",
+    f"{_JOBS}::test_a_job_is_called_what_each_cluster_takes[7B llama-run-7b-llama]",
+    kind="a name that a cluster refuses",
+)
+_bug(
+    "ray_removes_checkpoints",
+    "meshwright.clusters.job",
+    '(shared or to == "ray") and not',
+    "shared and not",
+    f"{_JOBS}::test_one_machine_may_use_its_own_disk",
+    kind="checkpoints lie in a copy of a directory that is removed",
+)
+_bug(
+    "one_rank_starts_four",
+    "meshwright.clusters.job",
+    '({"nproc": 1} if',
+    "({} if",
+    f"{_JOBS}::test_a_single_rank_does_not_start_others",
+    kind="a job has other ranks than were checked",
+)
+_bug(
+    "leaving_is_ended",
+    "meshwright.train.loop",
+    "        signals.settle()\n",
+    "",
+    f"{_STOPPING}::test_a_rank_that_leaves_is_not_ended_by_what_its_launcher_sends_when_another_has_left",
+    kind="a run that was stopped leaves with a code that says that it was not",
+)
+_bug(
+    "places_are_not_read_as_counts",
+    "meshwright.launch.join",
+    'return number(os.environ, "LOCAL_RANK", 0)',
+    'return int(os.environ.get("LOCAL_RANK", "0"))',
+    f"{_LAUNCHERS}::test_ranks_that_see_several_devices_have_to_know_their_place",
+    kind="a raw error of the interpreter for a wrong variable",
+)
+
+# -- resuming, and models that score sequences
+
+_SCHEDULED = f"{_FABRIC}::test_a_schedule_goes_on_where_ranks_have_other_groups"
+_bug(
+    "milestones_are_words",
+    "meshwright.checkpoint.schedule",
+    'if isinstance(state.get("milestones"), Mapping):',
+    "if False:",
+    f"{_SCHEDULED}[single-pp-steps]",
+    kind="JSON makes words of numbers, and what counts by number finds nothing",
+)
+_bug(
+    "rates_of_the_first_ranks_groups",
+    "meshwright_fabric.strategy",
+    "together(partial(load_schedule, value, saved))",
+    "value.load_state_dict(saved)",
+    f"{_SCHEDULED}[single-pp-of its start]",
+    kind="state that is by group is given to a rank with other groups",
+)
+_bug(
+    "tensors_stay_written",
+    "meshwright_fabric.strategy",
+    "decoded(together(lambda: read_manifest(Path(path))).extra)",
+    "dict(read_manifest(Path(path)).extra)",
+    f"{_SCHEDULED}[single-pp-steps]",
+    kind="a value comes back in the form in which it was stored",
+)
+_bug(
+    "moments_are_dropped",
+    "meshwright_fabric.strategy",
+    "if optimizer.state:",
+    "if False:",
+    f"{_FABRIC}::test_what_cannot_be_meant_is_refused_on_all_ranks[stepped]",
+    kind="state that the user has made is lost without a word",
+)
+_bug(
+    "last_position_without_padding",
+    "meshwright.parallel.context.probe",
+    "for given in (ids, padded):",
+    "for given in (ids,):",
+    f"{_HEADS}::test_what_a_head_cannot_do_is_told_on_all_ranks_before_the_first_step[cp, of the last position]",
+    kind="a check is made on inputs that do not tell two cases apart",
+)
+_bug(
+    "small_rows_by_all_widths",
+    "meshwright_megatron_fsdp._compat.wrapping",
+    "if shapes[index].numel() >= between:",
+    "if True:",
+    "tests/test_adapters.py::test_adapters_train_as_in_one_process[rank_one-megatron]",
+    kind="what another package does is reckoned otherwise than it reckons",
+)
+_bug(
+    "models_for_two",
+    "meshwright.manager.data_parallel",
+    "        take(model.modules())\n",
+    "",
+    "tests/test_taken_models.py::test_a_model_of_another_manager_is_refused_on_every_rank[ddp bucketed]",
+    kind="a model under two managers, whose gradients come back as 0",
+)
+_bug(
+    "stages_for_two",
+    "meshwright_pipeline.manager",
+    "check_new(model, has_model=self._model is not None)",
+    "check_new(nn.Module(), has_model=self._model is not None)",
+    "tests/test_taken_models.py::test_a_model_of_another_manager_is_refused_on_every_rank[pipeline]",
+    kind="a model that was taken apart is taken again",
+)
+_bug(
+    "wrapped_model_stays_wrapped",
+    "meshwright_trainer.accelerator",
+    "    def no_sync(",
+    "    def unwrap_model(self, model: Any, *_: Any, **__: Any) -> Any:\n        return model\n\n    def no_sync(",
+    "plugins/trainer/tests/test_theirs.py::test_the_accelerator_unwraps_what_torch_has_wrapped",
+    kind="a model is given back within torch's wrapper",
+)
+_bug(
+    "arguments_before_there_are_any",
+    "meshwright_trainer.grpo",
+    "        self.args = arguments_among([*args, *kwargs.values()])\n",
+    "",
+    "tests/test_coming_from.py::test_the_trainer_of_completions_goes_on_where_the_script_of_trl_ends",
+    kind="a trainer of completions takes no path",
+)
+_bug(
+    "any_directory_is_a_checkpoint",
+    "meshwright_trainer._compat",
+    "        check_directory(Path(resume_from_checkpoint))\n",
+    "        pass\n",
+    "plugins/trainer/tests/test_theirs.py::test_a_checkpoint_that_is_not_there_is_refused_by_its_name",
+    kind="a checkpoint that is not there ends in an error of the library below",
+)
+
+# -- plugins/trainer: data, models and losses
+
+_INPUTS = "plugins/trainer/tests/test_inputs.py"
+_bug(
+    "any_tokens_have_one_answer",
+    "meshwright_trainer.stand_in",
+    "if not isinstance(ids, Tensor) or not torch.equal(ids, self._ids):",
+    "if not isinstance(ids, Tensor):",
+    f"{_INPUTS}::test_a_loss_that_calls_the_model_with_other_tokens_is_refused[Other]",
+    kind="what was computed of some tokens is given for others",
+)
+_bug(
+    "masked_models_are_shifted",
+    "meshwright_trainer.arguments",
+    "if not usual or getattr",
+    "if getattr",
+    f"{_INPUTS}::test_a_model_that_does_not_predict_the_next_token_is_refused[masked]",
+    kind="labels of one meaning are trained on as those of another",
+)
+_bug(
+    "inputs_are_left_out",
+    "meshwright_trainer.mixin",
+    "            self._check_inputs(inputs)\n",
+    "",
+    f"{_INPUTS}::test_what_the_model_would_not_be_given_is_refused[inputs_embeds]",
+    kind="a part of a batch is left out, without a word",
+)
+_bug(
+    "streams_are_filled_up",
+    "meshwright_trainer.accelerator",
+    'and not self.even_batches and getattr(stream, "n_shards", 0) < count:',
+    "and count < 0:",
+    f"{_INPUTS}::test_rows_of_streams_are_dealt_out_once_and_ranks_end_together",
+    kind="rows are evaluated twice",
+)
+_bug(
+    "streams_end_apart",
+    "meshwright_trainer.mixin",
+    "dist.ReduceOp.MIN)[0]:",
+    "dist.ReduceOp.MAX)[0]:",
+    f"{_INPUTS}::test_rows_of_streams_are_dealt_out_once_and_ranks_end_together",
+    kind="ranks take unequally many batches",
+)
+_bug(
+    "any_trainer_of_trl",
+    "meshwright_trainer.arguments",
+    "    _check_trainer(trainer)\n",
+    "",
+    f"{_INPUTS}::test_a_trainer_whose_batches_are_not_known_is_refused[KTOTrainer]",
+    kind="what is not known is not refused by name",
+)
+_bug(
+    "buckets_for_all_that_are_small",
+    "meshwright_megatron_fsdp._compat.wrapping",
+    "if any((cut - begin) % row for cut in cuts):",
+    "if row > 1 and place.size < between:",
+    "plugins/megatron_fsdp/tests/test_megatron_fsdp_options.py::test_overlap_grad_reduce_decides_whether_backward_reduces[False-expected1]",
+    kind="more messages than are needed",
+)
+_bug(
+    "stages_evaluate_other_rows",
+    "meshwright_trainer.grpo",
+    'trainer.args.eval_strategy != "no" and evaluated != train',
+    "False",
+    "plugins/trainer/tests/test_grpo.py::test_what_cannot_be_honoured_is_refused_by_name_before_training[pp eval]",
+    kind="what cannot be is found out in the middle of a run",
 )

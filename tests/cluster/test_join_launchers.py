@@ -11,9 +11,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import netns
 import pytest
-from starts import HERE, LOOP, TORCHRUN, Found, clean, free_port, losses, places, run
+
+from cluster import netns
+from cluster.starts import HERE, LOOP, TORCHRUN, Found, clean, free_port, losses, places, run
 
 PYTHON = sys.executable
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe")

@@ -119,6 +119,17 @@ def test_a_job_that_is_preempted_and_requeued_ends_with_the_numbers_of_one_that_
     assert fingerprint(run.directory / "model") == fingerprint(whole.directory / "model")
 
 
+def test_a_job_of_which_a_rank_fails_while_another_begins_is_not_queued_again(cluster: Cluster, tmp_path: Path) -> None:
+    # Rank 1 takes its time to import.
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$SLURM_PROCID" = 0 ] && exit 2\nexec sleep 100\n')
+    python.chmod(0o755)
+    launch = {**LAYOUT["launch"], "python": str(python)}
+    number = _submitted(cluster, make_run(tmp_path, "failed", {**LAYOUT, "launch": launch}))
+    job = cluster.await_state(number, "FAILED")
+    assert (job["ExitCode"], job["Restarts"]) == ("137:0", "0"), job
+
+
 def test_a_job_that_is_cancelled_saves_and_is_not_queued_again(cluster: Cluster, tmp_path: Path) -> None:
     run = make_run(tmp_path, "cancelled", LAYOUT)
     number = _submitted(cluster, run)

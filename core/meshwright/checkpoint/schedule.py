@@ -8,6 +8,7 @@ Source: torch.optim.lr_scheduler.LRScheduler, whose state this is.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,6 +53,9 @@ def _of_groups(saved: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[s
                 f"Resume on the layout that the checkpoint was saved on."
             )
         state[key] = values[:1] * len(groups)
+    if isinstance(state.get("milestones"), Mapping):
+        # MultiStepLR counts by step; JSON has made the steps words.
+        state["milestones"] = Counter({int(step): times for step, times in state["milestones"].items()})
     if "_schedulers" in state:
         state["_schedulers"] = [_of_groups(each, groups) for each in state["_schedulers"]]
     return state

@@ -8,6 +8,7 @@ somebody is there to read it, and not by the first of many machines.
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -29,6 +30,8 @@ PORT = 29500
 _OF_ONE_MACHINE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 _STOP_S = 30
 """Beside the grace period: for a launcher to end."""
+_EARLY_S = 60
+"""Slurm signals so much sooner than it is told to, at most (man sbatch)."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +118,18 @@ def plan_job(values: Mapping[str, Any], config: RunConfig, to: Target, directory
     micro_batch_size = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
     check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=micro_batch_size)
     _check_goes_on(config, to)
+    if to == "slurm" and launch.time_limit_s is not None and launch.time_limit_s <= launch.grace_s + _EARLY_S:
+        raise ConfigError(
+            f"launch.time_limit={launch.time_limit} is over as soon as it has begun: the signal comes launch.grace_s="
+            f"{launch.grace_s} s before, or up to {_EARLY_S} s sooner. Raise the one or lower the other."
+        )
     _check_storage(config, launch, to)
     name = launch.name or _name(config.output_dir)
     where = directory or Path("launch") / name
     return Job(
-        # Without what only this reads.
-        values={key: value for key, value in values.items() if key != "launch"},
+        # Without what only this reads; a single rank is no launcher's, and would start as many as there seem to be.
+        values={key: value for key, value in values.items() if key != "launch"}
+        | ({"nproc": 1} if launch.nodes * ranks == 1 else {}),
         config=config,
         launch=launch,
         ranks_per_node=ranks,
@@ -176,10 +185,10 @@ def _check_goes_on(config: RunConfig, to: Target) -> None:
             f"checkpoint.on_signal.signals={saving.stops_on.signals}, but {to} announces the end of a job by SIGTERM. "
             f"Add it, or leave on_signal out."
         )
-    if to == "slurm" and saving.stops_on.exit_code in (0, 1, 2):
+    if to == "slurm" and saving.stops_on.exit_code in (0, 1, 2, 128 + signal.SIGKILL):
         raise ConfigError(
-            f"checkpoint.on_signal.exit_code={saving.stops_on.exit_code} is also that of a run that has ended or "
-            f"failed; the job could not tell whether to queue again. Leave it out: it is 143 then."
+            f"checkpoint.on_signal.exit_code={saving.stops_on.exit_code} is also that of a run that has ended, failed "
+            f"or been killed; the job could not tell whether to queue again. Leave it out: it is 143 then."
         )
 
 
@@ -188,7 +197,8 @@ def _check_storage(config: RunConfig, launch: LaunchConfig, to: Target) -> None:
     path = PurePosixPath(config.output_dir)
     shared = launch.nodes > 1 or to in ("kubernetes", "skypilot")
     why = "and checkpoints would be in parts" if launch.nodes > 1 else "and the next one would not find checkpoints"
-    if shared and not path.is_absolute():
+    # Ray runs a job in a copy of the working directory, which it removes.
+    if (shared or to == "ray") and not path.is_absolute():
         raise ConfigError(
             f"output_dir={config.output_dir!r} is relative, so each machine has its own, {why}. Name a "
             f"directory on shared storage by its whole path."
@@ -222,6 +232,7 @@ def _is_below(path: PurePosixPath, place: str) -> bool:
 
 
 def _name(output_dir: str) -> str:
-    """A name that every cluster takes."""
+    """A name that every cluster takes: that of a service of Kubernetes begins with a letter."""
     plain = re.sub(r"[^a-z0-9]+", "-", Path(output_dir).name.lower()).strip("-")
-    return plain[:40].strip("-") or "run"
+    named = plain if plain[:1].isalpha() else f"run-{plain}"
+    return named[:40].strip("-")

@@ -6,7 +6,9 @@ own. GPUs are asked for by machine, not by task, so that ranks can copy to each 
 
 [Note: queueing again] Slurm queues a job again that it has pre-empted (--requeue) if it ends at the signal's grace
 period, but not one that has ended by then, nor one whose time is up. So the script does it, when the ranks have left
-with the code of a run that was stopped. The script itself gets no signal (`--signal` goes to steps); it does get one
+with the code of a run that was stopped. srun leaves with the highest of the codes of the ranks, and when one has failed
+it ends the others by SIGTERM: one that dies of that leaves with 143, as one that was stopped. So ranks begin with
+SIGTERM ignored, until they save on it. The script itself gets no signal (`--signal` goes to steps); it does get one
 from scancel, and a job that was cancelled is not queued again.
 Source: man sbatch, man scontrol, slurm.conf (GraceTime, KillWait).
 """
@@ -28,6 +30,9 @@ def batch_script(job: Job) -> str:
     exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items())
     command = [job.launch.python, "-m", "meshwright", "train", str(job.directory / RUN_FILE)]
     setup = "".join(f"{line}\n" for line in job.launch.setup)
+    # Of what the job has, newer versions give a step no CPUs unless it asks itself.
+    cpus = [] if job.launch.cpus_per_rank is None else [f"--cpus-per-task={job.launch.cpus_per_rank}"]
+    srun = shlex.join(["srun", "--kill-on-bad-exit=1", *cpus])
     stopped = job.config.checkpoint.stops_on.exit_code
     return f"""#!/bin/bash
 {options}
@@ -35,7 +40,7 @@ def batch_script(job: Job) -> str:
 {setup}{exports}
 
 code=0
-srun --kill-on-bad-exit=1 {shlex.join(command)} || code=$?
+{srun} bash -c 'trap "" TERM; exec "$@"' bash {shlex.join(command)} || code=$?
 if [ "$code" -eq {stopped} ]; then
     # Saved, and stopped by a signal: go on when there is room.
     scontrol requeue "$SLURM_JOB_ID"

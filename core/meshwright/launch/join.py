@@ -82,14 +82,14 @@ def local_rank(devices: int) -> int:
     """Which of the ranks on its node this is, to choose one of `devices` by.
 
     Raises:
-        MeshError: it is one of several, there are several devices, and LOCAL_RANK is not set.
+        MeshError: it is one of several, there are several devices, and LOCAL_RANK is not set; or is no count.
     """
-    if "LOCAL_RANK" not in os.environ and devices > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if "LOCAL_RANK" not in os.environ and devices > 1 and number(os.environ, "WORLD_SIZE", 1) > 1:
         raise MeshError(
             f"LOCAL_RANK is not set, so this rank cannot tell which of the {devices} devices here is its own. Set it "
             f"to the number of the rank on its node, from 0, or give the device with its index."
         )
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return number(os.environ, "LOCAL_RANK", 0)
 
 
 def _beside_group(environment: Mapping[str, str], rank: int, size: int) -> dict[str, str]:

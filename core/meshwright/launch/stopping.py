@@ -7,6 +7,9 @@ a launcher, which passes on its own: what comes within SAME_S is the same.
 
 Python runs handlers in the main thread, and only between two of its instructions: one that waits for a peer in torch
 would not hear of the second. So a thread reads what the interpreter writes into a pipe as a signal arrives.
+
+Processes that are forked in the context share the pipe, but their signals are their own: SIGTERM is how whoever has
+started one ends it, and the others it ignores, since schedulers send them to all processes.
 """
 
 from __future__ import annotations
@@ -17,11 +20,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Literal, get_args
+
+from ..base.errors import ConfigError
 
 SAME_S = 2.0
 """A signal that comes again within this time is the same."""
+
+StopName = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"]
+_NAMES: tuple[StopName, ...] = get_args(StopName)
+_END = b"\0"
+"""The number of no signal. A pipe does not end when it is closed here, if a process that was forked has it open."""
 
 
 class Stopped(SystemExit):
@@ -47,15 +58,23 @@ class StopSignals:
         names: such as SIGTERM.
         exit_code: of `Stopped`.
         tell: called with what there is to say when one is noted; in a thread.
+
+    Raises:
+        ConfigError: a name is none of `StopName`.
     """
 
     def __init__(
         self, names: Sequence[str], *, exit_code: int = 143, tell: Callable[[str], object] | None = None
     ) -> None:
+        wrong = names if isinstance(names, str) else next((name for name in names if name not in _NAMES), None)
+        if wrong is not None:
+            raise ConfigError(
+                f"{wrong!r} is none of the signals that can be noted. Give a list of some of {', '.join(_NAMES)}."
+            )
         self.names, self.exit_code = tuple(names), exit_code
         self._numbers = {int(signal.Signals[name]) for name in names}
         self._tell = tell
-        self._noted, self._noted_s = 0, 0.0
+        self._noted, self._noted_s, self._settled = 0, 0.0, False
         self._handlers: dict[int, Any] = {}
         self._thread: threading.Thread | None = None
         self._before = -1
@@ -64,6 +83,10 @@ class StopSignals:
     def noted(self) -> int:
         """Number of the signal that has come; 0: none has."""
         return self._noted
+
+    def settle(self) -> None:
+        """From here on a second signal ends nothing: the run leaves by itself, and others may already have left."""
+        self._settled = True
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is not threading.main_thread() or not self._numbers:
@@ -74,6 +97,7 @@ class StopSignals:
         self._thread = threading.Thread(target=self._listen, name="meshwright-signals", daemon=True)
         self._thread.start()
         self._handlers = {number: signal.signal(number, _leave_to_thread) for number in self._numbers}
+        os.register_at_fork(after_in_child=self._leave_to_parent)
         return self
 
     def __exit__(
@@ -86,15 +110,26 @@ class StopSignals:
         for number, handler in self._handlers.items():
             signal.signal(number, signal.SIG_IGN if late else signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._before)
-        os.close(self._writer)
+        os.write(self._writer, _END)
         self._thread.join()
+        os.close(self._writer)
         os.close(self._reader)
         self._thread = None
 
+    def _leave_to_parent(self) -> None:
+        """In a process that was forked from this one; see [Note: stopping]."""
+        if self._thread is not None:
+            self._thread = None
+            signal.set_wakeup_fd(-1)
+            if signal.SIGTERM in self._handlers:
+                signal.signal(signal.SIGTERM, self._handlers[signal.SIGTERM] or signal.SIG_DFL)
+
     def _listen(self) -> None:
-        while found := os.read(self._reader, 64):
+        found = b""
+        while _END not in found:
+            found = os.read(self._reader, 64)
             if self._before != -1:
-                os.write(self._before, found)
+                os.write(self._before, found.rstrip(_END))
             for number in found:
                 if number in self._numbers:
                     self._note(number)
@@ -104,8 +139,9 @@ class StopSignals:
         if not self._noted:
             self._noted, self._noted_s = number, now
             if self._tell is not None:
-                self._tell(f"{name}: this run stops after its step; a second signal ends it at once")
-        elif now - self._noted_s > SAME_S:
+                with suppress(OSError):  # nobody listens to this process any more
+                    self._tell(f"{name}: this run stops after its step; a second signal ends it at once")
+        elif now - self._noted_s > SAME_S and not self._settled:
             sys.stderr.flush()
             os._exit(128 + number)
 

@@ -7,23 +7,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TypeVar
+from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
 
-from ..base.errors import StrategyError
+from ..base.errors import ModelError, StrategyError
 
 T = TypeVar("T")
+_TAKEN: WeakSet[nn.Module] = WeakSet()
+"""Modules of models that managers have."""
 
 
-def check_new(*, has_model: bool) -> None:
+def check_new(model: nn.Module, *, has_model: bool) -> None:
     """Before `parallelize`.
 
     Raises:
         StrategyError: the manager has a model already.
+        ModelError: another manager has the model, or a part of it, whose hooks and shards are the other one's.
     """
     if has_model:
         raise StrategyError("parallelize was called twice on one manager. Build another manager for another model.")
+    if any(each in _TAKEN for each in model.modules()):
+        raise ModelError(
+            f"{type(model).__name__} has been parallelized by another manager already, and is that one's. Build the "
+            f"model anew, or read it from what the other one has saved."
+        )
+
+
+def take(modules: Iterable[nn.Module]) -> None:
+    """Note that a manager has these."""
+    _TAKEN.update(modules)
 
 
 def require_model(model: T | None) -> T:

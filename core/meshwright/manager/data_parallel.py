@@ -31,7 +31,7 @@ from ..step.row_head import RowHead
 from ..strategy.ask import model_layout
 from ..strategy.contract import Batch, Objective, TokenStatistic
 from ..tensors.norms import check_clip
-from .call_order import check_new, check_nothing_pending
+from .call_order import check_new, check_nothing_pending, take
 from .duties import Duties
 from .ending import Ending, Findings
 from .forward import Forward
@@ -66,7 +66,8 @@ class DataParallelManager(Duties):
     # -- the contract
 
     def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
-        check_new(has_model=self._parallelized)
+        if not self.in_pipeline:
+            check_new(model, has_model=self._parallelized)
         check_trainable(model, may_be_frozen=self.in_pipeline, router_loss=True)
         if not self.in_pipeline:
             self.check_model(model)
@@ -100,6 +101,7 @@ class DataParallelManager(Duties):
             after_trial=self.after_eval,
         )
         self._parallelized = True
+        take(model.modules())
         return self.module
 
     def _sharded(self, model: nn.Module, weights: Weights | None) -> nn.Module:

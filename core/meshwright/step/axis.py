@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..base.errors import MeshwrightError
+from ..base.errors import MeshwrightError, ModelError
 from ..strategy.contract import Batch
 from ..tensors.state import Parts
 
@@ -87,8 +87,15 @@ class Axis:
 
     def joined_sequences(self, part: Tensor) -> Tensor:
         """What the model gives for each sequence, (B, K), where each rank of an axis that divides sequences has what it
-        gives for its own positions, with a gradient that is summed over them. Collective, behind the forward."""
-        return part
+        gives for its own positions, with a gradient that is summed over them. Collective, behind the forward.
+
+        Raises:
+            ModelError: the axis does not say.
+        """
+        raise ModelError(
+            f"{type(self).__name__} divides sequences and brings no `joined_sequences`: it takes no model that gives "
+            f"one thing for each sequence."
+        )
 
     # -- forwards and backwards
 

@@ -68,8 +68,8 @@ class RaySection(FrozenModel):
 class LaunchConfig(FrozenModel):
     """What a cluster must know of a job; see `meshwright launch`."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")] | None = Field(
-        None, description="Of the job: letters, digits and -; null: made from that of output_dir."
+    name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")] | None = Field(
+        None, description="Of the job: small letters, digits and -, a letter first; null: made from that of output_dir."
     )
     nodes: Size = Field(1, description="Machines.")
     ranks_per_node: Size | None = Field(None, description="null: gpus_per_node, or nproc where it is a number.")
@@ -79,10 +79,13 @@ class LaunchConfig(FrozenModel):
     cpus_per_rank: Size | None = Field(None, description="null: as the cluster has it.")
     memory_per_node: Memory | None = Field(None, description="Such as 64G; null: as the cluster has it.")
     time_limit: Annotated[str, Field(pattern=r"^[1-9]\d*[smhd]$")] | None = Field(
-        None, description="Of one allocation: 90m, 12h or 2d; null: as the cluster has it."
+        None,
+        description="Of one allocation: 90m, 12h or 2d; null: as the cluster has it. A TrainJob or PyTorchJob ends for "
+        "good with it.",
     )
     grace_s: Annotated[int, Field(ge=10, le=3600)] = Field(
-        120, description="Seconds between the signal and the end: for the steps that have begun, and a checkpoint."
+        120,
+        description="Seconds between the signal and the end: two steps, evaluations that are due, and two checkpoints.",
     )
     max_restarts: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         10,

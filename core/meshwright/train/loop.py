@@ -148,6 +148,7 @@ class _Course:
                 self.save(results[-1])
                 checkpointer.wait()
             saved = checkpointer.saved == step
+        signals.settle()
         # Who leaves first would take connections with it that others may still need.
         self.world.reduce_ints([0])
         return Stopped(number, step=step, saved=saved, exit_code=signals.exit_code)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from ..base.validation import FrozenModel
+from ..launch.stopping import StopName
 from ..mesh.sizes import Size
 
 HELD_OUT = "held_out"
@@ -73,7 +74,7 @@ class SaveOnConfig(FrozenModel):
 class OnSignalConfig(FrozenModel):
     """What a signal does that announces the end of a job: the run stops after its step, and saves."""
 
-    signals: list[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"]] = Field(
+    signals: list[StopName] = Field(
         ["SIGTERM", "SIGUSR1"], description="Which; []: none, so that each ends the run at once."
     )
     exit_code: int = Field(143, ge=0, le=255, description="Of each rank, and of the command, when it has stopped so.")

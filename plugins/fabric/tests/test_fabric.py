@@ -16,7 +16,7 @@ pytest.importorskip("lightning")
 
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 import meshwright as mw
@@ -158,6 +158,43 @@ def test_a_checkpoint_goes_on_under_another_layout(before: str, after: str, tmp_
         assert losses == pytest.approx(expected, abs=1e-9)
         assert (epoch, last_epoch) == (7, 1)
         assert left == {"unread": [1], "steps": 4}
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "steps": lambda optimizer: MultiStepLR(optimizer, [1, 3], gamma=0.1),
+    "of its start": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+    "of the loss": lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, threshold=10.0),
+}
+
+
+def _scheduled(layout: Layout, kind: str, path: str, steps: range) -> tuple[list[float], Any]:
+    """A run of two groups, of which stages have one: whole, with a checkpoint after two steps, or from there."""
+    fabric = _launched(layout)
+    model = case_model("llama", tied=False, seed=0, dtype=torch.float64)
+    ends, *rest = model.parameters()
+    groups = [{"params": [ends], "lr": 1e-3}, {"params": rest}]
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(groups, lr=1e-2))
+    schedule = SCHEDULES[kind](optimizer)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "seen": torch.tensor(len(steps))}
+    if steps.start:
+        fabric.load(path, state)
+    losses = []
+    for step in steps:
+        losses += _train(fabric, model, optimizer, range(step, step + 1))[0]
+        schedule.step(*losses[-1:] if kind == "of the loss" else [])
+        if step == 1:
+            fabric.save(path, state)
+    return losses, state["seen"]
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize(("before", "after"), [("single", "pp"), ("pp", "fsdp2")])
+def test_a_schedule_goes_on_where_ranks_have_other_groups(kind: str, before: str, after: str, tmp_path: Path) -> None:
+    first, second, path = LAYOUTS[before], LAYOUTS[after], str(tmp_path / "checkpoint")
+    expected = pool(first[0]).run(_scheduled, first, kind, path, range(5))[0][0]
+    for losses, seen in pool(second[0]).run(_scheduled, second, kind, path, range(2, 5)):
+        assert losses == pytest.approx(expected[2:], abs=1e-9)
+        assert torch.equal(seen, torch.tensor(5))
 
 
 def _wants_more(layout: Layout, path: str) -> tuple[str, bool]:
@@ -313,6 +350,14 @@ def _early_schedule(fabric: Fabric, model: Any, optimizer: Any) -> None:
     other.setup(model, early)
 
 
+def _stepped(fabric: Fabric, model: Any, optimizer: Any) -> None:
+    other, model = _anew()
+    early = torch.optim.AdamW(model.parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    early.step()
+    other.setup(model, early)
+
+
 def _given_schedule(fabric: Fabric, model: Any, optimizer: Any) -> None:
     other, model = _anew()
     early = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -340,6 +385,7 @@ REFUSED: dict[Callable[..., None], tuple[type[MeshwrightError], str]] = {
     _other_parameters: (StrategyError, "not of the model"),
     _some_parameters: (StrategyError, "lacks .*, which is trained"),
     _early_schedule: (StrategyError, "Make it from the optimizer that fabric.setup returns"),
+    _stepped: (StrategyError, "has a state already, which would be lost"),
     _given_schedule: (StrategyError, "Make it from the optimizer that fabric.setup returns"),
     _second_model: (StrategyError, "parallelize was called twice"),
 }

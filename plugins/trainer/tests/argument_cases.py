@@ -47,7 +47,7 @@ class Case:
     @property
     def allowed(self) -> float:
         """Relative; a tenth of it is absolute."""
-        return self.tolerance * (10 if self.kind == "dpo" else 1)
+        return self.tolerance * (10 if self.kind.startswith("dpo") else 1)
 
     @property
     def name(self) -> str:
@@ -136,6 +136,7 @@ CASES = [
     Case({"pad_to_multiple_of": 16}, kind="sft", is_same=True),
     Case({"router_aux_loss_coef": 0.5}, kind="moe", unlike=("aux_loss", "eval_aux_loss")),
     Case({"router_aux_loss_coef": 0.0}, kind="moe", unlike=("aux_loss", "eval_aux_loss")),
+    Case({"router_aux_loss_coef": 0.5}, kind="dpo_moe", unlike=("aux_loss", "eval_aux_loss")),
     Case({"beta": 0.1}, kind="dpo"),
     Case({"label_smoothing": 0.1}, {"loss_type": "robust"}, kind="dpo"),
     Case({"loss_type": "robust"}, {"label_smoothing": 0.1}, kind="dpo"),

@@ -36,6 +36,10 @@ def model(**changes: Any) -> Any:
     return prepared(tiny_model(**changes))
 
 
+def routed() -> Any:
+    return prepared(case_model("mixtral", tied=False, seed=0, dtype=torch.float64))
+
+
 def prepared(made: Any) -> Any:
     made.config.pad_token_id, made.config.eos_token_id, made.config.bos_token_id = 0, 1, None
     made.generation_config.pad_token_id, made.generation_config.eos_token_id = 0, 1
@@ -101,7 +105,8 @@ class Padded:
 
 def made(kind: str, mesh: Any, directory: Path, data_size: int, **further: Any) -> Any:
     """A trainer of a kind, over a mesh or, without, transformers' or TRL's own."""
-    name = {"trainer": "Trainer", "dpo": "DPOTrainer", "reward": "RewardTrainer"}.get(kind, "SFTTrainer")
+    names = {"trainer": "Trainer", "dpo": "DPOTrainer", "dpo_moe": "DPOTrainer", "reward": "RewardTrainer"}
+    name = names.get(kind, "SFTTrainer")
     if mesh is None:
         import transformers
         import trl
@@ -118,17 +123,18 @@ def made(kind: str, mesh: Any, directory: Path, data_size: int, **further: Any) 
         rows = [{"input_ids": [int(word) + 2 for word in text.split()]} for text in numbers(48, 5)]
         data = {"train_dataset": Dataset.from_list(rows[:40]), "eval_dataset": Dataset.from_list(rows[40:])}
         return cls(model(), TrainingArguments(**basic), data_collator=Padded(), **data, **given)
-    if kind == "dpo":
+    if kind in ("dpo", "dpo_moe"):
         from trl import DPOConfig
 
-        reference = model()
+        make = routed if kind == "dpo_moe" else model
+        reference = make()
         with torch.no_grad():
             generator = torch.Generator().manual_seed(11)
             for parameter in reference.parameters():
                 parameter.add_(0.05 * torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator))
         args = DPOConfig(**{"beta": 0.4, "max_length": 16, "pad_to_multiple_of": 8, **basic})
         data = {"train_dataset": pairs_of(40, 1), "eval_dataset": pairs_of(8, 2)}
-        return cls(model(), reference, args, processing_class=digits(), **data, **given)
+        return cls(make(), reference, args, processing_class=digits(), **data, **given)
     if kind == "reward":
         from transformers import AutoModelForSequenceClassification
         from trl import RewardConfig
@@ -153,7 +159,7 @@ def made(kind: str, mesh: Any, directory: Path, data_size: int, **further: Any) 
         given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
     size = 160 if kind == "packed" else 40
     data = {"train_dataset": text_of(size, 1), "eval_dataset": text_of(EVALUATED, 2)}
-    trained = prepared(case_model("mixtral", tied=False, seed=0, dtype=torch.float64)) if kind == "moe" else model()
+    trained = routed() if kind == "moe" else model()
     return cls(trained, args, processing_class=digits(), **data, **given)
 
 

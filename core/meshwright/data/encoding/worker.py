@@ -75,7 +75,9 @@ class Worker:
 
 def serve() -> None:
     """Be a worker; what libraries print goes to stderr."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Schedulers send these to all processes; it ends with the one that it works for.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     function: Callable[[Any], Any] | None = None

@@ -115,7 +115,7 @@ def _found(name: str, probe: _Probe, ids: Tensor, far: int, ranks: int, own_padd
         )
     changed = ids.clone()
     changed[0, chosen] += 1 if int(ids[0, chosen]) == 0 else -1
-    replaced = probe.run({"input_ids": changed}, not_a_number=chosen)
+    replaced = probe.run({"input_ids": changed}, not_a_number=[chosen])
     if any(bool(each[:, others].isnan().any()) for each in replaced):
         return Finding(f"{name} mixes positions outside of attention, which context parallelism cannot divide.")
     if not _alike(_steady(alone), _steady(replaced), others):
@@ -144,12 +144,16 @@ def _found(name: str, probe: _Probe, ids: Tensor, far: int, ranks: int, own_padd
 
 def _takes_last(probe: _Probe, ids: Tensor) -> bool:
     """Whether the model gives for a sequence what its head gives for the last position that is no padding."""
+    padding, padded = _padding(probe.model), ids.clone()
+    padded[:, -1] = int(ids[0, -1]) if padding is None else padding
     places = torch.arange(1, ids.shape[1] + 1, device=ids.device)
-    position = int((real_tokens(probe.model, ids)[0] * places).argmax())
-    for each in range(ids.shape[1]):
-        probe.run({"input_ids": ids}, not_a_number=each)
-        if probe.logits is None or bool(probe.logits.isnan().any()) != (each == position):
-            return False
+    for given in (ids, padded):
+        position = int((real_tokens(probe.model, given)[0] * places).argmax())
+        others = [each for each in range(ids.shape[1]) if each != position]
+        for changed, is_changed in (([position], True), (others, False)):
+            probe.run({"input_ids": given}, not_a_number=changed)
+            if probe.logits is None or bool(probe.logits.isnan().any()) != is_changed:
+                return False
     return True
 
 
@@ -184,7 +188,9 @@ class _Probe:
         self.head = outside[-1].rpartition(".")[0] if outside else ""
         self._starts_within = self._embedding is None or not any(True for _ in self._embedding.parameters())
 
-    def run(self, inputs: dict[str, Tensor], *, not_a_number: int | None = None, equal: bool = False) -> list[Tensor]:
+    def run(
+        self, inputs: dict[str, Tensor], *, not_a_number: list[int] | None = None, equal: bool = False
+    ) -> list[Tensor]:
         self._observer.seen.clear()
         device = inputs["input_ids"].device
         devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
@@ -204,7 +210,7 @@ class _Probe:
         return seen + [each.detach() for each in floating if each.dim() > 1 and each.shape[1] == length]
 
     @contextmanager
-    def _changed(self, not_a_number: int | None, *, equal: bool) -> Iterator[None]:
+    def _changed(self, not_a_number: list[int] | None, *, equal: bool) -> Iterator[None]:
         """Change hidden states on their way into the model."""
 
         def change(hidden: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, Unpack
@@ -12,10 +13,13 @@ import torch
 from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright import Mesh, MeshSizes, StrategyManager, load_checkpoint, open_world, resolve, save_checkpoint
 from meshwright.base.errors import CheckpointError, ConfigError, StrategyError, TrainingError
 from meshwright.checkpoint import read_manifest
+from meshwright.checkpoint.schedule import load_schedule, note_rates
+from meshwright.checkpoint.values import decoded
 from meshwright.train.from_pretrained import Sizes
 
 from ._compat import refuse_accumulation
@@ -104,6 +108,11 @@ class MeshStrategy(DDPStrategy):
             raise StrategyError(
                 "MeshStrategy takes one optimizer, of all parameters that train, with as many groups as needed."
             )
+        if optimizer.state:
+            raise StrategyError(
+                "the optimizer has a state already, which would be lost: fabric.setup makes it anew, of sharded "
+                "parameters. Set up a new one, and then load a checkpoint (fabric.load)."
+            )
         if any("initial_lr" in group for group in optimizer.param_groups):
             raise StrategyError(_SCHEDULER)
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -172,23 +181,31 @@ class MeshStrategy(DDPStrategy):
         """A checkpoint of meshwright: a directory that any layout reads. Other values of `state` are values of JSON."""
         if storage_options is not None or filter:
             raise CheckpointError("storage_options and filter are not taken by MeshStrategy: leave them out.")
-        others = {name: _stored(value) for name, value in self._others(state).items()}
+        others = self._others(state)
+        for value in others.values():
+            if isinstance(value, LRScheduler):
+                note_rates(value)
+        others = {name: _stored(value) for name, value in others.items()}
         save_checkpoint(self.manager, Path(path), step=self.steps, extra=others)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: Any = None
     ) -> dict[str, Any]:
         others = self._others(state)
-        stored = dict(read_manifest(Path(path)).extra)
+        together = self.mesh.world.together
+        stored = decoded(together(lambda: read_manifest(Path(path))).extra)
         missing = sorted(others.keys() - stored.keys())
         if missing and strict:
             raise CheckpointError(f"the checkpoint {path} has no {', '.join(missing)}; it has {sorted(stored)}.")
         manifest = load_checkpoint(self.manager, Path(path))
-        for name in others.keys() & stored.keys():
-            if hasattr(others[name], "load_state_dict"):
-                others[name].load_state_dict(stored.pop(name))
+        for name in sorted(others.keys() & stored.keys()):
+            value, saved = others[name], stored.pop(name)
+            if isinstance(value, LRScheduler):
+                together(partial(load_schedule, value, saved))
+            elif hasattr(value, "load_state_dict"):
+                value.load_state_dict(saved)
             else:
-                state[name] = stored.pop(name)
+                state[name] = saved
         self.steps = manifest.step
         return stored
 

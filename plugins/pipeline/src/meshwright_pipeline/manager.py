@@ -93,7 +93,7 @@ class PipelineManager(StatefulStages):
     # -- the model
 
     def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
-        check_new(has_model=self._model is not None)
+        check_new(model, has_model=self._model is not None)
         taken_apart = self.config.patch_inner_model
         self.mesh.world.together(lambda: check_trainable(model, may_be_frozen=not taken_apart, router_loss=taken_apart))
         self._vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)

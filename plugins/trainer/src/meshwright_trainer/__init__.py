@@ -4,12 +4,12 @@
     trainer = MeshSFTTrainer("path", args=SFTConfig(...), train_dataset=..., mesh={"strategy": "fsdp2", "tp_size": 2})
 
 `MeshTrainerMixin` goes before any other class that derives from `transformers.Trainer`, `MeshGRPOMixin` before one that
-derives from trl's `GRPOTrainer`. Classes over trl's are made
-when they are asked for, and need trl then.
+derives from trl's `GRPOTrainer`. Classes over trl's are made when they are asked for, and need trl then.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,22 +24,13 @@ _OVER = {
     "MeshRewardTrainer": ("trl", "RewardTrainer"),
     "MeshGRPOTrainer": ("trl", "GRPOTrainer"),
 }
+_OWN = {"MeshArguments": ".mesh_options", "MeshTrainerMixin": ".mixin", "MeshGRPOMixin": ".grpo"}
 __all__ = ["MeshArguments", "MeshGRPOMixin", "MeshTrainerMixin", *_OVER]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "MeshArguments":
-        from .mesh_options import MeshArguments
-
-        return MeshArguments
-    if name == "MeshTrainerMixin":
-        from .mixin import MeshTrainerMixin
-
-        return MeshTrainerMixin
-    if name == "MeshGRPOMixin":
-        from .grpo import MeshGRPOMixin
-
-        return MeshGRPOMixin
+    if name in _OWN:
+        return getattr(import_module(_OWN[name], __name__), name)
     if name in _OVER:
         from .over import over
 

@@ -1,7 +1,7 @@
 """What is private in transformers' Trainer and in TRL, and needed: each with its reason.
 
-Tried with transformers 5.17 to 5.23 and trl 1.16; `tests/test_compat.py` fails where one of them is no longer there,
-or is called in another way.
+Tried with transformers 5.17 to 5.23 and trl 1.16; `tests/test_trainer_compat.py` fails where one of them is no longer
+there, or is called in another way.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from meshwright.strategy.contract import StrategyManager
+
+from .stand_in import StandIn
+from .state import check_directory
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -52,6 +56,10 @@ STREAMED = "_iter_named_params"
 class PrivateMethods(Trainer):
     """`PRIVATE`, of a mixin that has a manager."""
 
+    # The mixin's.
+    begin_training: Callable[[int, str | None], None]
+    load_state: Callable[[str], None]
+    restore_generators: Callable[[], None]
     # Trainer's and TRL's.
     model: Any
     ref_model: Any
@@ -62,9 +70,10 @@ class PrivateMethods(Trainer):
     _metrics: Any
     _total_train_tokens: Any
 
-    @property
-    def manager(self) -> StrategyManager:
-        raise NotImplementedError
+    if TYPE_CHECKING:
+
+        @property
+        def manager(self) -> StrategyManager: ...
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         pass
@@ -85,18 +94,6 @@ class PrivateMethods(Trainer):
         norm = self.manager.clip_grad_norm(None) if grad_norm is None else grad_norm
         return self.manager.read(norm)[0]
 
-    def begin_training(self, max_steps: int, checkpoint: str | None) -> None:
-        """Have optimizer and schedule, and the state of a checkpoint."""
-        raise NotImplementedError
-
-    def load_state(self, directory: str) -> None:
-        """Load a checkpoint."""
-        raise NotImplementedError
-
-    def restore_generators(self) -> None:
-        """Put the generators back to where the checkpoint had them."""
-        raise NotImplementedError
-
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         pass
 
@@ -108,7 +105,7 @@ class PrivateMethods(Trainer):
             self.restore_generators()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        pass
+        check_directory(Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         self.load_state(self.state.best_model_checkpoint)
@@ -126,9 +123,8 @@ def note_columns(trainer: Trainer) -> None:
 
 def without_fused_head(model: Any) -> None:
     """Undo TRL's `add_fused_lm_head`, a forward on the instance: the manager computes the same statistics."""
-    if model is not None:
-        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-        base.__dict__.pop("forward", None)
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base.__dict__.pop("forward", None)
 
 
 def one_device(args: Any) -> None:
@@ -155,6 +151,12 @@ def without_adapters(parts: Sequence[nn.Module]) -> Iterator[None]:
 class PrivateGRPOMethods(Trainer):
     """`PRIVATE_OF_GRPO`, of a mixin that has a manager."""
 
+    # The mixin's.
+    as_microbatch: Callable[[dict[str, Any]], dict[str, Any]]
+    functions_of_data_ranks: Callable[[], dict[str, Callable[..., Any]]]
+    generated: Callable[[Callable[[], Any]], Any]
+    log_probs_of: Callable[[Any, Tensor, Tensor, int, int | None], Tensor]
+
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         return self.as_microbatch(super()._prepare_inputs(generation_batch))
 
@@ -175,30 +177,10 @@ class PrivateGRPOMethods(Trainer):
         batch_size: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        if self.stands_in(model):
+        if isinstance(model, StandIn):
             ask = super()._get_per_token_logps_and_entropies
             return ask(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
         return self.log_probs_of(model, input_ids, attention_mask, logits_to_keep, batch_size), None, None
-
-    def as_microbatch(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Completions that are scored, under the names of a microbatch."""
-        raise NotImplementedError
-
-    def functions_of_data_ranks(self) -> dict[str, Callable[..., Any]]:
-        """What takes the place of `GATHERED`, by name."""
-        raise NotImplementedError
-
-    def generated(self, generate: Callable[[], Any]) -> Any:
-        """What ranks that share a batch generate, once."""
-        raise NotImplementedError
-
-    def stands_in(self, model: Any) -> bool:
-        """Whether it is what the loss is called with, and not a model."""
-        raise NotImplementedError
-
-    def log_probs_of(self, model: Any, ids: Tensor, mask: Tensor, keep: int, batch_size: int | None) -> Tensor:
-        """Log-probabilities of the last `keep` tokens; (B, keep)."""
-        raise NotImplementedError
 
 
 def note_microbatch(trainer: Any, seconds: float) -> None:

@@ -7,15 +7,17 @@ Source: accelerate.Accelerator, whose methods these are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import recursively_apply
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.mesh.mesh import Mesh
 
@@ -46,11 +48,17 @@ class DataRanks:
 
     def _dealt(self, loader: DataLoader[Any]) -> Any:
         config = self._accelerator.dataloader_config
+        stream, count, place = loader.dataset, self.num_processes, self.process_index
+        if isinstance(stream, IterableDataset) and not self.even_batches and getattr(stream, "n_shards", 0) < count:
+            # Accelerate fills up the last batches with rows of the first.
+            loader = copy(loader)
+            loader.__dict__["dataset"] = Share(stream, loader.batch_size or 1, count, place)
+            count, place = 1, 0
         return prepare_data_loader(
             loader,
             self._accelerator.device,
-            num_processes=self.num_processes,
-            process_index=self.process_index,
+            num_processes=count,
+            process_index=place,
             split_batches=config.split_batches,
             put_on_device=True,
             # Ranks that share a batch draw the same order by its seed; a generator is sent over all ranks.
@@ -65,9 +73,6 @@ class DataRanks:
     def prepare_model(self, model: Any, device_placement: bool | None = None, **_: Any) -> Any:
         return model.to(self._accelerator.device) if device_placement else model
 
-    def unwrap_model(self, model: Any, *_: Any, **__: Any) -> Any:
-        return model
-
     def no_sync(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -77,13 +82,10 @@ class DataRanks:
         Args:
             values: a tensor, or lists, tuples and mappings of tensors, of equal shapes on all data ranks.
         """
-        if isinstance(values, Mapping):
-            return {key: self.gather(each) for key, each in values.items()}
-        if isinstance(values, (list, tuple)):
-            return type(values)(self.gather(each) for each in values)
-        if not isinstance(values, Tensor):
-            return values
-        mine = (values[None] if values.dim() == 0 else values).contiguous()
+        return recursively_apply(self._gather, values)
+
+    def _gather(self, value: Tensor) -> Tensor:
+        mine = (value[None] if value.dim() == 0 else value).contiguous()
         if self.num_processes == 1:
             return mine.clone()
         if self.present is None:
@@ -113,14 +115,13 @@ class DataRanks:
 
     def reduce(self, values: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or mean over data ranks of tensors of equal shapes."""
-        if isinstance(values, Mapping):
-            return {key: self.reduce(each, reduction, scale) for key, each in values.items()}
-        if isinstance(values, (list, tuple)):
-            return type(values)(self.reduce(each, reduction, scale) for each in values)
-        if not isinstance(values, Tensor) or reduction == "none":
-            return values
-        total = self.gather(values[None]).sum(0) * scale
-        return total / self.num_processes if reduction == "mean" else total
+        divisor = self.num_processes if reduction == "mean" else 1
+
+        def reduced(value: Tensor) -> Tensor:
+            total = self._gather(value[None]).sum(0) * scale
+            return total / divisor if divisor > 1 else total
+
+        return values if reduction == "none" else recursively_apply(reduced, values)
 
     def pad_across_processes(self, values: Tensor, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Tensor:
         """A tensor made as long along `dim` as the longest of all data ranks."""
@@ -135,6 +136,16 @@ class DataRanks:
         return padded
 
 
+class Share(IterableDataset[Any]):
+    """The rows of a stream that are a data rank's: batches go round, and none is there twice."""
+
+    def __init__(self, stream: Iterable[Any], rows: int, count: int, place: int) -> None:
+        self._stream, self._rows, self._count, self._place = stream, rows, count, place
+
+    def __iter__(self) -> Iterator[Any]:
+        return (row for at, row in enumerate(self._stream) if at // self._rows % self._count == self._place)
+
+
 class OneCall:
     """In the place of an accelerator within an objective, where nothing may be sent: each rank sees its own share."""
 
@@ -145,9 +156,7 @@ class OneCall:
         return getattr(self._accelerator, name)
 
     def gather(self, values: Any, *_: Any, **__: Any) -> Any:
-        if isinstance(values, (list, tuple)):
-            return type(values)(self.gather(each) for each in values)
-        return values[None] if isinstance(values, Tensor) and values.dim() == 0 else values
+        return recursively_apply(lambda value: value[None] if value.dim() == 0 else value, values)
 
     gather_for_metrics = gather
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 from transformers import TrainingArguments
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from meshwright.base.errors import ConfigError
 from meshwright.strategy.spec import StrategySpec
@@ -23,6 +24,8 @@ NEVER_CALLED = ("create_optimizer", "create_optimizer_and_scheduler", "predictio
 """Methods of Trainer that users override, and that nothing calls over a mesh."""
 REPLACED = ("training_step", "evaluation_loop", "save_model")
 """Those that are not called where the mixin goes before the class that overrides them."""
+KNOWN = frozenset({"SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer"})
+"""Trainers of trl that go over a mesh."""
 _MISSING = object()
 
 
@@ -61,6 +64,7 @@ def check_arguments(args: Any, trainer: type, passed: Mapping[str, Any] | None =
                         f"{name}={_plain(value)!r:.200}{beside} cannot be honoured over a mesh: {rule['because']}. "
                         f"{rule['instead']}."
                     )
+    _check_trainer(trainer)
     _check_methods(trainer)
 
 
@@ -83,6 +87,19 @@ def _elements(value: Any) -> list[Any]:
     return [_plain(each) for each in (value if isinstance(value, (list, tuple, Mapping)) else [value])]
 
 
+def _check_trainer(trainer: type) -> None:
+    """Refuse a trainer of TRL's whose batches are not known here."""
+    names = [each.__name__ for each in trainer.__mro__]
+    of_trl = [each.__name__ for each in trainer.__mro__ if each.__module__.startswith("trl.")]
+    if of_trl and not KNOWN & set(of_trl):
+        raise ConfigError(
+            f"{of_trl[0]} of trl does not go over a mesh: its batches and models are not known here. Take one of "
+            f"{', '.join(sorted(KNOWN))}, or write its loss as an objective; see docs/objectives.md."
+        )
+    if "GRPOTrainer" in names and "MeshGRPOMixin" not in names:
+        raise ConfigError("GRPOTrainer goes over a mesh with MeshGRPOMixin before it, and not MeshTrainerMixin alone.")
+
+
 def _check_methods(trainer: type) -> None:
     """Refuse methods of a user's class that would never be called."""
     names = [each.__name__ for each in trainer.__mro__]
@@ -97,6 +114,22 @@ def _check_methods(trainer: type) -> None:
                     f"saves. Give optimizer_cls_and_kwargs=(class, options), override compute_loss, or override "
                     f"{', '.join(REPLACED)} in a class that derives from one with MeshTrainerMixin, and call super()."
                 )
+
+
+def check_model(model: Any) -> None:
+    """Refuse a model with the head of a vocabulary that does not predict the next token.
+
+    Raises:
+        ConfigError: so that its labels would be taken for what they are not.
+    """
+    if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
+        return
+    usual = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is ForCausalLMLoss
+    if not usual or getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{type(model).__name__} is no causal language model: its labels are not those of the next token, which is "
+            f"what is trained over a mesh. Give one of transformers' AutoModelForCausalLM."
+        )
 
 
 def adopt_router_loss(trainer: Any) -> None:

@@ -49,11 +49,11 @@ def evaluated(trainer: Any, dataloader: Any, *, takes_predictions: bool, metric_
             trainer.control = handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
     finally:
         accelerator.present = None
-    predictions, labels = (None, None) if found is None else found.whole()
+    predictions, labels = (None, None) if found is None else (found.whole("predictions"), found.whole("labels"))
     metrics: dict[str, Any] = {}
     if trainer.compute_metrics is not None and predictions is not None and labels is not None:
         kinds = trainer.args.include_for_metrics
-        given = {"inputs": found.inputs()} if found is not None and "inputs" in kinds else {}
+        given = {"inputs": found.whole("inputs")} if found is not None and "inputs" in kinds else {}
         metrics = dict(trainer.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels, **given)))
     if counts:
         metrics[f"{metric_key_prefix}_loss"] = sums / counts
@@ -111,11 +111,9 @@ class _Predictions:
         dist.all_gather_object(told, (mesh.data_rank, mine), group=mesh.world.group)
         self._rounds += [each for _, each in sorted(told, key=lambda pair: pair[0]) if each is not None]
 
-    def whole(self) -> tuple[Any, Any]:
-        return _joined(self._rounds, "predictions"), _joined(self._rounds, "labels")
-
-    def inputs(self) -> Any:
-        return _joined(self._rounds, "inputs")
+    def whole(self, name: str) -> np.ndarray | None:
+        """All "predictions", "labels" or "inputs", one behind the other."""
+        return _joined([each[name] for each in self._rounds])
 
 
 def _array(tensor: Tensor) -> np.ndarray:
@@ -123,8 +121,7 @@ def _array(tensor: Tensor) -> np.ndarray:
     return wide.cpu().numpy()
 
 
-def _joined(rounds: list[dict[str, np.ndarray]], name: str) -> np.ndarray | None:
-    arrays = [each[name] for each in rounds]
+def _joined(arrays: list[np.ndarray]) -> np.ndarray | None:
     if not arrays:
         return None
     if arrays[0].ndim > 1:

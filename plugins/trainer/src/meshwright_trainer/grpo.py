@@ -28,9 +28,9 @@ from meshwright.base.errors import ConfigError
 from meshwright.strategy.contract import IGNORED_LABEL, Objective
 
 from ._compat import STREAMED, PrivateGRPOMethods, note_microbatch, prepared, takes_images, without_adapters
+from .arguments import arguments_among
 from .mixin import MeshTrainerMixin
 from .objective import TrainerLoss
-from .stand_in import StandIn
 from .state import Generators
 
 BUCKET_BYTES = 256 << 20
@@ -66,6 +66,8 @@ class MeshGRPOMixin(PrivateGRPOMethods, MeshTrainerMixin):
     def __init__(self, model: Any = None, *args: Any, mesh: Any = None, **kwargs: Any) -> None:
         self._is_scaled = True
         self._scored: dict[str, Any] = {}
+        # For `rows_of_group`: where the model is a path, the mesh is opened before Trainer has them.
+        self.args = arguments_among([*args, *kwargs.values()])
         super().__init__(model, *args, mesh=mesh, **kwargs)
         for each in (self.model, self.ref_model):
             scale_logits(each, lambda: self.args.temperature if self._is_scaled else 1.0)
@@ -123,9 +125,6 @@ class MeshGRPOMixin(PrivateGRPOMethods, MeshTrainerMixin):
 
     # -- log-probabilities, of old weights and of a reference
 
-    def stands_in(self, model: Any) -> bool:
-        return isinstance(model, StandIn)
-
     def log_probs_of(self, model: Any, ids: Tensor, mask: Tensor, keep: int, batch_size: int | None) -> Tensor:
         """Log-probabilities of completions under the model or the reference model, (B, C). Collective.
 
@@ -182,20 +181,11 @@ class MeshGRPOMixin(PrivateGRPOMethods, MeshTrainerMixin):
         # Groups of completions go over data ranks, which all need a batch.
         return make(*args, **kwargs)
 
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """See `Trainer.evaluation_loop`: completions of the evaluation's prompts, their rewards, and the mean loss.
+    def _evaluated(self, dataloader: Any, *, takes_predictions: bool, metric_key_prefix: str) -> EvalLoopOutput:
+        """Completions of the evaluation's prompts, their rewards, and the mean loss.
 
         Trainer takes prompts for rows where it leaves out what is there twice, so that its mean lacks some.
         """
-        _ = self.manager
-        self.callback_handler.eval_dataloader = dataloader
         total, count, samples = 0.0, 0, 0
         for batch in dataloader:
             self._set_training(False)

@@ -9,14 +9,17 @@ the manager's; what is minimized is the trainer's own loss, see [Note: the train
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
 
+from meshwright.base.errors import BatchError
 from meshwright.objectives.registry import get_objective
 from meshwright.step.agreement import count_tokens
 from meshwright.strategy.contract import Objective
@@ -74,7 +77,6 @@ class MeshTrainerMixin(OnMesh):
             return torch.zeros((), device=self.args.device)
         held, self._held = self._held, []
         manager = self.manager
-        self._set_training(True)
         objective = self._objective(takes_logits=False)
         batches = self._batches(held, objective)
         count = manager.announce(batches, objective=objective)
@@ -104,6 +106,7 @@ class MeshTrainerMixin(OnMesh):
         """What the manager takes of the trainer's microbatches."""
         batches = []
         for number, inputs in enumerate(held):
+            self._check_inputs(inputs)
             batch = {name: inputs[name] for name in OF_FORWARD if inputs.get(name) is not None}
             batch["labels"] = labels_of(inputs)
             if isinstance(objective, TrainerLoss):
@@ -113,6 +116,17 @@ class MeshTrainerMixin(OnMesh):
         if isinstance(objective, TrainerLoss):
             objective.begin(self._with_reference(held))
         return batches
+
+    def _check_inputs(self, inputs: Mapping[str, Any]) -> None:
+        """Refuse what a model is called with, and is not here."""
+        for name, value in inputs.items():
+            is_lost = name == "shift_labels" or name in self._inputs.difference(OF_FORWARD, ["labels"])
+            if is_lost and isinstance(value, Tensor):
+                raise BatchError(
+                    f"a microbatch has {name!r}, which would be left out over a mesh: a model is called with "
+                    f"{', '.join(OF_FORWARD)}, and labels are those of its tokens. Leave it out of the data, or of "
+                    f"what its collator gives."
+                )
 
     def _with_reference(self, held: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Microbatches with log-probabilities of the reference model, where the loss compares with one; collective."""
@@ -144,6 +158,19 @@ class MeshTrainerMixin(OnMesh):
         """Of this rank: 6 for each token and parameter but the embeddings', over the ranks that share the batch."""
         return 6 * inputs["input_ids"].numel() * self._num_parameters // self.get_tp_size()
 
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """See `Trainer.get_batch_samples`; of a stream, whose shards may differ, as long as each rank has a batch."""
+        is_stream = isinstance(self.train_dataset, IterableDataset) and self.mesh.data_size > 1
+        batches = self._while_all_have(epoch_iterator) if is_stream else epoch_iterator
+        return super().get_batch_samples(batches, num_batches, device)
+
+    def _while_all_have(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            found = next(batches, None)
+            if not self.mesh.world.reduce_ints([found is not None], dist.ReduceOp.MIN)[0]:
+                return
+            yield found
+
     # -- evaluation
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,7 +200,10 @@ class MeshTrainerMixin(OnMesh):
         _ = self.manager
         self.callback_handler.eval_dataloader = dataloader
         self._set_training(False)
-        return evaluated(self, dataloader, takes_predictions=not only, metric_key_prefix=metric_key_prefix)
+        return self._evaluated(dataloader, takes_predictions=not only, metric_key_prefix=metric_key_prefix)
+
+    def _evaluated(self, dataloader: Any, *, takes_predictions: bool, metric_key_prefix: str) -> EvalLoopOutput:
+        return evaluated(self, dataloader, takes_predictions=takes_predictions, metric_key_prefix=metric_key_prefix)
 
     def _set_training(self, is_training: bool) -> None:
         """TRL logs under the name of what the model is in."""
@@ -189,6 +219,7 @@ class MeshTrainerMixin(OnMesh):
         if not int(count):
             return 0.0, 0, None
         loss = self.manager.eval_loss(batches, num_tokens=count, objective=objective)
+        # A manager puts the mode of what it wraps back to its own.
         self._set_training(False)
         self._log_loss(objective)
         predictions = objective.kept.of(0).get("predictions") if isinstance(objective, TrainerLoss) else None

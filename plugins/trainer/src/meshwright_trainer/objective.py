@@ -133,9 +133,11 @@ class TrainerLoss:
         trainer = self._trainer
         answer = Answer(get)
         reference = inputs.pop(REFERENCE, None)
-        one = torch.ones((), device=inputs["input_ids"].device)
-        with _stood_in(trainer, reference, is_logged=is_logged):
-            found = trainer.compute_loss(StandIn(trainer.model, answer), inputs, num_items_in_batch=one)
+        ids = inputs["input_ids"]
+        known = None if reference is None else StandIn(trainer.model, ids, Answer({"log_probs": reference}.__getitem__))
+        model, one = StandIn(trainer.model, ids, answer), torch.ones((), device=ids.device)
+        with _stood_in(trainer, known, is_logged=is_logged):
+            found: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=one)
         return found
 
 
@@ -155,7 +157,7 @@ def _rows(held: Mapping[str, Any], rows: Tensor, group: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _stood_in(trainer: Any, reference: Tensor | None, *, is_logged: bool) -> Iterator[None]:
+def _stood_in(trainer: Any, reference: StandIn | None, *, is_logged: bool) -> Iterator[None]:
     """Around a call of a trainer's loss: its reference model answers with what is known, and unless it is logged,
     nothing is sent, and what it notes is dropped."""
     names = ["accelerator", "ref_model", "aux_loss_enabled", "_metrics", "_total_train_tokens"]
@@ -166,7 +168,7 @@ def _stood_in(trainer: Any, reference: Tensor | None, *, is_logged: bool) -> Ite
         # The manager divides by what it counts over all microbatches.
         trainer.current_gradient_accumulation_steps = 1
     if reference is not None:
-        trainer.ref_model = StandIn(trainer.model, Answer({"log_probs": reference}.__getitem__))
+        trainer.ref_model = reference
     if "aux_loss_enabled" in before:
         # The manager adds it, over all tokens of the step.
         trainer.aux_loss_enabled = False

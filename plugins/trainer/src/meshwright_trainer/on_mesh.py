@@ -23,7 +23,7 @@ from meshwright.train.from_pretrained import Wanted, opened
 
 from ._compat import PrivateMethods, note_columns, one_device, without_adapters, without_fused_head
 from .accelerator import DataRanks
-from .arguments import adopt_router_loss, arguments_among, check_arguments, layout_options
+from .arguments import adopt_router_loss, arguments_among, check_arguments, check_model, layout_options
 from .mesh_options import mesh_options
 from .optimizer import SteppedByManager, grouped
 from .state import Generators, load, newest, save
@@ -53,7 +53,9 @@ class OnMesh(PrivateMethods):
                 "sharded. Give optimizer_cls_and_kwargs=(class, options), or optim and lr_scheduler_type in args."
             )
         for each in (self.model, getattr(self, "ref_model", None)):
-            without_fused_head(each)
+            if each is not None:
+                check_model(each)
+                without_fused_head(each)
 
     def _open_mesh(self, args: Any) -> None:
         """Have every rank its place; collective."""
@@ -126,6 +128,8 @@ class OnMesh(PrivateMethods):
 
     def _shard(self) -> None:
         model = self.model
+        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._inputs = frozenset(inspect.signature(base.forward).parameters)
         adopt_router_loss(self)
         note_columns(self)
         self._parameter_names = [name for name, _ in model.named_parameters(remove_duplicate=False)]

@@ -22,7 +22,7 @@ from meshwright.step.tokens import Outputs, Tokens
 from meshwright.strategy.contract import IGNORED_LABEL
 
 ROWS = "meshwright_trainer_rows"
-"""Column (B,) of a batch, int64: which row of which microbatch of the trainer each row is; see `RowsOf`."""
+"""Column (B,) of a batch, int64: which row of which microbatch of the trainer each row is; see `numbered`."""
 _STRIDE = 1 << 32
 
 _STATISTICS: Mapping[str, Callable[[Tokens], Tensor]] = {
@@ -87,12 +87,23 @@ class Answer:
 
 
 class StandIn:
-    """In the place of a model: whatever it is called with, it gives one answer. Other attributes are the model's."""
+    """In the place of a model that is called with some `input_ids`: it gives one answer. Other attributes are the
+    model's.
 
-    def __init__(self, model: Any, answer: Answer) -> None:
-        self._model, self._answer = model, answer
+    Raises:
+        ConfigError: it is called with others, of which nothing is known.
+    """
 
-    def __call__(self, *_: Any, **inputs: Any) -> Answer:
+    def __init__(self, model: Any, ids: Tensor, answer: Answer) -> None:
+        self._model, self._ids, self._answer = model, ids, answer
+
+    def __call__(self, *args: Any, **inputs: Any) -> Answer:
+        ids = inputs.get("input_ids", args[0] if args else None)
+        if not isinstance(ids, Tensor) or not torch.equal(ids, self._ids):
+            raise ConfigError(
+                "the trainer's loss calls the model with other input_ids than those of its microbatch, for which alone "
+                "the model runs over a mesh. Change them in the data or its collator, and call the model with those."
+            )
         return self._answer if inputs.get("labels") is not None else self._answer.without_labels()
 
     def __getattr__(self, name: str) -> Any:

@@ -64,6 +64,19 @@ def save(
     world.reduce_ints([0])
 
 
+def check_directory(directory: Path) -> None:
+    """Before a run goes on from a directory of Trainer's.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    if not (directory / TRAINER_STATE).is_file():
+        raise CheckpointError(
+            f"resume_from_checkpoint={str(directory)!r} is no checkpoint of a trainer: it has no {TRAINER_STATE}. Give "
+            f"a directory such as output_dir/checkpoint-50, or True for the newest one that is whole."
+        )
+
+
 def load(manager: StrategyManager, directory: Path, scheduler: LRScheduler | None) -> None:
     """Load what `save` has written with state, under any layout. Collective.
 

@@ -69,7 +69,7 @@ def wrap(
     """
     theirs = _package_config(config)
     policy = package().MixedPrecisionPolicy(dtypes.main_params, dtypes.main_grads, dtypes.grad_comm)
-    _keep_rows_whole(model, units)
+    _keep_rows_whole(model, mesh, theirs, units)
     used = {parameter.dtype for parameter in model.parameters()} | {dtypes.main_params, dtypes.main_grads}
     with (
         float64_buffers() if torch.float64 in used else nullcontext(),
@@ -115,29 +115,51 @@ def _unchecked_shards() -> Iterator[None]:
             setattr(module, name, function)
 
 
-def _keep_rows_whole(model: nn.Module, units: Sequence[nn.Module]) -> None:
+def _keep_rows_whole(model: nn.Module, mesh: Mesh, theirs: Any, units: Sequence[nn.Module]) -> None:
     """Give a bucket of its own to each parameter of which the package would cut a row in two.
 
-    A bucket is cut at multiples of the least common multiple of its parameters' row lengths, and a parameter with fewer
-    elements than that is put wherever there is room, across a cut, too: so adapters of a low rank on matrices of
-    different widths. A parameter that bears `shared_embedding` has its own.
+    A bucket is cut at multiples of a number that rows divide, but parameters with fewer elements than that are put
+    wherever there is room, across a cut, too: so adapters of a low rank on matrices of different widths. A parameter
+    that bears `shared_embedding` has its own, and parts those before it from those behind it.
     """
     unit_of = {id(parameter): number for number, unit in enumerate(units) for parameter in unit.parameters()}
     groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            groups[unit_of.get(id(parameter)), parameter.dtype, parameter.requires_grad].append(parameter)
+    for name, parameter in model.named_parameters():
+        kind = (unit_of.get(id(parameter)), parameter.dtype, parameter.requires_grad, ".experts." in name)
+        groups[kind].append(parameter)
+    sharded = mesh.degrees.dp_shard * mesh.degrees.cp
     for group in groups.values():
-        rest = sorted(group, key=lambda parameter: parameter[0].numel())
-        while _may_be_cut([parameter.shape for parameter in rest]):
-            rest.pop().shared_embedding = True
+        open_runs = [group]
+        while open_runs:
+            run = open_runs.pop()
+            shapes = [parameter.shape for parameter in run]
+            cut = [_first_cut(shapes, parts, theirs) for parts in {sharded, sharded * mesh.degrees.dp_replicate}]
+            for index in [each for each in cut if each is not None][:1]:
+                run[index].shared_embedding = True
+                open_runs += [run[:index], run[index + 1 :]]
 
 
-def _may_be_cut(shapes: Sequence[torch.Size]) -> bool:
-    """Whether small parameters of a bucket may lie across a cut: all of them in a row are longer than what lies between
-    two cuts."""
-    between = math.lcm(*(shape[1:].numel() for shape in shapes))
-    return sum(shape.numel() for shape in shapes if shape.numel() < between) > between
+def _first_cut(shapes: Sequence[torch.Size], parts: int, theirs: Any) -> int | None:
+    """Which of the parameters of a bucket the package would cut within a row, into so many parts; None: none.
+
+    It sorts them by the length of their rows, finds the number that the rows of all that are not small divide, and
+    lays them out.
+    """
+    order = sorted(range(len(shapes)), key=lambda index: shapes[index][1:].numel(), reverse=True)
+    between = 1
+    for index in order:
+        if shapes[index].numel() >= between:
+            between = math.lcm(between, shapes[index][1:].numel())
+    lay_out = submodule("param_and_grad_buffer").build_data_parallel_buffer_index
+    ordered = [shapes[index] for index in order]
+    places, bucket, _ = lay_out(ordered, 0, parts, True, theirs, chunk_size_factor=between)
+    shard = bucket.size // parts
+    for number, place in places.items():
+        begin, row = place.global_data_index, ordered[number][1:].numel()
+        cuts = range(-(-(begin + 1) // shard) * shard, begin + place.size, shard) if shard else ()
+        if any((cut - begin) % row for cut in cuts):
+            return order[number]
+    return None
 
 
 def _index(mesh: Mesh, *, shards_outer: bool) -> Any:
