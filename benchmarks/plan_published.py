@@ -25,7 +25,7 @@ from published_jobs import DEVICES, depth, is_megatron, job_of, left_out, vocabu
 
 from meshwright.plan.allocator import reserved
 from meshwright.plan.device import Device, find_device
-from meshwright.plan.report import trace_rank
+from meshwright.plan.planned import trace_rank
 from meshwright.plan.time import play, stage_ranks
 from meshwright.plan.trace import Job, Operation, Trace
 

@@ -18,10 +18,11 @@ from torch import nn
 
 from meshwright._compat.torch import all_to_all
 from meshwright.mesh.sizes import MeshSizes
-from meshwright.plan.depth import at_full_depth
+from meshwright.plan.depth import NEARLY, at_full_depth
+from meshwright.plan.device import find_device
 from meshwright.plan.fakes import choices
+from meshwright.plan.planned import plan
 from meshwright.plan.ranks import representatives
-from meshwright.plan.report import plan
 from meshwright.plan.trace import Trace
 from meshwright.plan.world import planned_world
 from meshwright.testing.pool import pool
@@ -113,8 +114,13 @@ def test_what_is_wrong_with_a_run_file_is_said_as_by_train(arguments, text, tmp_
 
 def test_few_blocks_tell_what_many_hold_and_send():
     job = replace(Layout("fsdp2", 4).job(), layers=24, with_layers=_with_layers, model=lambda: _with_layers(24))
-    whole = plan(replace(job, with_layers=None), [1])
-    assert plan(job, [1]) == whole
+    device = find_device("h100-80gb")
+    whole = plan(replace(job, with_layers=None), device, [1])
+    few = plan(job, device, [1])
+    for key in NEARLY:
+        nearly, exactly = few["ranks"][0].pop(key), whole["ranks"][0].pop(key)
+        assert nearly == pytest.approx(exactly, rel=0.03)
+    assert few["ranks"] == whole["ranks"]
     assert at_full_depth(lambda layers: {"peak": max(100, 20 * layers)}, 126) == {"peak": 20 * 126}
     assert at_full_depth(lambda layers: {"peak": max(150, 20 * layers)}, 126) is None
     assert at_full_depth(lambda layers: {"peak": layers}, 12) is None

@@ -1,8 +1,9 @@
-"""What a deep model holds and sends, from models of fewer blocks that are otherwise the same.
+"""What a deep model holds, sends and takes, from models of fewer blocks that are otherwise the same.
 
 Blocks are alike, so what a rank holds and sends grows by the same for each. Two depths tell by how much, and a third
 whether it is so; where it is not (the peak lies elsewhere in a shallow model, or blocks differ), the model is traced
-at its full depth.
+at its full depth. Seconds, and what an allocator reserves, grow by nearly the same: their line is taken through the
+deepest two, and not checked.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 DEPTHS = (6, 8, 10)
 """Blocks of the models that are traced, the last of them to check; even, since some models alternate."""
+NEARLY = ("peak_reserved_bytes", "step_seconds", "busy_seconds")
 
 
 def at_full_depth(found: Callable[[int], dict[str, Any]], layers: int) -> dict[str, Any] | None:
@@ -25,11 +27,18 @@ def at_full_depth(found: Callable[[int], dict[str, Any]], layers: int) -> dict[s
     """
     if layers < 2 * DEPTHS[-1]:
         return None
-    shallow, deeper, check = map(found, DEPTHS)
-    if _between(shallow, deeper, DEPTHS[:2], DEPTHS[2]) != check:
+    exact, nearly = zip(*(_apart(found(depth)) for depth in DEPTHS), strict=True)
+    if _between(exact[0], exact[1], DEPTHS[:2], DEPTHS[2]) != exact[2]:
         return None
-    made: dict[str, Any] = _between(shallow, deeper, DEPTHS[:2], layers)
-    return made
+    made: dict[str, Any] = _between(exact[0], exact[1], DEPTHS[:2], layers)
+    return made | {key: _near(nearly[1][key], nearly[2][key], layers) for key in nearly[0]}
+
+
+def _apart(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    return (
+        {key: value for key, value in values.items() if key not in NEARLY},
+        {key: value for key, value in values.items() if key in NEARLY},
+    )
 
 
 def _between(one: Any, other: Any, depths: tuple[int, ...], depth: int) -> Any:
@@ -44,3 +53,10 @@ def _between(one: Any, other: Any, depths: tuple[int, ...], depth: int) -> Any:
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         return [_between(*pair, depths, depth) for pair in zip(one, other, strict=True)]
     return None
+
+
+def _near(one: Any, other: Any, depth: int) -> Any:
+    if isinstance(one, dict):
+        return {key: _near(value, other.get(key, 0.0), depth) for key, value in one.items()}
+    value = one + (other - one) * (depth - DEPTHS[1]) / (DEPTHS[2] - DEPTHS[1])
+    return round(value) if isinstance(one, int) else value

@@ -61,6 +61,9 @@ class Device(FrozenModel):
     kernel_s: Positive = Field(description="The least that a kernel takes.")
     cpu_s: Positive = Field(description="What the host takes to issue an operator.")
     workspace_bytes: int = Field(ge=0, description="Memory that libraries hold, through torch's allocator.")
+    context_bytes: int = Field(
+        2 << 30, ge=0, description="Memory that others hold: the driver's context, kernels, buffers of communication."
+    )
     node: Node
     sources: Mapping[str, str] = Field(description="Where figures are from.")
 

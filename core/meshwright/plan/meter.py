@@ -23,7 +23,7 @@ import weakref
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,11 +59,13 @@ class Held:
         bytes: in all.
         owners: bytes by owner; see [Note: owners].
         operator: the one that has made it so much.
+        activations: bytes of these by the module that made them, numbers of blocks left out.
     """
 
     bytes: int
     owners: Mapping[str, int]
     operator: str
+    activations: Mapping[str, int] = field(default_factory=dict)
 
 
 class StepMeter(Meter):
@@ -72,12 +74,14 @@ class StepMeter(Meter):
     Attributes:
         log: (block, change in bytes) in their order, since `begin`, what was held then first.
         phase: whose memory is made now, where no rule of [Note: owners] before "activations" holds.
+        module: which module's forward runs now.
     """
 
     def __init__(self) -> None:
         super().__init__(round_to=ROUND_TO)
-        self.phase = "other"
+        self.phase, self.module = "other", ""
         self._made: dict[int, str] = {}
+        self._modules: dict[int, str] = {}
         self._owned: dict[int, str] = {}
         self._empty: set[int] = set()
         self._foreign: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -100,6 +104,7 @@ class StepMeter(Meter):
         self.peak, self._peak_at, self._operator = self.total, len(self._blocks), ""
         alive = {block.number for block in self.live.values()}
         self._made = {number: owner for number, owner in self._made.items() if number in alive}
+        self._modules = {number: module for number, module in self._modules.items() if number in alive}
         self._empty &= alive
 
     def own(self, tensors: Iterable[Tensor], owner: str) -> None:
@@ -146,6 +151,7 @@ class StepMeter(Meter):
         if block.number not in self._made:
             is_backward = self.phase == "activations" and in_backward()
             self._made[block.number] = "temporary" if is_backward else self.phase
+            self._modules[block.number] = self.module
         elif block.size == change > 0:
             # It was there, and had no memory.
             self._made[block.number] = "gathered"
@@ -161,7 +167,7 @@ class StepMeter(Meter):
                     self._made[block.number] = "communication"
 
     def at_peak(self) -> Held:
-        return Held(self.peak, self._owners(self._peak_at), self._operator)
+        return Held(self.peak, self._owners(self._peak_at), self._operator, self._activations(self._peak_at))
 
     def now(self) -> Held:
         return Held(self.total, self._owners(len(self._blocks)), "")
@@ -171,3 +177,10 @@ class StepMeter(Meter):
         for number, change in zip(self._blocks[:until], self._changes[:until], strict=True):
             held[self._owned.get(number) or self._made.get(number, "other")] += change
         return {owner: held[owner] for owner in OWNERS if held[owner]}
+
+    def _activations(self, until: int) -> dict[str, int]:
+        held: Counter[str] = Counter()
+        for number, change in zip(self._blocks[:until], self._changes[:until], strict=True):
+            if self._made.get(number) == "activations" and number not in self._owned:
+                held[self._modules[number]] += change
+        return {module: size for module, size in sorted(held.items()) if size}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .._compat.torch import arithmetic
 from ..mesh.mesh import Mesh
@@ -39,6 +42,8 @@ class Job:
         layers: blocks of the model; 0: not known.
         with_layers: makes the model with so many blocks instead; None: it cannot be made.
         expert_imbalance: how much more often than on average routers choose the busiest experts.
+        is_compiled: whether blocks are; they are traced as they are written, and their time is that of fused operators.
+        chunked: groups that are communicated with while the parts that have come are computed; see `time.play`.
     """
 
     stack: Stack
@@ -53,6 +58,8 @@ class Job:
     layers: int = 0
     with_layers: Callable[[int], nn.Module] | None = None
     expert_imbalance: float = 1.0
+    is_compiled: bool = False
+    chunked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -153,11 +160,32 @@ def trace(job: Job, world: World) -> Trace:
     for _ in range(STEPS):
         meter.begin()
         timeline = _Timeline(groups(manager.mesh), meter)
-        with meter, timeline:
+        with meter, timeline, _told_modules(manager.model_parts, meter):
             _step(manager, job, batches, meter)
         meter.own(tensors_in([*optimizer.state.values()]), "optimizer")
     log = tuple(meter.log)
     return Trace(world.rank, meter.at_peak(), meter.now(), tuple(timeline.calls), tuple(timeline.operations), log)
+
+
+@contextmanager
+def _told_modules(parts: Sequence[nn.Module], meter: StepMeter) -> Iterator[None]:
+    """While forwards tell the meter whose they are, numbers of blocks left out."""
+    names = {module: re.sub(r"\.\d+(?=\.|$)", ".*", name) for part in parts for name, module in part.named_modules()}
+    outer: list[str] = []
+
+    def enter(module: nn.Module, _: Any) -> None:
+        outer.append(meter.module)
+        meter.module = names.get(module, meter.module)
+
+    def leave(module: nn.Module, _: Any, __: Any) -> None:
+        meter.module = outer.pop()
+
+    handles = (register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:

@@ -1,0 +1,138 @@
+"""A plan: what some ranks of a job hold, send and take on a device, as values of JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..base.errors import MeshwrightError, StrategyError
+from .allocator import reserved
+from .depth import at_full_depth
+from .device import Device
+from .ranks import representatives
+from .time import Timeline, play, stage_ranks
+from .trace import Job, Trace, trace
+from .world import planned_world
+
+LARGEST = ("peak_allocated_bytes", "peak_reserved_bytes", "held_bytes")
+
+
+def plan(job: Job, device: Device, ranks: Sequence[int] | None = None) -> dict[str, Any]:
+    """Trace some ranks of a job, and play their step on a device.
+
+    Args:
+        ranks: None: those that stand for all. Of a pipeline, the stages that such a rank exchanges messages with are
+            traced too.
+
+    Returns:
+        Plain values; bytes and seconds, each the largest over the ranks that were traced.
+
+    Raises:
+        MeshwrightError: as training does.
+    """
+    asked = representatives(job.degrees) if ranks is None else list(ranks)
+    reports = _stages(job, device, asked) if job.degrees.pp > 1 else [_report(job, device, rank) for rank in asked]
+    busiest = max(reports, key=lambda each: sum(row["bytes"] for row in each["collectives"]))
+    seconds = max(each["step_seconds"] for each in reports)
+    largest = {key: max(each[key] for each in reports) for key in LARGEST}
+    tokens = job.microbatches * job.rows * job.length * job.degrees.dp
+    return {
+        "strategy": str(job.stack),
+        "world_size": job.degrees.world_size,
+        "mesh": str(job.degrees),
+        "device": device.name,
+        "memory_bytes": device.memory_bytes,
+        "fits": fits(largest["peak_reserved_bytes"], device),
+        **largest,
+        "step_seconds": seconds,
+        "tokens_per_second_per_device": tokens / seconds / job.degrees.world_size,
+        "collectives": busiest["collectives"],
+        "ranks": reports,
+    }
+
+
+def fits(reserved_bytes: int, device: Device) -> bool:
+    """Whether a device has so much beside what torch's allocator does not know of."""
+    return reserved_bytes <= device.memory_bytes - device.context_bytes
+
+
+def trace_rank(job: Job, rank: int) -> Trace:
+    """The step of one rank of a job, which need not exist.
+
+    Raises:
+        MeshwrightError: as training does; or what runs looks at values that a plan does not have.
+    """
+    with planned_world(rank, job.degrees.world_size, imbalance=job.expert_imbalance) as world:
+        try:
+            return trace(job, world)
+        except MeshwrightError:
+            raise
+        except Exception as error:
+            # Whatever a package's own code does with tensors that have no values, or with ranks that are all alike.
+            reason = (str(error).strip().splitlines() or [""])[0]
+            raise StrategyError(
+                f"{job.stack} on {job.degrees} cannot be planned: it looks at what is known on real ranks alone "
+                f"({type(error).__name__}: {reason}). Use another strategy, or train a step on real ranks."
+            ) from error
+
+
+def _report(job: Job, device: Device, rank: int) -> dict[str, Any]:
+    """Of one rank; from models of fewer blocks where that is enough."""
+    make = job.with_layers
+    if make is not None:
+
+        def found(layers: int) -> dict[str, Any]:
+            return _alone(trace_rank(replace(job, model=lambda: make(layers)), rank), job, device)
+
+        report = at_full_depth(found, job.layers)
+        if report is not None:
+            return {**report, "rank": rank}
+    return _alone(trace_rank(job, rank), job, device)
+
+
+def _alone(found: Trace, job: Job, device: Device) -> dict[str, Any]:
+    return _of_rank(found, _played([found], job, device)[0], device)
+
+
+def _stages(job: Job, device: Device, asked: Sequence[int]) -> list[dict[str, Any]]:
+    """Of ranks of a pipeline, whose stages are played together; those of one stage take the same time."""
+    together = stage_ranks(asked[0], job.degrees)
+    traces = {rank: trace_rank(job, rank) for rank in sorted({*together, *asked})}
+    lines = {line.rank: line for line in _played([traces[rank] for rank in together], job, device)}
+    of_stage = job.degrees.world_size // job.degrees.pp
+    lines |= {rank: lines[together[rank // of_stage]] for rank in traces if rank not in lines}
+    return [_of_rank(found, lines[rank], device) for rank, found in traces.items()]
+
+
+def _played(traces: Sequence[Trace], job: Job, device: Device) -> list[Timeline]:
+    return play(traces, job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked)
+
+
+def _of_rank(found: Trace, line: Timeline, device: Device) -> dict[str, Any]:
+    return {
+        "rank": found.rank,
+        "peak_allocated_bytes": found.peak.bytes,
+        "peak_reserved_bytes": reserved(found, workspace=device.workspace_bytes),
+        "held_bytes": found.after.bytes,
+        "peak_operator": found.peak.operator,
+        "peak_by_owner": dict(found.peak.owners),
+        "held_by_owner": dict(found.after.owners),
+        "activations_by_module": dict(found.peak.activations),
+        "flops": sum(each.flops for each in found.operations),
+        "step_seconds": line.seconds,
+        "busy_seconds": {name: line.busy(name) for name in dict.fromkeys(span.stream for span in line.spans)},
+        "collectives": _sums(found),
+    }
+
+
+def _sums(found: Trace) -> list[dict[str, Any]]:
+    """Calls and bytes of each kind of collective over each group, in the order in which they first come."""
+    rows: dict[tuple[str, str, int, str], dict[str, Any]] = {}
+    for each in found.collectives:
+        dtype = str(each.dtype).removeprefix("torch.")
+        named = {"kind": each.kind, "group": each.group, "ranks": each.ranks, "dtype": dtype}
+        row = rows.setdefault((each.kind, each.group, each.ranks, dtype), {**named, "calls": 0, "bytes": 0})
+        row["calls"] += 1
+        row["bytes"] += each.bytes
+    return list(rows.values())
