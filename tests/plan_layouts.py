@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.mesh.world import open_world
+from meshwright.plan.planned import trace_rank
 from meshwright.plan.trace import Job, Trace, trace
-from meshwright.plan.world import planned_world
 from meshwright.strategy.stack import resolve
 from meshwright.train.optim import optimizer_factory
 from meshwright.train.optimizer_config import OptimizerConfig
@@ -94,7 +95,7 @@ def done(layout: Layout) -> Trace:
     if layout.is_adapted:
         # peft's models are not materialised, but read.
         job = replace(job, model=functools.partial(_with_memory, job.model))
-    return trace(job, open_world("cpu"))
+    return trace(job, Mesh(job.degrees, open_world("cpu")))
 
 
 def _with_memory(make: Callable[[], nn.Module]) -> nn.Module:
@@ -107,5 +108,4 @@ def _with_memory(make: Callable[[], nn.Module]) -> nn.Module:
 
 def planned(layout: Layout, rank: int) -> Trace:
     """What a plan says of a rank."""
-    with planned_world(rank, layout.ranks) as world:
-        return trace(layout.job(), world)
+    return trace_rank(layout.job(), rank)

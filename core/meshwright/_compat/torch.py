@@ -21,6 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from ..base.errors import MeshError
 
 
+class UncompiledMode(TorchDispatchMode):
+    """A dispatch mode under which nothing is compiled; torch then need not keep its compiler away from each operator."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def flatten_mesh(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
     """Register the view `name` over `axes` in the root mesh, so that it can be sliced together with other axes.
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from .._compat.planning import DEPENDS_ON_VALUES, Fakes, handed_on, is_asking_for_shapes
-from .._compat.torch import TorchDispatchMode, is_choice
+from .._compat.torch import UncompiledMode, is_choice
 from ..tensors.known_values import has_values
 from ..tensors.nested import tensors_in
 from ..testing._compat import unwraps_itself
@@ -35,7 +35,7 @@ SMALL = 1 << 22
 _COPIES_IN = "fsdp.all_gather_copy_in.default"
 
 
-class Planning(TorchDispatchMode):
+class Planning(UncompiledMode):
     """A dispatch mode; see the module.
 
     Args:
@@ -45,6 +45,7 @@ class Planning(TorchDispatchMode):
     def __init__(self, imbalance: float = 1.0) -> None:
         super().__init__()
         self._fakes, self._imbalance = Fakes(), imbalance
+        self._empties: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -54,9 +55,9 @@ class Planning(TorchDispatchMode):
             return NotImplemented
         if func is torch.ops.prim.device.default:
             return self._fakes.device(args[0])
-        given = list(tensors_in((args, kwargs)))
         if is_asking_for_shapes() or has_values():
             return func(*args, **kwargs)
+        given = list(tensors_in((args, kwargs)))
         if any(map(self._fakes.knows, given)):
             return self._of_fakes(func, types, args, kwargs, given)
         if func.namespace in NAMESPACES:
@@ -81,9 +82,11 @@ class Planning(TorchDispatchMode):
         """What an operator gives where some of what it is given has no memory."""
         if (same := handed_on(func, given)) is not None:
             return same
-        if str(func) == "aten._local_scalar_dense.default":
+        if func is torch.ops.aten.new_empty.default and 0 in args[1]:
+            return self._empty(func, types, args, kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
             return _zero(given[0].dtype)
-        if str(func) == "aten.equal.default":
+        if func is torch.ops.aten.equal.default:
             return given[0].shape == given[1].shape
         if str(func) == _COPIES_IN and not self._fakes.knows(args[1]):
             # FSDP gathers several dtypes as bytes, whose buffer is real where it is small, and given back.
@@ -93,6 +96,13 @@ class Planning(TorchDispatchMode):
         if is_choice(func):
             return found[0], choices(found[1].shape, given[0].shape[-1], self._imbalance)
         return found
+
+    def _empty(self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Parts of nothing, of which FSDP makes one for each rank that has no rows of a parameter, and keeps none."""
+        key = (tuple(args[1]), args[0].dtype, *sorted((name, str(value)) for name, value in kwargs.items()))
+        if key not in self._empties:
+            self._empties[key] = self._fakes.computed(func, types, args, kwargs)
+        return self._empties[key]
 
 
 def choices(shape: Sequence[int], candidates: int, imbalance: float) -> torch.Tensor:

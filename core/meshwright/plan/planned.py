@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from ..base.errors import MeshwrightError, StrategyError
+from ..mesh.mesh import Mesh
+from ..tensors.known_values import with_values
 from .allocator import reserved
 from .depth import at_full_depth
 from .device import Device
@@ -63,32 +66,46 @@ def trace_rank(job: Job, rank: int) -> Trace:
     Raises:
         MeshwrightError: as training does; or what runs looks at values that a plan does not have.
     """
+    with planned_mesh(job, rank) as mesh:
+        return _traced(job, mesh)
+
+
+@contextmanager
+def planned_mesh(job: Job, rank: int) -> Iterator[Mesh]:
+    """The mesh of a job on a rank of a planned world."""
     with planned_world(rank, job.degrees.world_size, imbalance=job.expert_imbalance) as world:
-        try:
-            return trace(job, world)
-        except MeshwrightError:
-            raise
-        except Exception as error:
-            # Whatever a package's own code does with tensors that have no values, or with ranks that are all alike.
-            reason = (str(error).strip().splitlines() or [""])[0]
-            raise StrategyError(
-                f"{job.stack} on {job.degrees} cannot be planned: it looks at what is known on real ranks alone "
-                f"({type(error).__name__}: {reason}). Use another strategy, or train a step on real ranks."
-            ) from error
+        with with_values():
+            mesh = Mesh(job.degrees, world)
+        yield mesh
+
+
+def _traced(job: Job, mesh: Mesh) -> Trace:
+    try:
+        return trace(job, mesh)
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        # Whatever a package's own code does with tensors that have no values, or with ranks that are all alike.
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise StrategyError(
+            f"{job.stack} on {job.degrees} cannot be planned: it looks at what is known on real ranks alone "
+            f"({type(error).__name__}: {reason}). Use another strategy, or train a step on real ranks."
+        ) from error
 
 
 def _report(job: Job, device: Device, rank: int) -> dict[str, Any]:
     """Of one rank; from models of fewer blocks where that is enough."""
     make = job.with_layers
-    if make is not None:
+    with planned_mesh(job, rank) as mesh:
+        if make is not None:
 
-        def found(layers: int) -> dict[str, Any]:
-            return _alone(trace_rank(replace(job, model=lambda: make(layers)), rank), job, device)
+            def found(layers: int) -> dict[str, Any]:
+                return _alone(_traced(replace(job, model=lambda: make(layers)), mesh), job, device)
 
-        report = at_full_depth(found, job.layers)
-        if report is not None:
-            return {**report, "rank": rank}
-    return _alone(trace_rank(job, rank), job, device)
+            report = at_full_depth(found, job.layers)
+            if report is not None:
+                return {**report, "rank": rank}
+        return _alone(_traced(job, mesh), job, device)
 
 
 def _alone(found: Trace, job: Job, device: Device) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from .._compat.torch import arithmetic
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import ROOT_AXES, VIEWS, Degrees
-from ..mesh.world import CONTROL_TAG, World
+from ..mesh.world import CONTROL_TAG
 from ..model.weights import is_meta
 from ..strategy.contract import Batch, OptimizerFactory, StrategyManager
 from ..strategy.stack import Stack
@@ -140,8 +140,11 @@ class _Timeline(Recorder):
         self.operations.append(Operation(str(operation), flops, size, shapes, dtype, call, reads, writes, peer, now))
 
 
-def trace(job: Job, world: World) -> Trace:
+def trace(job: Job, mesh: Mesh) -> Trace:
     """Build the job on this rank and run its steps. Collective where the world is a real one.
+
+    Args:
+        mesh: of the job's degrees; one can be used for several jobs.
 
     Raises:
         MeshwrightError: as training does.
@@ -152,8 +155,8 @@ def trace(job: Job, world: World) -> Trace:
     meter = StepMeter()
     meter.see(tensors_in(batches))
     with meter:
-        manager = job.stack.build(Mesh(job.degrees, world))
-        manager.parallelize(model, NoValues() if world.is_planned and is_meta(model) else None)
+        manager = job.stack.build(mesh)
+        manager.parallelize(model, NoValues() if mesh.world.is_planned and is_meta(model) else None)
         del model
         meter.own((p for part in manager.model_parts for p in part.parameters()), "parameters")
         optimizer = manager.build_optimizer(job.optimizer)
@@ -164,7 +167,7 @@ def trace(job: Job, world: World) -> Trace:
             _step(manager, job, batches, meter)
         meter.own(tensors_in([*optimizer.state.values()]), "optimizer")
     log = tuple(meter.log)
-    return Trace(world.rank, meter.at_peak(), meter.now(), tuple(timeline.calls), tuple(timeline.operations), log)
+    return Trace(mesh.rank, meter.at_peak(), meter.now(), tuple(timeline.calls), tuple(timeline.operations), log)
 
 
 @contextmanager

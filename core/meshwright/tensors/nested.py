@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+
+_PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device)
+"""Have none inside, and are most of what operators are given."""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors of nested lists, tuples and mappings, in their order."""
     if isinstance(value, Tensor):
         yield value
+    elif isinstance(value, _PLAIN):
+        return
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from tensors_in(each)
+            if isinstance(each, Tensor):
+                yield each
+            elif not isinstance(each, _PLAIN):
+                yield from tensors_in(each)
     elif isinstance(value, Mapping):
         yield from tensors_in(list(value.values()))
