@@ -26,9 +26,6 @@ from ..testing.collectives import Collective, Recorder
 from .meter import Held, StepMeter
 from .touched import Touched, peer_of, touched
 
-STEPS = 2
-"""The first makes what is kept, such as the state of the optimizer; the second is as all others."""
-
 
 @dataclass(frozen=True)
 class Job:
@@ -160,11 +157,12 @@ def trace(job: Job, mesh: Mesh) -> Trace:
         del model
         meter.own((p for part in manager.model_parts for p in part.parameters()), "parameters")
         optimizer = manager.build_optimizer(job.optimizer)
-    for _ in range(STEPS):
+    # The first makes what is kept, such as the state of the optimizer, from few tokens; the second is as all others.
+    for given in (batches[:1], batches):
         meter.begin()
         timeline = _Timeline(groups(manager.mesh), meter)
         with meter, timeline, _told_modules(manager.model_parts, meter):
-            _step(manager, job, batches, meter)
+            _step(manager, job, given, meter)
         meter.own(tensors_in([*optimizer.state.values()]), "optimizer")
     log = tuple(meter.log)
     return Trace(mesh.rank, meter.at_peak(), meter.now(), tuple(timeline.calls), tuple(timeline.operations), log)
