@@ -149,10 +149,10 @@ def trace(job: Job, mesh: Mesh) -> Trace:
     with with_values():
         model = job.model()
         batches = _microbatches(job, model)
+        manager = job.stack.build(mesh)
     meter = StepMeter()
     meter.see(tensors_in(batches))
     with meter:
-        manager = job.stack.build(mesh)
         manager.parallelize(model, NoValues() if mesh.world.is_planned and is_meta(model) else None)
         del model
         meter.own((p for part in manager.model_parts for p in part.parameters()), "parameters")
