@@ -15,7 +15,6 @@ from ..base.errors import MeshwrightError, ModelError
 from ..mesh.world import CONTROL_TAG, find_device
 from ..strategy.contract import StepResult, StrategyManager
 from ..strategy.hooks import hookimpl
-from ..tensors.nested import tensors_in
 from ..testing.collectives import Recorder
 from ..train.model_trial import memory_of_node
 from ..train.run_file import RunConfig
