@@ -240,7 +240,8 @@ def _fit(
     scheduler = build_scheduler(plan.schedule, optimizer, plan.steps)
     origin, version = (0, 0), ORDER_VERSION
     # Before what it is to load, and after what it is to begin with.
-    ema = None if source is not None and not source.has_average else _average(config, manager)
+    with _seen(companion, mesh):
+        ema = None if source is not None and not source.has_average else _average(config, manager)
     if source is not None:
         # Settings and rates are those of the run file, which are the saved ones but for what was allowed to change.
         load_checkpoint(manager, source.directory, keep_settings=True)
