@@ -90,7 +90,7 @@ def test_ranks_of_a_launcher_have_a_plan_and_times_of_a_named_device_are_compare
 
 
 def test_a_run_that_does_not_fit_is_refused_with_what_would(tmp_path):
-    device = _device(tmp_path, memory_bytes=1_000_000)
+    device = _device(tmp_path, memory_bytes=100_000)
     refused = _train(tmp_path, plan={"device": device})
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: the run does not fit: a rank would take ")
@@ -102,7 +102,7 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would(tmp_path):
 
 
 def test_ranks_of_a_launcher_are_refused_together(tmp_path):
-    device = _device(tmp_path, memory_bytes=1_000_000)
+    device = _device(tmp_path, memory_bytes=100_000)
     launcher = ("torch.distributed.run", "--nproc-per-node", "2", "-m")
     refused = _train(tmp_path, launcher=launcher, plan={"device": device})
     assert refused.returncode != 0
