@@ -13,34 +13,10 @@ from typing import Any
 from .mesh_map import HEAD, Box
 from .pictures import LINK_NAMES, Traffic, frontier
 from .series import BETWEEN, INSIDE
+from .units import size_text, ticks, time_text
 
 WIDTH = 960
 MOST_LAYOUTS = 1500
-
-
-def size_text(size: float) -> str:
-    """Bytes, in the unit that suits."""
-    for unit, one in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= one:
-            return f"{size / one:,.2f} {unit}" if size < 100 * one else f"{size / one:,.0f} {unit}"
-    return f"{size:,.0f} B"
-
-
-def time_text(seconds: float) -> str:
-    """Seconds, in the unit that suits."""
-    for unit, one in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= one:
-            return f"{seconds / one:,.3g} {unit}" if seconds < 100 * one else f"{seconds / one:,.0f} {unit}"
-    return f"{seconds / 1e-6:,.3g} µs"
-
-
-def ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """Round values in a range, about so many."""
-    rough = max(high - low, 1e-12) / count
-    scale = 10 ** math.floor(math.log10(rough))
-    step = next(scale * each for each in (1, 2, 2.5, 5, 10) if scale * each >= rough * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [step * place for place in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def svg(width: float, height: float, name: str, title: str, parts: Iterable[str]) -> str:
@@ -90,7 +66,7 @@ def mesh(boxes: Sequence[Box], name: str, title: str) -> str:
 
 def links(rows: Sequence[Traffic], title: str) -> str:
     """Two bars for each stream of a rank: what goes over links inside of its node, and to other nodes."""
-    left, right, row, top = 190, 250, 46, 8
+    left, right, row, top = 190, 350, 46, 8
     most = max((max(each.inside, each.between) for each in rows), default=0) or 1.0
     scale = (WIDTH - left - right) / most
     parts = [line(left, top, left, top + row * len(rows), "axis")]
@@ -165,12 +141,11 @@ def layouts(found: Sequence[Mapping[str, Any]], limit: int, title: str) -> str:
     """Each layout as a point, those that fit as circles and others as crosses; a line through the best."""
     shown, best = drawn_layouts(found), frontier(found)
     # What is far too large is drawn at the edge.
-    edge = 2.5 * limit
+    edge = 1.7 * limit
     sizes = [min(edge, each["peak_reserved_bytes"]) for each in shown]
     axes = _Axes([each["step_seconds"] for each in shown], [*sizes, limit])
     parts = axes.drawn()
     parts.append(line(axes.left, axes.y(limit), axes.right, axes.y(limit), "limit"))
-    parts.append(text(axes.right, axes.y(limit) - 6, f"{size_text(limit)} can be reserved", "limit", "end"))
     points = [(axes.x(each["step_seconds"]), axes.y(each["peak_reserved_bytes"])) for each in best]
     parts.append(f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}" class="frontier"/>')
     for each, size in reversed(list(zip(shown, sizes, strict=True))):
@@ -179,6 +154,7 @@ def layouts(found: Sequence[Mapping[str, Any]], limit: int, title: str) -> str:
         fits = "fits" if each["fits"] else "does not fit"
         words = f"{each['label']}: {time_text(each['step_seconds'])}, {size_text(each['peak_reserved_bytes'])}, {fits}"
         parts.append(_point(x, y, each["fits"], each in best, escape(words + beyond)))
+    parts.append(text(axes.right - 6, axes.y(limit) - 7, f"usable {size_text(limit)}", "limit halo", "end"))
     parts += _names(best, points)
     return svg(WIDTH, axes.bottom + 50, "layouts", title, parts)
 
@@ -187,9 +163,7 @@ def _point(x: float, y: float, fits: bool, is_best: bool, words: str) -> str:
     if fits:
         kind, radius = ("fit-fits best", 6) if is_best else ("fit-fits", 4)
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="{kind}"><title>{words}</title></circle>'
-    return (
-        f'<path d="M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8" class="fit-too-large"><title>{words}</title></path>'
-    )
+    return f'<path d="M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8" class="fit-too-large"><title>{words}</title></path>'
 
 
 def _names(best: Sequence[Mapping[str, Any]], points: Sequence[tuple[float, float]]) -> Iterable[str]:

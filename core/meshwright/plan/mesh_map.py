@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..mesh.sizes import EXPERT_AXES, ROOT_AXES, VIEWS, Degrees
+from ..mesh.sizes import ROOT_AXES, VIEWS, Degrees
 from .device import Device
 from .links import members
 from .series import BETWEEN, INSIDE, link
+from .units import DASH, TIMES
 
 NODE = "node"
 SHARES = {
@@ -108,8 +109,8 @@ def size_of(name: str, degrees: Degrees) -> int:
 
 # -- as boxes
 
-HEAD, GAP, PAD, WIDEST = 20, 6, 8, 900
-LETTER = 6.3
+HEAD, GAP, PAD, WIDEST = 20, 6, 8, 960
+LETTER = 7.2
 """Width of a letter of the size that is written in."""
 
 
@@ -150,8 +151,7 @@ def _drawn(rest: Sequence[Level], first: int, degrees: Degrees, device: Device) 
     children = list(_children(level, inner, first, degrees, device))
     part = getattr(degrees, level.axis)
     split = "" if part == level.count else f" of {part:,}"
-    within = "inside of a node" if level.link == INSIDE else "between nodes"
-    return _framed(children, "level", f"{level.axis} × {level.count:,}{split}, {within}", level.link)
+    return _framed(children, "level", f"{level.axis} {TIMES} {level.count:,}{split}", level.link)
 
 
 def _children(
@@ -164,13 +164,13 @@ def _children(
     for place in shown:
         begin = first + place * level.ranks
         if place > before + 1:
-            yield [_block("more", f"× {place - before - 1:,} more")]
+            yield [_block("more", f"{TIMES} {place - before - 1:,} more")]
         if place == 0 or has_all or not inner:
             yield _drawn(inner, begin, degrees, device)
         else:
             is_node = inner[0].axis == NODE
             name = f"node {begin // device.node.ranks}: " if is_node else ""
-            yield [_block("block", f"{name}{begin:,}–{begin + level.ranks - 1:,}")]
+            yield [_block("block", f"{name}{begin}{DASH}{begin + level.ranks - 1}")]
         before = place
 
 
@@ -179,13 +179,13 @@ def _block(kind: str, text: str) -> Box:
 
 
 def _framed(children: Sequence[list[Box]], kind: str, text: str, joined: str) -> list[Box]:
-    """Blocks beside each other, or below each other where that would be too wide, and a frame with a text around them."""
+    """Blocks beside each other, or below each other where that is too wide, with a frame and a text around them."""
     widths, heights = [each[0].width for each in children], [each[0].height for each in children]
     is_row = sum(widths) + GAP * (len(widths) - 1) <= WIDEST
     x, y, found = float(PAD), float(HEAD), []
     for own in children:
         if own[0].kind in ("block", "more"):
-            own = [replace(own[0], **({"height": max(heights)} if is_row else {"width": max(widths)}))]
+            own = [replace(own[0], height=max(heights)) if is_row else replace(own[0], width=max(widths))]
         found += [box.moved(x, y) for box in own]
         x, y = (x + own[0].width + GAP, y) if is_row else (x, y + own[0].height + GAP)
     width = max(box.x + box.width for box in found) + PAD

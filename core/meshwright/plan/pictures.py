@@ -18,7 +18,7 @@ from .depth import DEPTHS
 from .device import Device
 from .links import members, passed
 from .planned import trace_rank
-from .series import BETWEEN, INSIDE, SENDS, Memory, hidden, link, memory
+from .series import BETWEEN, INSIDE, SENDS, Lane, Memory, hidden, lanes, link, memory
 from .time import Timeline, play, stage_ranks
 from .trace import Job, Trace
 
@@ -75,6 +75,10 @@ class Shown:
         return [memory(found, line, most) for found, line in zip(self.traces, self.lines, strict=True)]
 
     @functools.cached_property
+    def lanes(self) -> list[Lane]:
+        return lanes(self.traces, self.lines, self.degrees, self.device)
+
+    @functools.cached_property
     def reserved(self) -> list[int]:
         """What the allocator takes for each of `traces`, in bytes."""
         of_plan = {each["rank"]: each["peak_reserved_bytes"] for each in self.plan["ranks"]} if self.is_whole else {}
@@ -82,9 +86,7 @@ class Shown:
         return [of_plan.get(found.rank) or reserved(found, workspace=workspace) for found in self.traces]
 
 
-def shown(
-    job: Job, device: Device, plan: Mapping[str, Any], layouts: Sequence[Mapping[str, Any]] = ()
-) -> Shown:
+def shown(job: Job, device: Device, plan: Mapping[str, Any], layouts: Sequence[Mapping[str, Any]] = ()) -> Shown:
     """Trace once more what is to be drawn: the rank that reserves the most, and of a pipeline all stages.
 
     Args:

@@ -1,12 +1,13 @@
 """What pictures of a step are drawn of: memory at kept moments, and what runs on each stream, in few enough pieces.
 
-[Note: moments] Memory is told at the end of each operator, in the order in which the host issues them. Beside it
-stands the time at which the computing stream has done all that was issued until then.
+[Note: moments] Memory is told of each operator, in the order in which the host issues them: what is held at its end,
+its results included, and from when it begins on the computing stream until the next does. What is no kernel of that
+stream counts from when the kernel before it ends.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Memory:
     """What a rank holds over a step, at kept moments; see [Note: moments].
 
     Attributes:
-        seconds: of each moment, never falling.
+        seconds: from when each is, never falling.
         owners: bytes at each moment by owner, of owners that hold any at some moment, in the order of `OWNERS`.
         operators: the one that has ended at each moment.
         phases: its phase.
@@ -69,7 +70,7 @@ def memory(found: Trace, line: Timeline, most: int = 2000) -> Memory:
     operations = [last[logged] for logged in moments]
     return Memory(
         found.rank,
-        tuple(_done(line, moments)),
+        tuple(_begun(line, moments)),
         {owner: tuple(each[owner] for each in held) for owner in OWNERS if any(each[owner] for each in held)},
         tuple(each.name for each in operations),
         tuple(each.phase for each in operations),
@@ -79,7 +80,7 @@ def memory(found: Trace, line: Timeline, most: int = 2000) -> Memory:
 
 
 def kept(values: Sequence[float], most: int, always: Iterable[int] = ()) -> list[int]:
-    """Places of at most about so many values: of each stretch of equal length the least and the largest, and the ends."""
+    """Places of at most about so many values: of each stretch the least and the largest, and the ends."""
     if len(values) <= most:
         return list(range(len(values)))
     count = max(1, most // 2)
@@ -100,16 +101,16 @@ def _by_owner(found: Trace, moments: Sequence[int]) -> list[Counter[str]]:
     return states
 
 
-def _done(line: Timeline, moments: Sequence[int]) -> list[float]:
-    """When the computing stream has done what was issued until each moment [s]."""
-    logged, ends, end = [], [], 0.0
-    for span in line.spans:
-        if span.stream == COMPUTE:
-            end = max(end, span.end)
-            logged.append(span.logged)
-            ends.append(end)
-    places = [bisect_right(logged, moment) for moment in moments]
-    return [ends[place - 1] if place else 0.0 for place in places]
+def _begun(line: Timeline, moments: Sequence[int]) -> Iterator[float]:
+    """From when it is on the computing stream what it is at each moment [s]."""
+    spans = [span for span in line.spans if span.stream == COMPUTE]
+    logged = [span.logged for span in spans]
+    for moment in moments:
+        place = bisect_left(logged, moment)
+        if place < len(spans) and logged[place] == moment:
+            yield spans[place].start
+        else:
+            yield spans[place - 1].end if place else 0.0
 
 
 @dataclass(frozen=True)
@@ -149,14 +150,22 @@ def lanes(
 ) -> list[Lane]:
     """The streams of ranks, in about so many bars at most: what is short is taken together with what is beside it."""
     streams = [(found, line, *item) for found, line in zip(traces, lines, strict=True) for item in _streams(line)]
-    count = sum(len(spans) for *_, spans in streams)
-    width = 0.0 if count <= most else 2 * max(line.seconds for line in lines) * len(streams) / most
+    room = _room([len(spans) for *_, spans in streams], most)
     made = []
     for found, line, stream, spans in streams:
         sizes = {each.group: each.ranks for each in found.collectives}
         joined = link_of(stream, line.rank, degrees, device, sizes)
+        width = 0.0 if len(spans) <= room else 2 * line.seconds / room
         made.append(Lane(line.rank, stream, joined, tuple(_bars(spans, width))))
     return made
+
+
+def _room(counts: Iterable[int], most: int) -> int:
+    """The largest number that each may have, if together they are to have so many at most."""
+    rest = sorted(counts)
+    while rest and rest[0] * len(rest) <= most:
+        most -= rest.pop(0)
+    return max(1, most // max(1, len(rest)))
 
 
 def _streams(line: Timeline) -> list[tuple[str, list[Span]]]:

@@ -30,11 +30,8 @@ const ticks = (low, high, wanted) => {
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high * (1 + 1e-12); i++) found.push(i * step);
   return found;
 };
-let colours = {};
-const readColours = () => {
-  const style = getComputedStyle(document.documentElement);
-  colours = name => style.getPropertyValue("--" + name).trim();
-};
+let known = {};
+const colours = name => known[name] ??= getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 
 // -- one view of time for both pictures
 
@@ -54,6 +51,7 @@ class Chart {
   constructor(name) {
     this.canvas = byId(name + "-chart");
     this.said = byId(name + "-read");
+    this.hint = this.said.textContent;
     this.cursor = null;
     this.drag = null;
     const on = (what, act) => this.canvas.addEventListener(what, act);
@@ -84,7 +82,7 @@ class Chart {
       if (act) this.act(act);
     });
     new ResizeObserver(() => this.draw()).observe(this.canvas);
-    charts.push(this);
+    charts.unshift(this);
   }
   get width() { return this.canvas.clientWidth - LEFT - RIGHT; }
   get height() { return this.canvas.clientHeight; }
@@ -126,8 +124,8 @@ class Chart {
     this.draw();
     this.tell("polite");
   }
-  clear() { this.cursor = null; this.said.textContent = ""; this.draw(); }
-  tell(how) { this.said.setAttribute("aria-live", how); this.said.textContent = this.words(); this.draw(); }
+  clear() { this.cursor = null; this.said.textContent = this.hint; this.draw(); }
+  tell(how) { this.said.setAttribute("aria-live", how); this.said.textContent = this.words() || this.hint; this.draw(); }
   draw() {
     const ratio = window.devicePixelRatio || 1, {clientWidth, clientHeight} = this.canvas;
     if (!clientWidth) return;
@@ -225,21 +223,19 @@ class MemoryChart extends Chart {
   y(bytes) { return this.bottom - bytes / this.most * (this.bottom - this.top); }
   begin() { this.cursor = {i: this.chosen.peak}; }
   cursorTime() { return this.chosen.time[this.cursor.i]; }
-  // What is held at a moment is held while its operator runs: from the end of the one before.
+  // What is held from a moment on is held until the next.
   indexAt(ns) {
     const {time} = this.chosen;
     let low = 0, high = time.length - 1;
-    while (low < high) { const half = low + high >> 1; if (time[half] < ns) low = half + 1; else high = half; }
-    // Of several at the same time, the one that holds the most.
-    let best = low;
-    for (let i = low; i < time.length && time[i] === time[low]; i++) if (this.chosen.total[i] > this.chosen.total[best]) best = i;
-    return best;
+    while (low < high) { const half = low + high + 1 >> 1; if (time[half] > ns) high = half - 1; else low = half; }
+    return low;
   }
+  beginOf(i) { return this.xOf(i ? this.chosen.time[i] : 0); }
+  endOf(i) { return this.xOf(i + 1 < this.chosen.time.length ? this.chosen.time[i + 1] : data.end); }
   point(x) {
-    const near = Math.abs(x - this.xOf(this.cursorTimeOf(this.chosen.peak))) < 4;
+    const near = Math.abs(x - this.beginOf(this.chosen.peak)) < 4;
     this.cursor = {i: near ? this.chosen.peak : this.indexAt(this.timeAt(x))};
   }
-  cursorTimeOf(i) { return this.chosen.time[i]; }
   move(dx) {
     const last = this.chosen.time.length - 1, here = this.xOf(this.cursorTime());
     let i = this.cursor.i;
@@ -260,16 +256,16 @@ class MemoryChart extends Chart {
     return `${at}rank ${rank}, ${time(times[i])}, ${data.phases[phases[i]]}, ${data.names[names[i]]}: ${size(total[i])} = ${parts.join(" + ")}`;
   }
   paint() {
-    const {time, owners, total, peak, reserved, phases} = this.chosen, pen = this.pen, n = time.length;
+    const {time, owners, total, peak, reserved, rank} = this.chosen, pen = this.pen, n = time.length;
     const marks = ticks(0, this.most / 2 ** 30, 6);
     for (const gib of marks) this.rule(LEFT, this.y(gib * 2 ** 30), LEFT + this.width, this.y(gib * 2 ** 30), "line");
-    let first = this.lower(view.from), last = Math.min(n - 1, this.lower(view.to) + 1);
+    const first = this.indexAt(view.from), last = this.indexAt(view.to);
     const base = new Float64Array(n);
     for (const [owner, sizes] of owners) {
       pen.beginPath();
       const outline = (from, to, step, value) => {
         for (let i = from; i !== to; i += step) {
-          const begin = this.xOf(i ? time[i - 1] : 0), end = this.xOf(time[i]), y = this.y(value(i));
+          const begin = this.beginOf(i), end = this.endOf(i), y = this.y(value(i));
           if (step > 0) { pen.lineTo(begin, y); pen.lineTo(end, y); } else { pen.lineTo(end, y); pen.lineTo(begin, y); }
         }
       };
@@ -282,19 +278,10 @@ class MemoryChart extends Chart {
       pen.stroke();
       for (let i = first; i <= last; i++) base[i] += sizes[i];
     }
-    let begin = 0;
-    for (let i = 1; i <= n; i++)
-      if (i === n || phases[i] !== phases[begin]) {
-        const from = this.xOf(begin ? time[begin - 1] : 0), to = this.xOf(time[i - 1]);
-        pen.fillStyle = colours("phase-" + data.phases[phases[begin]]);
-        pen.fillRect(from, 8, Math.max(0.5, to - from), 14);
-        const name = data.phases[phases[begin]];
-        if (to - from > pen.measureText(name).width + 10) this.text(name, (Math.max(from, LEFT) + Math.min(to, LEFT + this.width)) / 2, 15.5, "ground", "center");
-        begin = i;
-      }
+    this.phases(rank);
     this.rule(LEFT, this.y(reserved), LEFT + this.width, this.y(reserved), "text", [7, 4], 1.5);
     if (data.limit <= this.most) this.rule(LEFT, this.y(data.limit), LEFT + this.width, this.y(data.limit), "limit", [7, 4], 2);
-    const x = this.xOf(time[peak]), y = this.y(total[peak]);
+    const x = this.beginOf(peak), y = this.y(total[peak]);
     pen.beginPath();
     pen.arc(x, y, 4.5, 0, 7);
     pen.fillStyle = colours("ground");
@@ -304,12 +291,26 @@ class MemoryChart extends Chart {
     pen.stroke();
     if (this.cursor) this.rule(this.xOf(this.cursorTime()), this.top - 4, this.xOf(this.cursorTime()), this.bottom, "text");
   }
-  lower(ns) { return this.indexOf(ns); }
-  indexOf(ns) {
-    const {time} = this.chosen;
-    let low = 0, high = time.length - 1;
-    while (low < high) { const half = low + high >> 1; if (time[half] < ns) low = half + 1; else high = half; }
-    return low;
+  // The computing stream's bars, and the names of phases where there is room.
+  phases(rank) {
+    const pen = this.pen, {bars} = timeline.lanes.find(lane => lane.rank === rank && lane.stream === "compute");
+    let run = null;
+    const name = () => {
+      if (!run) return;
+      const from = Math.max(LEFT, this.xOf(run.start)), to = Math.min(LEFT + this.width, this.xOf(run.end));
+      const words = data.phases[run.phase];
+      if (to - from > pen.measureText(words).width + 12) this.text(words, (from + to) / 2, 15.5, "ground", "center");
+    };
+    for (const bar of bars) {
+      const x = this.xOf(bar.start);
+      pen.fillStyle = colours("phase-" + data.phases[bar.phase]);
+      pen.fillRect(x, 8, Math.max(0.7, this.xOf(bar.end) - x), 14);
+    }
+    for (const bar of bars) {
+      if (run && run.phase === bar.phase && this.xOf(bar.start) - this.xOf(run.end) < 2) run.end = Math.max(run.end, bar.end);
+      else { name(); run = {...bar}; }
+    }
+    name();
   }
   labels() {
     const {time, total, peak, names, reserved} = this.chosen, pen = this.pen;
@@ -318,16 +319,16 @@ class MemoryChart extends Chart {
     const right = LEFT + this.width - 6;
     const reservedY = this.y(reserved), limitY = this.y(data.limit), isSeen = data.limit <= this.most;
     this.text(`reserved ${size(reserved)}`, right, reservedY - 9, "text", "right", true);
-    if (isSeen) this.text(`can be reserved ${size(data.limit)}`, right, limitY + (Math.abs(limitY - reservedY) < 30 && limitY > reservedY ? 10 : -9), "limit", "right", true);
-    else this.text(`can be reserved ${size(data.limit)}: far above`, right, this.top + 2, "limit", "right", true);
-    const x = this.xOf(time[peak]);
+    if (isSeen) this.text(`usable ${size(data.limit)}`, right, limitY + (limitY > reservedY && limitY - reservedY < 30 ? 10 : -9), "limit", "right", true);
+    else this.text(`usable ${size(data.limit)}: far above`, right, this.top + 2, "limit", "right", true);
+    const x = this.beginOf(peak);
     if (x < LEFT - 1 || x > LEFT + this.width + 1) return;
-    const words = `peak ${size(total[peak])}, ${data.names[names[peak]]}`, wide = pen.measureText(words).width;
-    const isLeft = x + 12 + wide > LEFT + this.width - 160 && x - 12 - wide > LEFT;
-    let y = this.y(total[peak]);
-    // Below the lines, where it would run into their names.
-    if (Math.abs(y - (reservedY - 9)) < 15) y = Math.max(y, reservedY) + 8;
-    this.text(words, isLeft ? x - 12 : Math.min(x + 12, LEFT + this.width - wide), y, "text", isLeft ? "right" : "left", true);
+    const words = `peak ${size(total[peak])}, ${data.names[names[peak]]}`, half = pen.measureText(words).width / 2;
+    let y = this.y(total[peak]) - 14;
+    // Above the line of what is reserved, where it would be on it.
+    if (Math.abs(y - reservedY) < 9) y = reservedY - 10;
+    const most = y < reservedY && reservedY - y < 16 ? right - 140 : right;
+    this.text(words, Math.max(LEFT + half + 4, Math.min(x, most - half)), y, "text", "center", true);
   }
 }
 
@@ -336,14 +337,7 @@ class MemoryChart extends Chart {
 class TimelineChart extends Chart {
   constructor() {
     super("timeline");
-    let y = 12, rank = null;
-    this.heads = [];
-    this.lanes = data.lanes.map(lane => {
-      if (lane.rank !== rank) {
-        rank = lane.rank;
-        this.heads.push({rank, y: y + 8});
-        y += 22;
-      }
+    this.every = data.lanes.map(lane => {
       const bars = [];
       let start = 0;
       for (let i = 0; i < lane.bars.length; i += 6) {
@@ -351,10 +345,26 @@ class TimelineChart extends Chart {
         start += gap;
         bars.push({start, end: start + length, busy, name, phase, number});
       }
-      const made = {...lane, bars, y, busy: bars.reduce((sum, bar) => sum + bar.busy, 0)};
-      y += 19;
-      return made;
+      return {...lane, bars, busy: bars.reduce((sum, bar) => sum + bar.busy, 0)};
     });
+    byId("timeline-all").addEventListener("change", () => { this.cursor = null; this.place(); this.draw(); });
+    this.place();
+  }
+  place() {
+    const isAll = byId("timeline-all").checked;
+    let y = 12, rank = null;
+    this.heads = [];
+    this.lanes = this.every.filter(lane => isAll || lane.stream === "compute" || lane.busy > data.end / 1000);
+    for (const lane of this.lanes) {
+      if (lane.rank !== rank) {
+        rank = lane.rank;
+        this.heads.push({rank, y: y + 8});
+        y += 22;
+      }
+      lane.y = y;
+      y += 19;
+    }
+    this.canvas.style.height = y + 30 + "px";
   }
   begin() { this.cursor = {lane: 0, bar: this.firstSeen(this.lanes[0])}; }
   firstSeen(lane) { return Math.max(0, lane.bars.findIndex(bar => bar.end >= view.from)); }
@@ -412,9 +422,10 @@ class TimelineChart extends Chart {
   labels() {
     for (const {rank, y} of this.heads) {
       this.pen.font = "600 " + this.pen.font;
-      this.text(`rank ${count(rank)}`, 8, y + 4, "text");
+      this.text(`rank ${rank}`, 8, y + 4, "text");
       this.pen.font = this.pen.font.replace("600 ", "");
     }
+    this.text("works", LEFT - 8, this.heads[0].y + 4, "quiet", "right");
     for (const lane of this.lanes) {
       this.text(lane.stream, 20, lane.y + 8, "text");
       this.text((lane.busy / data.end * 100).toFixed(1) + " %", LEFT - 8, lane.y + 8, "quiet", "right");
@@ -427,14 +438,14 @@ class TimelineChart extends Chart {
 const among = () => {
   const rank = Math.floor(Number(byId("rank").value)), {node, world, axes} = data.mesh;
   if (!(rank >= 0 && rank < world)) { byId("rank-read").textContent = `There are ranks 0 to ${count(world - 1)}.`; return; }
-  const parts = [`Rank ${count(rank)} is on node ${count(Math.floor(rank / node))}`], seen = new Set();
+  const parts = [`Rank ${rank} is on node ${Math.floor(rank / node)}`], seen = new Set();
   for (const mesh of axes) {
     let stride = 1;
     for (const [axis, degree] of [...mesh].reverse()) {
       const place = Math.floor(rank / stride) % degree, first = rank - place * stride, last = first + (degree - 1) * stride;
       if (degree > 1 && !seen.has(axis)) {
         const nodes = new Set(Array.from({length: degree}, (_, i) => Math.floor((first + i * stride) / node))).size;
-        const ranks = Array.from({length: Math.min(degree, 3)}, (_, i) => count(first + i * stride)).join(", ") + (degree > 3 ? (degree > 4 ? ", … " : ", ") + count(last) : "");
+        const ranks = Array.from({length: Math.min(degree, 3)}, (_, i) => first + i * stride).join(", ") + (degree > 3 ? (degree > 4 ? ", … " : ", ") + last : "");
         parts.push(`${axis} ${place} of ${count(degree)}, with ranks ${ranks}, ${nodes === 1 ? "inside of the node" : "on " + count(nodes) + " nodes"}`);
       }
       seen.add(axis);
@@ -444,11 +455,10 @@ const among = () => {
   byId("rank-read").textContent = parts.join("; ") + ".";
 };
 
-readColours();
-new MemoryChart();
-new TimelineChart();
+const timeline = new TimelineChart();
+const memory = new MemoryChart();
 byId("rank").addEventListener("input", among);
 among();
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readColours(); drawAll(); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { known = {}; drawAll(); });
 drawAll();
 })();
