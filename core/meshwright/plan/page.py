@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ..base.errors import ConfigError
 from ..mesh.sizes import EXPERT_AXES, ROOT_AXES
 from . import sections
 from .colours import variables
@@ -29,10 +30,14 @@ def write_page(path: Path, subject: Shown) -> None:
     """Write all pictures and tables of a plan into one file of HTML.
 
     Raises:
-        OSError: it cannot be written.
+        ConfigError: it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(subject), encoding="utf-8")
+    text = page(subject)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
 def page(subject: Shown) -> str:

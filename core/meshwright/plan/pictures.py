@@ -91,6 +91,7 @@ def shown(job: Job, device: Device, plan: Mapping[str, Any], layouts: Sequence[M
 
     Args:
         plan: of the same job and device.
+        layouts: see `Shown`; those without seconds or bytes, since they were not planned, are left out.
 
     Raises:
         MeshwrightError: as training does.
@@ -107,6 +108,7 @@ def shown(job: Job, device: Device, plan: Mapping[str, Any], layouts: Sequence[M
         layers = job.layers
         traces = [trace_rank(job, rank) for rank in ranks]
     lines = play(traces, job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked)
+    layouts = [each for each in layouts if each.get("step_seconds") and each.get("peak_reserved_bytes")]
     return Shown(plan, job.degrees, device, traces, lines, layers, job.layers, layouts)
 
 
@@ -163,7 +165,7 @@ def _of_rank(subject: Shown, found: Trace, line: Timeline, report: Mapping[str, 
     for row in report["collectives"]:
         group = members(row["group"], found.rank, subject.degrees, row["ranks"])
         pairs = {f"{SENDS}{peer}": ([found.rank, peer], part) for peer, part in peers.items()}
-        if row["kind"].startswith("recv"):
+        if row["kind"].startswith("recv") or row["ranks"] == 1:
             continue
         for stream, (those, part) in pairs.items() if row["kind"] == "send" else [(row["group"], (group, 1.0))]:
             ranks[stream] = those

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from ..base.errors import ConfigError
 from .colours import FIT, GROUND, LINK, OWNER, PHASE
 from .drawings import drawn_layouts
 from .mesh_map import HEAD, boxes
@@ -16,6 +17,7 @@ from .series import LINKS, PHASES, Lane
 from .time import COMPUTE
 from .units import size_text, time_text
 
+PICTURES = ("memory", "timeline", "mesh", "traffic", "layouts")
 LIGHT = 0
 """The place of colours for light ground."""
 GIB = 2**30
@@ -23,22 +25,26 @@ TINY = 1e-3
 """Streams that work a smaller part of the step are left out."""
 
 
-def write_pngs(directory: Path, subject: Shown) -> list[Path]:
-    """Write each picture into a file of its own; returns the files.
+def write_pngs(directory: Path, subject: Shown, which: Collection[str] = PICTURES) -> list[Path]:
+    """Write each picture that there is into a file of its own; returns the files.
+
+    Args:
+        which: of `PICTURES`.
 
     Raises:
-        OSError: one cannot be written.
+        ConfigError: one cannot be written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    pictures = {"memory": _memory, "timeline": _timeline, "mesh": _mesh}
-    if traffic(subject):
-        pictures["traffic"] = _traffic
-    if subject.layouts:
-        pictures["layouts"] = _layouts
+    draw = {"memory": _memory, "timeline": _timeline, "mesh": _mesh, "traffic": _traffic, "layouts": _layouts}
+    missing = {name for name, there in (("traffic", traffic(subject)), ("layouts", subject.layouts)) if not there}
     paths = []
-    for name, draw in pictures.items():
-        paths.append(directory / f"{name}.png")
-        draw(subject).savefig(paths[-1], dpi=120)
+    for name in (each for each in PICTURES if each in which and each not in missing):
+        figure, path = draw[name](subject), directory / f"{name}.png"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=120)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from error
+        paths.append(path)
     return paths
 
 

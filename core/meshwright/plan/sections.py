@@ -143,9 +143,7 @@ def timeline(subject: Shown) -> str:
         "timeline",
         f"Timeline of a step{_of(subject)}",
         said,
-        _tools(
-            "timeline", "", '<label><input type="checkbox" id="timeline-all"> streams that work less than 0.1%</label>'
-        ),
+        _tools("timeline", "", choice),
         _canvas("timeline", "Timeline of streams", height),
         f'<ul class="legend" aria-label="Colours">{phases}{_link_signs("communication ")}</ul>',
         table("How long each stream works", head, rows, words=(1, 2)),
