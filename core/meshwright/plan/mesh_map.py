@@ -169,8 +169,8 @@ def _children(
             yield _drawn(inner, begin, degrees, device)
         else:
             is_node = inner[0].axis == NODE
-            name = f"node {begin // device.node.ranks}: " if is_node else ""
-            yield [_block("block", f"{name}{begin}{DASH}{begin + level.ranks - 1}")]
+            name = f"node {begin // device.node.ranks}" if is_node else f"{level.axis} {place}"
+            yield [_block("block", f"{name}: {begin}{DASH}{begin + level.ranks - 1}")]
         before = place
 
 

@@ -104,7 +104,8 @@ def _memory(subject: Shown) -> Any:
     axes.plot([at], [peak / GIB], "o", color="white", markeredgecolor=dark, markersize=6, clip_on=False)
     words = f"peak {size_text(peak)}: {found.operators[found.peak]}"
     shift, side = (8, "left") if at < times[-1] / 2 else (-8, "right")
-    where = (at, peak / GIB)
+    # Not on the line of what is reserved.
+    where = (at, (taken if taken - peak < 0.08 * most else peak) / GIB)
     axes.annotate(words, where, (shift, 5), textcoords="offset points", ha=side, fontsize=8.5, bbox=_HALO)
     axes.set(xlim=(0, times[-1]), ylim=(0, most / GIB * 1.1), xlabel=f"time [{unit}]", ylabel="memory held [GiB]")
     axes.grid(axis="y", color=_colour(GROUND["line"]))
@@ -180,7 +181,8 @@ def _draw_lane(axes: Any, lane: Lane, place: float, one: float) -> None:
         to_rgba(_colour(LINK[lane.link] if lane.link else PHASE[bar.phase]), bar.busy / (bar.end - bar.start or 1))
         for bar in lane.bars
     ]
-    axes.broken_barh(ranges, (place - 0.4, 0.8), facecolors=colours, linewidth=0)
+    # Edges show what is narrower than a pixel.
+    axes.broken_barh(ranges, (place - 0.4, 0.8), facecolors=colours, edgecolors=colours, linewidth=0.5)
 
 
 def _mesh(subject: Shown) -> Any:
