@@ -25,14 +25,14 @@ from meshwright.mesh.sizes import EXPERT_AXES, ROOT_AXES, Degrees
 from meshwright.plan import colours, links
 from meshwright.plan.device import Device, find_device
 from meshwright.plan.mesh_map import NODE, boxes, groups, levels, size_of
-from meshwright.plan.meter import OWNERS, ROUND_TO
+from meshwright.plan.meter import OWNERS, ROUND_TO, Held
 from meshwright.plan.page import page, write_page
 from meshwright.plan.pictures import Shown, frontier, shown, traffic
 from meshwright.plan.planned import plan
 from meshwright.plan.pngs import write_pngs
 from meshwright.plan.series import BETWEEN, INSIDE, SENDS, hidden, kept, lanes, memory
 from meshwright.plan.time import COMPUTE, Span, Timeline
-from meshwright.plan.trace import Job, Trace
+from meshwright.plan.trace import Job, Operation, Trace
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LAYOUTS = {
@@ -113,6 +113,19 @@ def test_the_peak_is_that_of_the_trace(subject):
             assert {owner: each[drawn.peak] for owner, each in drawn.owners.items() if each[drawn.peak]} == dict(
                 found.peak.owners
             )
+
+
+def test_of_moments_that_hold_the_same_the_last_is_the_peak_as_in_the_trace():
+    names = ("first", "between", "last", "after")
+    operations = tuple(
+        Operation(name, 0, 0, (), None, None, logged=place + 1, phase="forward") for place, name in enumerate(names)
+    )
+    log = ((0, 512), (0, -512), (1, 512), (1, -512))
+    held = Held(512, {"activations": 512}, "last")
+    found = Trace(0, held, Held(0, {}, ""), (), operations, log, {0: "temporary", 1: "activations"})
+    drawn = memory(found, Timeline(0, 1.0, ()), 10)
+    assert drawn.operators[drawn.peak] == "last"
+    assert drawn.owners == {"activations": (0, 0, 512, 0), "temporary": (512, 0, 0, 0)}
 
 
 def test_moments_that_are_kept_are_among_all_and_have_the_extremes_of_each_stretch(subject):
@@ -314,7 +327,11 @@ def test_boxes_of_the_map_stand_for_every_rank_and_lie_within_their_frames(degre
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all", "send", "all_reduce", "broadcast"])
-@pytest.mark.parametrize("ranks", [range(8), range(32), range(0, 64, 8), (3, 4), (7, 8)], ids=str)
+@pytest.mark.parametrize(
+    "ranks",
+    [range(8), range(32), range(0, 64, 8), (3, 4), (7, 8)],
+    ids=["node", "nodes", "one of each node", "two of a node", "two of two nodes"],
+)
 def test_bytes_over_links_are_those_that_take_the_time(kind, ranks):
     node = find_device("h100-80gb").node
     if kind == "send" and len(ranks) != 2:

@@ -95,12 +95,16 @@ def _memory(subject: Shown) -> Any:
     peak, at = found.totals[found.peak], found.seconds[found.peak] / one
     dark, limit = _colour(GROUND["text"]), subject.limit
     axes.axhline(taken / GIB, color=dark, linestyle="--", linewidth=1.2)
-    axes.annotate(f"reserved {size_text(taken)}", (1, taken / GIB), (-4, 3), **_at_edge(dark))
     most = max(taken, peak)
+    # Names of lines that are close are above the upper and below the lower one.
+    is_close = 0 <= limit - taken < 0.1 * limit
+    below = (-4, -11 if is_close else 3)
+    axes.annotate(f"reserved {size_text(taken)}", (1, taken / GIB), below, bbox=_HALO, **_at_edge(dark))
     if limit <= 2.2 * most:
         red, most = _colour(GROUND["limit"]), max(most, limit)
         axes.axhline(limit / GIB, color=red, linestyle="--", linewidth=1.6)
-        axes.annotate(f"usable {size_text(limit)}", (1, limit / GIB), (-4, -12), **_at_edge(red))
+        above = (-4, 3 if is_close else -12)
+        axes.annotate(f"usable {size_text(limit)}", (1, limit / GIB), above, **_at_edge(red))
     axes.plot([at], [peak / GIB], "o", color="white", markeredgecolor=dark, markersize=6, clip_on=False)
     words = f"peak {size_text(peak)}: {found.operators[found.peak]}"
     shift, side = (8, "left") if at < times[-1] / 2 else (-8, "right")

@@ -318,8 +318,10 @@ class MemoryChart extends Chart {
     this.text("phase", LEFT - 8, 15, "quiet", "right");
     const right = LEFT + this.width - 6;
     const reservedY = this.y(reserved), limitY = this.y(data.limit), isSeen = data.limit <= this.most;
-    this.text(`reserved ${size(reserved)}`, right, reservedY - 9, "text", "right", true);
-    if (isSeen) this.text(`usable ${size(data.limit)}`, right, limitY + (limitY > reservedY && limitY - reservedY < 30 ? 10 : -9), "limit", "right", true);
+    // Names of lines that are close are above the upper and below the lower one.
+    const isClose = isSeen && Math.abs(limitY - reservedY) < 22, isUsableBelow = isClose && limitY > reservedY;
+    this.text(`reserved ${size(reserved)}`, right, reservedY + (isClose && !isUsableBelow ? 10 : -9), "text", "right", true);
+    if (isSeen) this.text(`usable ${size(data.limit)}`, right, limitY + (isUsableBelow ? 10 : -9), "limit", "right", true);
     else this.text(`usable ${size(data.limit)}: far above`, right, this.top + 2, "limit", "right", true);
     const x = this.beginOf(peak);
     if (x < LEFT - 1 || x > LEFT + this.width + 1) return;
