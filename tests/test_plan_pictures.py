@@ -364,6 +364,21 @@ def test_traffic_is_that_of_all_collectives(subject):
         assert 0 <= each.hidden <= 1 + 1e-9
 
 
+def test_traffic_of_a_rank_that_is_not_in_the_plan_is_that_of_its_trace():
+    subject = _subject("pipeline")
+    without = replace(subject, plan={**subject.plan, "ranks": []})
+    assert traffic(without) == [
+        replace(
+            each,
+            inside=pytest.approx(each.inside),
+            between=pytest.approx(each.between),
+            seconds=pytest.approx(each.seconds),
+        )
+        for each in traffic(subject)
+    ]
+    assert traffic(replace(without, drawn_layers=1)) == []
+
+
 # -- layouts
 
 

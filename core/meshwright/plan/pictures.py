@@ -96,8 +96,7 @@ def shown(job: Job, device: Device, plan: Mapping[str, Any], layouts: Sequence[M
     Raises:
         MeshwrightError: as training does.
     """
-    rank = max(plan["ranks"], key=lambda each: each["peak_reserved_bytes"])["rank"]
-    ranks = stage_ranks(rank, job.degrees) if job.degrees.pp > 1 else [rank]
+    ranks = _ranks(job.degrees, plan)
     layers = _layers(job)
     try:
         traces = [trace_rank(_with(job, layers), rank) for rank in ranks]
@@ -110,6 +109,16 @@ def shown(job: Job, device: Device, plan: Mapping[str, Any], layouts: Sequence[M
     lines = play(traces, job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked)
     layouts = [each for each in layouts if each.get("step_seconds") and each.get("peak_reserved_bytes")]
     return Shown(plan, job.degrees, device, traces, lines, layers, job.layers, layouts)
+
+
+def _ranks(degrees: Degrees, plan: Mapping[str, Any]) -> list[int]:
+    known = [each["rank"] for each in plan["ranks"]]
+    largest = max(plan["ranks"], key=lambda each: each["peak_reserved_bytes"])["rank"]
+    if degrees.pp == 1:
+        return [largest]
+    ranks = stage_ranks(largest, degrees)
+    # A pipeline of which the plan tells all.
+    return ranks if set(ranks) <= {*known} else stage_ranks(known[0], degrees)
 
 
 def _layers(job: Job) -> int:
@@ -149,13 +158,27 @@ class Traffic:
 
 
 def traffic(subject: Shown) -> list[Traffic]:
-    """Of the ranks that are drawn and are in the plan."""
+    """Of the ranks that are drawn, as far as the plan or a trace of all blocks tells them."""
     reports = {each["rank"]: each for each in subject.plan["ranks"]}
     found = []
     for trace, line in zip(subject.traces, subject.lines, strict=True):
         if trace.rank in reports:
             found += _of_rank(subject, trace, line, reports[trace.rank])
+        elif subject.is_whole:
+            found += _of_rank(subject, trace, line, _report(trace, line))
     return found
+
+
+def _report(found: Trace, line: Timeline) -> dict[str, Any]:
+    """What is read of a plan, of a trace."""
+    calls = [
+        {"kind": each.kind, "group": each.group, "ranks": each.ranks, "calls": 1, "bytes": each.bytes}
+        for each in found.collectives
+    ]
+    return {
+        "collectives": calls,
+        "busy_seconds": {name: line.busy(name) for name in {span.stream for span in line.spans}},
+    }
 
 
 def _of_rank(subject: Shown, found: Trace, line: Timeline, report: Mapping[str, Any]) -> list[Traffic]:
