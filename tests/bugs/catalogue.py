@@ -3688,3 +3688,52 @@ _bug(
     "tests/test_plan_beside.py::test_a_run_holds_and_sends_what_was_planned[bucketed]",
     kind="a part of what a run holds is left out of its plan",
 )
+_PICTURES = "tests/test_plan_pictures.py"
+_bug(
+    "first_of_equal_peaks",
+    "meshwright.plan.series",
+    "max(place for place, each in enumerate(totals) if each == largest)",
+    "min(place for place, each in enumerate(totals) if each == largest)",
+    f"{_PICTURES}::test_of_moments_that_hold_the_same_the_last_is_the_peak_as_in_the_trace",
+    kind="a picture names another operator than the table",
+)
+_bug(
+    "bars_over_phases",
+    "meshwright.plan.series",
+    "span.phase != group[0].phase or ",
+    "",
+    f"{_PICTURES}::test_bars_of_several_spans_have_their_ends_and_their_sum[one-200]",
+    kind="what is drawn together is not alike",
+)
+_bug(
+    "groups_cut_by_nodes_are_inside",
+    "meshwright.plan.mesh_map",
+    "(outer <= node and node % outer == 0)",
+    "outer <= node",
+    f"{_PICTURES}::test_levels_of_the_map_hold_all_ranks_and_are_on_their_links[dp_shard=5 x tp=3-root]",
+    kind="right where sizes divide",
+)
+_bug(
+    "rails_not_shared",
+    "meshwright.plan.links",
+    "rounds * size * (nodes - 1) / nodes / here",
+    "rounds * size * (nodes - 1) / nodes",
+    f"{_PICTURES}::test_bytes_over_links_are_those_that_take_the_time[nodes-all_gather]",
+    kind="bytes told are not those that are timed",
+)
+_bug(
+    "memory_as_operators_end",
+    "meshwright.plan.series",
+    "yield spans[place].start",
+    "yield spans[place].end",
+    f"{_PICTURES}::test_moments_are_when_their_operators_begin_to_compute",
+    kind="what is held while something waits is drawn as what comes after",
+)
+_bug(
+    "no_phase_is_backward",
+    "meshwright.plan.meter",
+    'return "backward" if in_backward() else "forward"',
+    'return "forward"',
+    f"{_PICTURES}::test_operators_are_of_the_phase_in_which_they_run[one]",
+    kind="two phases are told as one",
+)

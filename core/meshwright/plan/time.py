@@ -37,12 +37,18 @@ Message = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Span:
-    """One operator on a stream, from and until when [s]."""
+    """One operator on a stream, from and until when [s].
+
+    Attributes:
+        logged, phase: of the operation.
+    """
 
     stream: str
     name: str
     start: float
     end: float
+    logged: int = 0
+    phase: str = ""
 
 
 @dataclass(frozen=True)
@@ -191,7 +197,7 @@ class _Rank:
         end = start + took
         self.free[stream] = end
         self.made |= {block: (stream, end) for block, _ in each.writes}
-        self.spans.append(Span(stream, each.name, start, end))
+        self.spans.append(Span(stream, each.name, start, end, each.logged, each.phase))
         return end
 
 
