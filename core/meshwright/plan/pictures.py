@@ -122,7 +122,7 @@ def _ranks(degrees: Degrees, plan: Mapping[str, Any]) -> list[int]:
 
 
 def _layers(job: Job) -> int:
-    fewer = OF_STAGE * job.degrees.pp if job.degrees.pp > 1 else DEPTHS[-1]
+    fewer = OF_STAGE * job.degrees.pp if job.degrees.pp > 1 else DEPTHS[-1][-1]
     return fewer if job.with_layers is not None and job.layers > max(WHOLE, fewer) else job.layers
 
 
