@@ -20,6 +20,8 @@ from .device import Link, Node
 ROUNDS = 200
 _STEP = 1e-6
 """Of a logarithm, to see what depends on it."""
+_FAR, _FACTORS = 1e3, 20.0
+"""How far a number may be from where it is looked for first: what noisy samples do not tell goes nowhere."""
 _TREES = ("all_reduce", "broadcast")
 _OF_LINK = ("rate", "ring_s", "tree_s")
 
@@ -64,8 +66,9 @@ def fit(samples: Sequence[Sample], node: Node) -> Node:
         told = [links.seconds(each.kind, each.bytes, each.ranks, made) for each in known]
         return torch.tensor(told, dtype=torch.float64).log() - wanted
 
-    start = [_begin(name, known, node) for name in names]
-    found = _least_squares(off, torch.tensor(start, dtype=torch.float64).log())
+    start = torch.tensor([_begin(name, known, node) for name in names], dtype=torch.float64).log()
+    far = torch.tensor([_FACTORS if name.startswith("factors.") else _FAR for name in names]).double().log()
+    found = _least_squares(off, start, far)
     return _node(node, names, found.exp().tolist())
 
 
@@ -125,8 +128,8 @@ def _level(sample: Sample, node: Node) -> str:
     return "inside" if len({rank // node.ranks for rank in sample.ranks}) == 1 else "between"
 
 
-def _least_squares(off: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
-    """The argument whose residuals `off` have the least sum of squares, near `start`."""
+def _least_squares(off: Callable[[Tensor], Tensor], start: Tensor, far: Tensor) -> Tensor:
+    """The argument whose residuals `off` have the least sum of squares, no further than `far` from `start`."""
     now, residual, damping = start, off(start), 1e-2
     for _ in range(ROUNDS):
         columns = [(off(now + step) - residual) / _STEP for step in torch.eye(len(now), dtype=now.dtype) * _STEP]
@@ -135,6 +138,7 @@ def _least_squares(off: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
         # What nothing depends on now stays where it is.
         scale = torch.diag(square.diagonal().clamp(min=1e-9))
         step = torch.linalg.solve(square + damping * scale, -slope.T @ residual).clamp(-2, 2)
+        step = (now + step).clamp(start - far, start + far) - now
         tried = off(now + step)
         if tried.square().sum() < residual.square().sum():
             now, residual, damping = now + step, tried, max(damping / 5, 1e-12)
