@@ -57,7 +57,7 @@ class Layout:
     strategy: str
     ranks: int
     sizes: Mapping[str, int] = field(default_factory=dict)
-    hidden: int = 768
+    hidden: int = 512
     blocks: int = 4
     length: int = 512
     rows: int = 1
@@ -79,8 +79,8 @@ LAYOUTS = (
     Layout("ddp", 2),
     Layout("fsdp2", 2, {"tp_size": 2}),
     Layout("fsdp2", 2, {"pp_size": 2}),
-    Layout("fsdp2", 2, hidden=1024, blocks=2, length=1024),
-    Layout("ddp", 2, hidden=512, blocks=6, length=1024),
+    Layout("fsdp2", 2, hidden=1024, blocks=2),
+    Layout("ddp", 2, hidden=768, length=1024),
     Layout("fsdp2", 4),
     Layout("ddp", 4),
     Layout("fsdp2", 4, {"tp_size": 2}),

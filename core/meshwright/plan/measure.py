@@ -1,7 +1,7 @@
 """How fast this rank's device computes while all ranks do the same: products, attention, streams, single operators.
 
-All times are those of the slowest rank, in the best of some windows: others that use the machine now and then are left
-out, and peers that use it all the time are not.
+All times are those of the slowest rank, in the best of many short windows: others that use the machine now and then are
+left out, and peers, which compute all the time, are not.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .touched import touched
 
 CLASSES = (64, 128, 256, 512, 1024, 2048, 4096)
 """Of the smallest size of a product."""
-_PATIENCE = 5
-"""A product that would take so many windows is not measured, nor are larger ones."""
+PATIENCE_S = 0.5
+"""What takes longer is not measured, nor is the same in larger."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Effort:
 
     Attributes:
         window_s: for how long work is repeated at least.
-        windows: of which the best counts.
+        windows: of which the best counts; of work that takes longer than a window, fewer.
+        passes: over all that is measured, some time apart.
         classes: of products, by the smallest of their sizes.
         widest: the other sizes are four times the smallest, but no more than this.
         length: tokens of an attention.
@@ -44,8 +45,9 @@ class Effort:
         messages: bytes of collectives.
     """
 
-    window_s: float = 0.1
-    windows: int = 4
+    window_s: float = 0.025
+    windows: int = 12
+    passes: int = 3
     classes: tuple[int, ...] = CLASSES
     widest: int = 16384
     length: int = 4096
@@ -55,12 +57,12 @@ class Effort:
 
     @classmethod
     def of(cls, device: torch.device) -> Effort:
-        """What takes some minutes. A CPU's memory is streamed by tensors such as a step has: of larger ones each page
-        is made anew, and smaller ones stay in caches."""
+        """What takes some minutes. A CPU's memory is streamed by tensors such as a step has: each page of larger ones
+        is made anew, and smaller ones stay in a core's own cache."""
         if device.type != "cpu":
             return cls()
         messages = tuple(1 << power for power in range(10, 27, 2))
-        return cls(widest=4096, length=1024, stream_bytes=1 << 24, streams=12, messages=messages)
+        return cls(widest=4096, length=1024, stream_bytes=1 << 22, streams=12, messages=messages)
 
 
 class Clock:
@@ -73,21 +75,19 @@ class Clock:
     def __init__(self, world: World, effort: Effort) -> None:
         self._world, self._effort = world, effort
 
-    def seconds(self, work: Callable[[], object], *, limit_s: float | None = None) -> float | None:
+    def seconds(self, work: Callable[[], object]) -> float | None:
         """Of one call. Collective; `work` may be a collective, too.
 
-        Args:
-            limit_s: where one call takes longer, it is not measured.
-
         Returns:
-            None: it was not measured.
+            None: it takes longer than `PATIENCE_S`.
         """
         work()
         once = self.window(work, 1)
-        if limit_s is not None and once > limit_s:
+        if once > PATIENCE_S:
             return None
         count = max(1, round(self._effort.window_s / once))
-        return min(self.window(work, count) for _ in range(self._effort.windows)) / count
+        windows = max(2, round(self._effort.windows * min(1.0, self._effort.window_s / once)))
+        return min(self.window(work, count) for _ in range(windows)) / count
 
     def window(self, work: Callable[[], object], count: int) -> float:
         """Seconds in which the slowest rank calls it so many times."""
@@ -113,18 +113,18 @@ def products(clock: Clock, dtype: torch.dtype, device: torch.device, effort: Eff
     """Operations a second of matrix products by class, as far as they are done within a while.
 
     Each class is what a linear layer does: its forward, the gradient of its input and that of its weight, each with
-    another size as the smallest.
+    another size as the smallest; with all sizes alike, and with the others four times as large.
     """
     found: dict[int, float] = {}
     for size in effort.classes:
-        wide = min(4 * size, max(effort.widest, size))
-        taken = 0.0
-        for work in _linear(size, wide, dtype, device):
-            seconds = clock.seconds(work, limit_s=_PATIENCE * effort.window_s)
-            if seconds is None:
-                return found
-            taken += seconds
-        found[size] = 3 * 2 * size * wide * wide / taken
+        paces = []
+        for wide in sorted({size, min(4 * size, max(effort.widest, size))}):
+            for work in _linear(size, wide, dtype, device):
+                seconds = clock.seconds(work)
+                if seconds is None:
+                    return found
+                paces.append(seconds / (2 * size * wide * wide))
+        found[size] = len(paces) / sum(paces)
     return found
 
 

@@ -14,8 +14,6 @@ from .fit import Sample
 from .measure import Clock, Effort
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
-_PATIENCE = 20
-"""A collective that would take so many windows is not measured, nor are larger ones."""
 
 
 def samples(world: World, clock: Clock, effort: Effort, ranks_of_node: int) -> list[Sample]:
@@ -60,7 +58,7 @@ def _of_kind(
         whole, other = torch.zeros(count, device=world.device), torch.zeros(count, device=world.device)
         part = torch.zeros(count // len(members), device=world.device)
         work = _work(kind, group, place, whole, other, part)
-        seconds = clock.seconds(work, limit_s=_PATIENCE * effort.window_s)
+        seconds = clock.seconds(work)
         if seconds is None:
             return
         yield Sample(kind, 4 * count, members, seconds)
