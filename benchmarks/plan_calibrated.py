@@ -16,7 +16,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +64,12 @@ class Layout:
 
     def __str__(self) -> str:
         axes = "".join(f", {name.removesuffix('_size')} {size}" for name, size in self.sizes.items())
-        return f"{self.strategy}{axes} on {self.ranks} ranks, {self.blocks} blocks of {self.hidden}, {self.length} tokens"
+        return (
+            f"{self.strategy}{axes} on {self.ranks} ranks, {self.blocks} blocks of {self.hidden}, {self.length} tokens"
+        )
 
     def job(self, make: Callable[[Layout], nn.Module]) -> Job:
-        stack, degrees = resolve(
-            self.strategy, MeshSizes(**self.sizes), self.ranks, config={}, wrapper_config=None
-        )
+        stack, degrees = resolve(self.strategy, MeshSizes(**self.sizes), self.ranks, config={}, wrapper_config=None)
         factory = optimizer_factory(OptimizerConfig(lr=1e-4))
         return Job(stack, degrees, functools.partial(make, self), factory, 2, self.rows, self.length)
 

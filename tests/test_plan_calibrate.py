@@ -332,7 +332,9 @@ if __name__ == "__main__":
 def test_one_call_starts_the_ranks_and_writes_the_file(tmp_path):
     path, program = tmp_path / "here.yaml", tmp_path / "program.py"
     program.write_text(COMMAND)
-    done = subprocess.run([sys.executable, program, path, "2"], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, program, path, "2"], capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "2 ranks at the same time" in find_device(str(path)).sources["measured"]
 

@@ -207,9 +207,7 @@ def device_of(
     return validated(Device, {**_rounded(values), "sources": sources}, where="what was measured")
 
 
-def _products(
-    base: Device, rates: Rates, *, is_cpu: bool
-) -> tuple[dict[str, float], dict[str, Mapping[int, float]]]:
+def _products(base: Device, rates: Rates, *, is_cpu: bool) -> tuple[dict[str, float], dict[str, Mapping[int, float]]]:
     """Peaks by dtype and what part of them products reach; of dtypes that were not measured as the base has it."""
     flops, parts = dict(base.flops), dict(base.matmul_efficiency)
     for dtype, table in rates.products.items():

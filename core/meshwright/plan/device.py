@@ -67,7 +67,9 @@ class Device(FrozenModel):
     kernel_s: Positive = Field(description="The least that a kernel takes.")
     cpu_s: Positive = Field(description="What the host takes to issue an operator.")
     workspace_bytes: int = Field(ge=0, description="Memory that libraries hold, through torch's allocator.")
-    is_host: bool = Field(default=False, description="It is the host itself, which issues nothing while it computes.")
+    is_host: bool = Field(
+        default=False, description="Whether it is the host itself, which issues nothing while it computes."
+    )
     speed_beside_communication: Speed = Field(
         default=1.0, description="The part of its speed at which it computes while a collective runs."
     )

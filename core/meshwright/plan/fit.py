@@ -1,8 +1,8 @@
 """Latencies and rates of links from how long collectives took: least squares over the model of `links`.
 
-What is made least is the sum of squares of log(modelled / measured), so a message of a kilobyte counts as much as one of
-a gigabyte. Numbers are looked for as logarithms, since none of them is zero or less, by Levenberg and Marquardt's method
-(Marquardt 1963, SIAM J. Appl. Math. 11). Which of ring and tree a collective takes follows from the numbers themselves.
+What is made least is the sum of squares of log(modelled / measured), so a message of a kilobyte counts as much as one
+of a gigabyte. Numbers are looked for as logarithms, since none of them is zero or less, by Levenberg and Marquardt's
+method (Marquardt 1963, SIAM J. Appl. Math. 11). Which of ring and tree a collective takes follows from the numbers.
 """
 
 from __future__ import annotations

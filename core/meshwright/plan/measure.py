@@ -20,8 +20,8 @@ from ..mesh.world import World
 from ..testing.meter import Meter
 from ..testing.observe import Observer
 from .kernels import VIEW_COST, is_kernel
-from .trace import Operation
 from .touched import touched
+from .trace import Operation
 
 CLASSES = (64, 128, 256, 512, 1024, 2048, 4096)
 """Of the smallest size of a product."""
@@ -276,7 +276,7 @@ def issuing(clock: Clock, device: torch.device, kernel_s: float) -> float:
 def beside(clock: Clock, device: torch.device, effort: Effort) -> float:
     """The part of its speed at which the device computes while a collective of all ranks runs.
 
-    Computing that takes about twice as long as some all-reduces begins with them, and ends later by what they took away.
+    Computing that takes about twice as long as some all-reduces begins with them, and ends later by what they take.
     """
     message = torch.zeros(max(effort.messages) // 8 // 4, device=device)
     width = 512 if device.type == "cpu" else 4096

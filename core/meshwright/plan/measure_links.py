@@ -25,7 +25,7 @@ def samples(world: World, clock: Clock, effort: Effort, ranks_of_node: int) -> l
         ranks_of_node: ranks fill nodes in their order, all alike.
     """
     sizes = {world.size, ranks_of_node, 2} if world.size % 2 == 0 else {world.size, ranks_of_node}
-    meshes = [(size, False) for size in sorted(sizes) if 1 < size and world.size % size == 0]
+    meshes = [(size, False) for size in sorted(sizes) if size > 1 and world.size % size == 0]
     if 1 < ranks_of_node < world.size:
         meshes.append((world.size // ranks_of_node, True))
     found = []

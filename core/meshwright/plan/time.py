@@ -206,7 +206,6 @@ class _Rank:
         self.spans.append(Span(stream, each.name, start, end))
         return end
 
-
     def _computed(self, now: float, left: float) -> float:
         """When so many seconds of computing are done that begin now, beside collectives; see [Note: hosts]."""
         speed = self.device.speed_beside_communication
