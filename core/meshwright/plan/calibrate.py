@@ -121,7 +121,7 @@ def calibrate(world: World, base: str, effort: Effort | None = None) -> Device:
             times[known] = min(each.seconds, times.get(known, each.seconds))
     rates = best(passes)
     found = [replace(each, seconds=seconds) for each, seconds in times.items()]
-    # What ranks have measured differs by nothing, but for numbers of the host alone; one file is that of all.
+    # Ranks agree on every number; the groups are those of the first.
     return world.from_first(lambda: device_of(world, file, base, rates, found, ranks, effort))
 
 

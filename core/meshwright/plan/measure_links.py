@@ -37,12 +37,12 @@ def samples(world: World, clock: Clock, effort: Effort, ranks_of_node: int) -> l
 
 
 def _group(world: World, size: int, *, is_across: bool) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
-    """This rank's group of so many: neighbours, or those with the same place in each node; and the first of them."""
+    """This rank's group of so many, and who is in it: neighbours, or those with the same place in each node."""
     others = world.size // size
     with same_timeout():
         mesh = init_device_mesh(world.device.type, (size, others) if is_across else (others, size))
-    first = tuple(range(0, world.size, others)) if is_across else tuple(range(size))
-    return mesh.get_group(0 if is_across else 1), first
+    group = mesh.get_group(0 if is_across else 1)
+    return group, tuple(dist.get_process_group_ranks(group))
 
 
 def _of_kind(
