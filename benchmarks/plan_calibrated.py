@@ -1,7 +1,8 @@
 """Plans by a calibrated device file against steps on the machine that was calibrated.
 
-    python benchmarks/plan_calibrated.py            # calibrate, plan and measure; a quarter of an hour
-    python benchmarks/plan_calibrated.py --table    # write the table from what was found before
+    python benchmarks/plan_calibrated.py              # calibrate, plan and measure; half an hour
+    python benchmarks/plan_calibrated.py --ranks 4    # the same for layouts of four ranks alone
+    python benchmarks/plan_calibrated.py --table      # write the table from what was found before
 
 For each number of ranks the same processes calibrate, and then step all layouts in turns, so that whatever else the
 machine does falls on all alike. What is found goes to results/plan_calibrated.json, and the table into docs/plan.md.
@@ -16,7 +17,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from meshwright.mesh.sizes import MeshSizes
 from meshwright.mesh.world import World, open_world
 from meshwright.plan.calibrate import calibrate
 from meshwright.plan.device import Device
+from meshwright.plan.measure import Effort
 from meshwright.plan.report import trace_rank
 from meshwright.plan.time import play, stage_ranks
 from meshwright.plan.trace import Job
@@ -64,9 +66,7 @@ class Layout:
 
     def __str__(self) -> str:
         axes = "".join(f", {name.removesuffix('_size')} {size}" for name, size in self.sizes.items())
-        return (
-            f"{self.strategy}{axes} on {self.ranks} ranks, {self.blocks} blocks of {self.hidden}, {self.length} tokens"
-        )
+        return f"{self.strategy}{axes} on {self.ranks} ranks, {self.blocks} blocks of {self.hidden}, 2 x {self.length} tokens"
 
     def job(self, make: Callable[[Layout], nn.Module]) -> Job:
         stack, degrees = resolve(self.strategy, MeshSizes(**self.sizes), self.ranks, config={}, wrapper_config=None)
@@ -90,13 +90,15 @@ LAYOUTS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", action="store_true", help="only write the table")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--passes", type=int, default=3, help="of the calibration")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--json", type=Path, default=FOUND)
     given = parser.parse_args()
     if not given.table:
-        found = [_of_ranks(ranks, given.rounds) for ranks in given.ranks]
-        given.json.write_text(json.dumps({**origin(), "rounds": given.rounds, "worlds": found}, indent=1) + "\n")
+        for ranks in given.ranks:
+            found = {**known(given.json), str(ranks): {**origin(), **_of_ranks(ranks, given.rounds, given.passes)}}
+            given.json.write_text(json.dumps(found, indent=1) + "\n")
     text = table(json.loads(given.json.read_text()))
     print(text)
     if given.json == FOUND:
@@ -104,16 +106,21 @@ def main() -> None:
         PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
 
 
-def _of_ranks(ranks: int, rounds: int) -> dict[str, Any]:
+def known(path: Path) -> dict[str, Any]:
+    """What was found before, by the number of ranks."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _of_ranks(ranks: int, rounds: int, passes: int) -> dict[str, Any]:
     """Everything of one number of ranks."""
     layouts = [each for each in LAYOUTS if each.ranks == ranks]
-    values, seconds = pool(ranks).run(_measured, layouts, rounds, timeout_s=LIMIT_S)[0]
+    values, seconds = pool(ranks).run(_measured, layouts, rounds, passes, timeout_s=LIMIT_S)[0]
     device = validated(Device, values, where="what was measured")
     rows = []
     for layout, measured in zip(layouts, seconds, strict=True):
         rows.append({"layout": str(layout), **planned(layout, device), "measured_s": measured})
         print(rows[-1], flush=True)
-    return {"ranks": ranks, "device": values, "rows": rows}
+    return {"rounds": rounds, "device": values, "rows": rows}
 
 
 def planned(layout: Layout, device: Device) -> dict[str, Any]:
@@ -127,10 +134,10 @@ def planned(layout: Layout, device: Device) -> dict[str, Any]:
     return {"planned_s": round(slowest.seconds, 3), "planned_busy_s": busy}
 
 
-def _measured(layouts: list[Layout], rounds: int) -> tuple[dict[str, Any], list[list[float]]]:
+def _measured(layouts: list[Layout], rounds: int, passes: int) -> tuple[dict[str, Any], list[list[float]]]:
     """A rank calibrates, and steps each layout so many times: seconds of the slowest rank."""
     world = open_world("cpu")
-    device = calibrate(world, "cpu")
+    device = calibrate(world, "cpu", replace(Effort.of(world.device), passes=passes))
     steps = [_step(layout, world) for layout in layouts]
     found: list[list[float]] = [[] for _ in layouts]
     order = list(range(len(layouts)))
@@ -178,18 +185,21 @@ def _on_cpu(layout: Layout) -> nn.Module:
 
 def table(found: Mapping[str, Any]) -> str:
     """A line for each layout: what was planned, and what was measured."""
-    lines = [
-        f"{found['cpu']}, torch {found['versions']['torch']}, {found['date']}; {found['rounds']} steps of each layout.",
-        "",
-        "| layout | planned [s] | least measured [s] | off | median [s] | off |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for world in found["worlds"]:
+    lines = []
+    for ranks, world in found.items():
+        said = f"{world['cpu']}, torch {world['versions']['torch']}, {world['date']}; {world['rounds']} steps of each"
+        lines += [
+            f"{ranks} ranks; {said}:",
+            "",
+            "| layout | planned [s] | fastest step [s] | off | median [s] | off |",
+            "| --- | ---: | ---: | ---: | ---: | ---: |",
+        ]
         for row in world["rows"]:
             told = [min(row["measured_s"]), statistics.median(row["measured_s"])]
             cells = [f"{value:.2f} | {row['planned_s'] / value - 1:+.0%}" for value in told]
             lines.append(f"| {row['layout']} | {row['planned_s']:.2f} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append("")
+    return "\n".join(lines).rstrip()
 
 
 if __name__ == "__main__":

@@ -322,7 +322,10 @@ def _count(device: torch.device, ranks: int | None) -> int:
     else:
         most = here = torch.accelerator.device_count()
     if ranks is not None and not 1 <= ranks <= most:
-        raise MeshError(f"ranks={ranks} cannot be measured here: from 1 to {most} can, each with a device of its own.")
+        raise MeshError(
+            f"ranks={ranks} cannot be measured here: from 1 to {most} can on {device.type}. Leave the number out for "
+            f"{here}."
+        )
     return here if ranks is None else ranks
 
 

@@ -148,7 +148,7 @@ def attention(clock: Clock, dtype: torch.dtype, device: torch.device, effort: Ef
     flops = 2 * heads * effort.length * effort.length * 2 * width / 2
 
     def attended() -> Tensor:
-        return F.scaled_dot_product_attention(*inputs, is_causal=True)
+        return F.scaled_dot_product_attention(inputs[0], inputs[1], inputs[2], is_causal=True)
 
     made = attended()
     grad = torch.randn_like(made)

@@ -28,7 +28,7 @@ def samples(world: World, clock: Clock, effort: Effort, ranks_of_node: int) -> l
     meshes = [(size, False) for size in sorted(sizes) if size > 1 and world.size % size == 0]
     if 1 < ranks_of_node < world.size:
         meshes.append((world.size // ranks_of_node, True))
-    found = []
+    found: list[Sample] = []
     for size, is_across in meshes:
         group, members = _group(world, size, is_across=is_across)
         for kind in KINDS:
