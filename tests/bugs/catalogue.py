@@ -3737,3 +3737,52 @@ _bug(
     f"{_PICTURES}::test_operators_are_of_the_phase_in_which_they_run[one]",
     kind="two phases are told as one",
 )
+_CALIBRATE = "tests/test_plan_calibrate.py"
+_bug(
+    "hosts_issue_while_they_compute",
+    "meshwright.plan.time",
+    "self.host = end if self.device.is_host else self.host",
+    "self.host = self.host",
+    f"{_CALIBRATE}::test_a_host_issues_a_collective_when_it_has_computed",
+    kind="what is planned to overlap does not",
+)
+_bug(
+    "collectives_take_nothing_of_the_device",
+    "meshwright.plan.time",
+    "if speed == 1 or not left:",
+    "if speed <= 1:",
+    f"{_CALIBRATE}::test_a_device_computes_less_beside_collectives[0.5-12]",
+    kind="what is planned to overlap does not",
+)
+_bug(
+    "bandwidth_below_what_was_reached",
+    "meshwright.plan.fit",
+    "bandwidth = max(rate, link.bandwidth)",
+    "bandwidth = link.bandwidth",
+    f"{_CALIBRATE}::test_a_bandwidth_stays_where_less_is_reached",
+    kind="a number that was measured is cut off",
+)
+_bug(
+    "streams_by_their_mean_rate",
+    "meshwright.plan.calibrate",
+    "stream = len(streams) / sum(1 / rate for rate in streams)",
+    "stream = sum(streams) / len(streams)",
+    f"{_CALIBRATE}::test_a_file_says_what_was_measured_and_what_was_not",
+    kind="rates are averaged in the place of times",
+)
+_bug(
+    "groups_across_nodes_are_neighbours",
+    "meshwright.plan.measure_links",
+    "(size, others) if is_across else (others, size)",
+    "(others, size)",
+    f"{_CALIBRATE}::test_groups_lie_inside_of_nodes_and_across_them",
+    kind="links between nodes are never measured",
+)
+_bug(
+    "messages_are_received_at_another_rate",
+    "meshwright.plan.links",
+    '"send" if kind in MESSAGES else kind',
+    "kind",
+    f"{_CALIBRATE}::test_a_kind_of_collective_takes_as_many_times_as_long_as_a_file_says",
+    kind="one of several names of the same is forgotten",
+)

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from .device import Device
 from .trace import Operation
 
+VIEW_COST = 0.2
+"""Of an operator that issues no kernel, for the host, in operators."""
 ALLOCATES = ("aten.empty", "aten.new_empty", "aten.lift_fresh", "prim.")
 _PICKS = ("embedding", "index_select", "index.Tensor", "gather.default", "slice_scatter")
 
