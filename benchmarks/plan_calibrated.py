@@ -33,7 +33,7 @@ from meshwright.mesh.world import World, open_world
 from meshwright.plan.calibrate import calibrate
 from meshwright.plan.device import Device
 from meshwright.plan.measure_compute import Effort
-from meshwright.plan.report import trace_rank
+from meshwright.plan.planned import trace_rank
 from meshwright.plan.time import play, stage_ranks
 from meshwright.plan.trace import Job
 from meshwright.strategy.stack import resolve
