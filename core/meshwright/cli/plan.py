@@ -23,40 +23,50 @@ NO_END = 2**31 - 1
 """Steps of a run that does not say how many."""
 
 
+RunFile = Annotated[Path | None, typer.Argument(help="A run file (YAML). Its data are not read.", show_default=False)]
+World = Annotated[int | None, typer.Option(min=1, help="Number of ranks.")]
+On = Annotated[str, typer.Option(help="What it runs on: a name, such as h100-80gb, or a YAML file of your own.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the plan here.")]
+HtmlFile = Annotated[Path | None, typer.Option("--html", help="Write a page of pictures here.")]
+Pngs = Annotated[Path | None, typer.Option("--png", help="Write the pictures into this directory.")]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as tp_size=2 or model.hidden_size=256."),
+]
+Ranks = Annotated[list[int] | None, typer.Option("--rank", help="Trace this rank; default: ranks that stand for all.")]
+Imbalance = Annotated[
+    float, typer.Option(min=1.0, help="How much more often than on average the busiest experts are chosen.")
+]
+Gpus = Annotated[int | None, typer.Option(help="Find the fastest layouts on so many devices that fit.")]
+BatchTokens = Annotated[
+    str | None, typer.Option(help="With --gpus: tokens of a step, such as 4M for 4 * 2**20; default: the file's.")
+]
+MaxNodes = Annotated[int | None, typer.Option(help="With --gpus: use no more nodes.")]
+RunOut = Annotated[Path | None, typer.Option("--write", help="With --gpus: write the best as a run file.")]
+Calibrate = Annotated[Path | None, typer.Option(help="Measure this machine, and write its device file (YAML) here.")]
+CalibratedRanks = Annotated[
+    int | None, typer.Option("--ranks", min=1, help="With --calibrate: ranks that compute at the same time.")
+]
+Traceback = Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")]
+
+
 def plan(
-    run_file: Annotated[
-        Path | None, typer.Argument(help="A run file (YAML). Its data are not read.", show_default=False)
-    ] = None,
-    world: Annotated[int | None, typer.Option(min=1, help="Number of ranks.")] = None,
-    device: Annotated[
-        str, typer.Option(help="What it runs on: a name, such as h100-80gb, or a YAML file of your own.")
-    ] = DEVICE,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan here.")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", help="Write a page of pictures here.")] = None,
-    png_directory: Annotated[Path | None, typer.Option("--png", help="Write the pictures into this directory.")] = None,
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as tp_size=2 or model.hidden_size=256."),
-    ] = None,
-    ranks: Annotated[
-        list[int] | None, typer.Option("--rank", help="Trace this rank; default: ranks that stand for all.")
-    ] = None,
-    expert_imbalance: Annotated[
-        float, typer.Option(min=1.0, help="How much more often than on average the busiest experts are chosen.")
-    ] = 1.0,
-    gpus: Annotated[int | None, typer.Option(help="Find the fastest layouts on so many devices that fit.")] = None,
-    batch_tokens: Annotated[
-        str | None, typer.Option(help="With --gpus: tokens of a step, such as 4M for 4 * 2**20; default: the file's.")
-    ] = None,
-    max_nodes: Annotated[int | None, typer.Option(help="With --gpus: use no more nodes.")] = None,
-    run_out: Annotated[Path | None, typer.Option("--write", help="With --gpus: write the best as a run file.")] = None,
-    calibrate: Annotated[
-        Path | None, typer.Option(help="Measure this machine, and write its device file (YAML) here.")
-    ] = None,
-    calibrated_ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="With --calibrate: ranks that compute at the same time.")
-    ] = None,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")] = False,
+    run_file: RunFile = None,
+    world: World = None,
+    device: On = DEVICE,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+    png_directory: Pngs = None,
+    assignments: Assignments = None,
+    ranks: Ranks = None,
+    expert_imbalance: Imbalance = 1.0,
+    gpus: Gpus = None,
+    batch_tokens: BatchTokens = None,
+    max_nodes: MaxNodes = None,
+    run_out: RunOut = None,
+    calibrate: Calibrate = None,
+    calibrated_ranks: CalibratedRanks = None,
+    traceback: Traceback = False,
 ) -> None:
     """Plan a run: memory, traffic and time of its ranks, by the code that would run, on tensors without memory."""
     pictures = (html_file, png_directory)
