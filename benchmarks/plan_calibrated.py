@@ -66,7 +66,8 @@ class Layout:
 
     def __str__(self) -> str:
         axes = "".join(f", {name.removesuffix('_size')} {size}" for name, size in self.sizes.items())
-        return f"{self.strategy}{axes} on {self.ranks} ranks, {self.blocks} blocks of {self.hidden}, 2 x {self.length} tokens"
+        sizes = f"{self.blocks} blocks of {self.hidden}, 2 x {self.length} tokens"
+        return f"{self.strategy}{axes} on {self.ranks} ranks, {sizes}"
 
     def job(self, make: Callable[[Layout], nn.Module]) -> Job:
         stack, degrees = resolve(self.strategy, MeshSizes(**self.sizes), self.ranks, config={}, wrapper_config=None)
