@@ -66,8 +66,8 @@ class Layout:
 
     def __str__(self) -> str:
         axes = "".join(f", {name.removesuffix('_size')} {size}" for name, size in self.sizes.items())
-        model = f"{self.blocks} blocks of {self.hidden}, 2 x {self.length} tokens"
-        return f"{self.strategy}{axes} on {self.ranks} ranks, {model}"
+        sizes = f"{self.blocks} blocks of {self.hidden}, 2 x {self.length} tokens"
+        return f"{self.strategy}{axes} on {self.ranks} ranks, {sizes}"
 
     def job(self, make: Callable[[Layout], nn.Module]) -> Job:
         stack, degrees = resolve(self.strategy, MeshSizes(**self.sizes), self.ranks, config={}, wrapper_config=None)
