@@ -1,0 +1,134 @@
+"""What is known of candidates before they are planned: the least seconds that a step takes, and bytes that it holds.
+
+See [Note: the search] in `search`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..mesh.sizes import Degrees
+from ..strategy.registry import get_registry
+from .candidates import Candidate, Space
+from .measure import Glance
+
+_ADAM = "adam"
+_WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass
+class Known:
+    """What glances have told, and the bounds that follow."""
+
+    space: Space
+    length: int
+    glances: dict[tuple[Any, ...], dict[Degrees, Glance]] = field(default_factory=dict)
+    refused: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    too_large: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    flops: dict[Any, float] = field(default_factory=dict)
+    forecasts: dict[tuple[Any, ...], tuple[float, float]] = field(default_factory=dict)
+    _configs: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    _parents: dict[tuple[Any, ...], dict[tuple[int, int, int], float]] = field(default_factory=dict)
+
+    def learn(self, candidate: Candidate, found: Glance) -> None:
+        """Keep what a glance at a candidate without a pipeline has told."""
+        self.glances.setdefault(candidate.unit, {})[candidate.degrees] = found
+        split = candidate.degrees.tp * candidate.degrees.cp
+        alone = found.compute.at(self.space.layers) * split
+        known = self._parents.setdefault(candidate.unit[:3], {})
+        known[candidate.unit[3:]] = min(alone, known.get(candidate.unit[3:], alone))
+        per_token = found.flops.at(self.space.layers) * split / (candidate.rows * self.length)
+        least = self.flops.get(candidate.recomputation, per_token)
+        self.flops[candidate.recomputation] = min(least, per_token)
+
+    def seconds(self, candidate: Candidate) -> float:
+        """A step of it takes no less."""
+        degrees, layers = candidate.degrees, self.space.layers
+        own = self.glances.get(candidate.unit, {})
+        if degrees in own:
+            glance = own[degrees]
+            return glance.step.at(layers) + (candidate.microbatches - 1) * glance.compute.at(layers)
+        alone = min((each.compute.at(layers) for each in own.values()), default=0.0)
+        share = candidate.microbatches * max(alone, self._inherited(candidate)) / degrees.pp
+        waiting, _ = self.forecast(candidate)
+        return max(share, self._arithmetic(candidate)) / (1 - waiting)
+
+    def bytes(self, candidate: Candidate) -> float:
+        """It holds no less at its peak."""
+        degrees, layers = candidate.degrees, self.space.layers
+        known = self.glances.get(candidate.unit, {}).items()
+        above = [each for at, each in known if at.dp_shard >= degrees.dp_shard and at.dp >= degrees.dp]
+        if not above:
+            return 0.0
+        _, live = self.forecast(candidate)
+        return max(
+            (each.peak.at(layers) + max(0.0, live - 1) * each.activations.slope * layers) / degrees.pp for each in above
+        )
+
+    def forecast(self, candidate: Candidate) -> tuple[float, float]:
+        """Of a pipeline under a schedule, the share of waiting and the microbatches that are held; else 0 and 1.
+
+        Raises:
+            ConfigError: blocks or sequences do not divide so.
+        """
+        ask = getattr(candidate.wrapper, "forecast", None)
+        if ask is None:
+            return 0.0, 1.0
+        key = (candidate.schedule, candidate.degrees.pp, candidate.microbatches)
+        if key not in self.forecasts:
+            sequences = candidate.microbatches * candidate.rows
+            self.forecasts[key] = ask(layers=self.space.layers, ranks=candidate.degrees.pp, sequences=sequences)
+        return self.forecasts[key]
+
+    def held(self, candidate: Candidate) -> float:
+        """What its strategy says that it holds throughout; of a pipeline, on an average stage."""
+        spec = get_registry().get(candidate.values["strategy"])
+        if spec.estimate is None:
+            return 0.0
+        size, stages = self.space.size, candidate.degrees.pp
+        width = _WIDTHS.get(candidate.values.get("model.dtype", ""))
+        size = replace(
+            size,
+            parameters=size.parameters // stages,
+            trainable=size.trainable // stages,
+            bytes_per_element=width or size.bytes_per_element,
+        )
+        key = (candidate.family, candidate.recomputation)
+        if key not in self._configs:
+            self._configs[key] = spec.config_cls.model_validate(candidate.values["strategy_config"])
+        found = spec.estimate(self._configs[key], candidate.degrees, size)
+        if found is None:
+            return 0.0
+        name = str((self.space.values.get("optimizer") or {}).get("name", "AdamW")).lower()
+        return found.parameters + found.gradients + (found.optimizer if _ADAM in name else 0)
+
+    def _inherited(self, candidate: Candidate) -> float:
+        """A microbatch's computation, where the model is divided less."""
+        tp, cp, ep = candidate.unit[3:]
+        known = self._parents.get(candidate.unit[:3], {}).items()
+        alike = [each for at, each in known if tp % at[0] == 0 and cp % at[1] == 0 and ep % at[2] == 0]
+        return max(alike, default=0.0) / (tp * cp)
+
+    def refuse(self, candidate: Candidate, reason: str, *, of_batch: bool) -> None:
+        """Keep that it was refused, and with it those alike, whatever their batch unless that was the reason."""
+        self.refused[_refusal_keys(candidate)[of_batch]] = reason
+
+    def refusal(self, candidate: Candidate) -> str | None:
+        """Why it, or one like it, was refused."""
+        return next((self.refused[key] for key in _refusal_keys(candidate) if key in self.refused), None)
+
+    def _arithmetic(self, candidate: Candidate) -> float:
+        device = self.space.device
+        rates = [device.flops[name] * max(parts.values()) for name, parts in device.matmul_efficiency.items()]
+        flops = self.flops.get(candidate.recomputation, min(self.flops.values(), default=0.0))
+        degrees = candidate.degrees
+        tokens = candidate.microbatches * candidate.rows * self.length / (degrees.tp * degrees.cp * degrees.pp)
+        return flops * tokens / max(rates)
+
+
+def _refusal_keys(candidate: Candidate) -> list[tuple[Any, ...]]:
+    degrees = candidate.degrees
+    are_above_one = (degrees.pp > 1, degrees.dp_replicate > 1, degrees.dp_shard > 1)
+    alike = (candidate.family, degrees.tp, degrees.cp, degrees.ep, *are_above_one)
+    return [alike, (*alike, candidate.recomputation, candidate.rows, degrees, candidate.schedule)]

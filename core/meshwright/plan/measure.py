@@ -1,0 +1,149 @@
+"""What is measured of one candidate: a part of its step on few blocks, or its whole plan. Runs in a process of its own.
+
+[Note: a microbatch alone] Of a step with one microbatch two times are taken. The one is that of the step. The other is
+that of its computation alone: what comes behind the last product (the optimizer) and what goes over data-parallel ranks
+is left out. A step of more microbatches takes no less than the first once and the second for each further one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..base.errors import BatchError, ConfigError, MeshwrightError
+from ..base.validation import validated
+from ..mesh.sizes import VIEWS
+from ..train.run_file import RunConfig
+from .device import Device
+from .job import job_of
+from .planned import plan, trace_rank
+from .time import play
+from .trace import Job, Operation, Trace
+
+DEPTHS = (2, 4)
+"""Blocks of the models that are traced; even, since some models alternate."""
+_DATA_PARALLEL = {"dp_replicate", "dp_shard", "ep_shard", *VIEWS}
+
+
+@dataclass(frozen=True)
+class Line:
+    """What grows with the blocks of a model, from two depths."""
+
+    start: float
+    slope: float
+
+    def at(self, layers: float) -> float:
+        return self.start + self.slope * layers
+
+    @staticmethod
+    def through(depths: Sequence[int], values: Sequence[float]) -> Line:
+        if len(depths) == 1:
+            return Line(values[0], 0.0)
+        slope = max(0.0, (values[-1] - values[0]) / (depths[-1] - depths[0]))
+        return Line(values[0] - slope * depths[0], slope)
+
+
+@dataclass(frozen=True)
+class Glance:
+    """A step of one microbatch, by the blocks of the model.
+
+    Attributes:
+        step: seconds of it.
+        compute: seconds of its computation alone; see [Note: a microbatch alone].
+        flops: of this rank.
+        peak: bytes at the peak.
+        activations: those of them that activations are.
+    """
+
+    step: Line
+    compute: Line
+    flops: Line
+    peak: Line
+    activations: Line
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a process is to do.
+
+    Attributes:
+        values: of a run file.
+        kind: "glance" or "plan".
+    """
+
+    values: Mapping[str, Any]
+    world: int
+    device: Device
+    expert_imbalance: float
+    kind: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why there is neither glance nor plan.
+
+    Attributes:
+        of_batch: whether another batch may be taken.
+    """
+
+    reason: str
+    of_batch: bool
+
+
+def answer(request: Request) -> Glance | dict[str, Any] | Refusal:
+    """A glance, a plan, or why there is none.
+
+    Raises:
+        Exception: what no check foresees.
+    """
+    try:
+        config = validated(RunConfig, request.values, where="a candidate")
+        job = replace(job_of(config, request.world), expert_imbalance=request.expert_imbalance)
+        return glance(job, request.device) if request.kind == "glance" else plan(job, request.device)
+    except MeshwrightError as error:
+        return Refusal(str(error), isinstance(error, BatchError | ConfigError))
+
+
+def glance(job: Job, device: Device) -> Glance:
+    """A job's step with one microbatch on its first rank; it has no pipeline.
+
+    Raises:
+        MeshwrightError: as training does.
+    """
+    make = job.with_layers
+    shallow = make is not None and job.layers > DEPTHS[-1]
+    depths = DEPTHS if shallow else (max(1, job.layers),)
+    rows: list[tuple[float, ...]] = []
+    for depth in depths:
+        of_depth = replace(job, microbatches=1)
+        if make is not None and shallow:
+            of_depth = replace(of_depth, model=lambda depth=depth: make(depth))  # type: ignore[misc]
+        found = trace_rank(of_depth, 0)
+        rows.append(
+            (
+                _seconds(found, job, device),
+                _seconds(_computation(found), job, device),
+                sum(each.flops for each in found.operations),
+                found.peak.bytes,
+                found.peak.owners.get("activations", 0),
+            )
+        )
+    return Glance(*(Line.through(depths, [row[place] for row in rows]) for place in range(5)))
+
+
+def _seconds(found: Trace, job: Job, device: Device) -> float:
+    (line,) = play([found], job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked)
+    return line.seconds
+
+
+def _computation(found: Trace) -> Trace:
+    """Without the optimizer and what goes over data-parallel ranks; see [Note: a microbatch alone]."""
+    last = max((place for place, each in enumerate(found.operations) if each.flops), default=-1)
+    return replace(
+        found, operations=tuple(each for each in found.operations[: last + 1] if not _is_shared(each, found))
+    )
+
+
+def _is_shared(each: Operation, found: Trace) -> bool:
+    return each.call is not None and found.collectives[each.call].group in _DATA_PARALLEL

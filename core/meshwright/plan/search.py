@@ -1,0 +1,229 @@
+"""Find the fastest layouts that fit, tracing as few as possible.
+
+[Note: the search] Each candidate has a bound: its step takes no less. The one with the least bound is looked at next: first
+at a glance (`measure.glance`), which raises its bound and that of all that compute alike, then by its whole plan, which is
+exact. When as many are planned as are wanted, and no bound is below them, they are the best. Bounds, from loose to tight:
+
+- what the model computes, on all devices at their highest rate;
+- what a device computes for its share where the model is divided less over tp and cp: dividing further is no gain of work;
+- what a microbatch computes, times their number; of a pipeline, divided by its ranks, with the bubbles of its schedule;
+- a step of one microbatch, and the computation of the others.
+
+Memory is bounded likewise: by what the strategy's `estimate` holds, and by the peak of a glance at a layout that shards
+more; who does not fit is not looked at with more sequences in a microbatch. Bounds take blocks as alike, stages as equal.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..base.errors import MeshwrightError
+from ..strategy.registry import get_registry
+from .bounds import Known
+from .candidates import Candidate, Space, assigned, sizes_of
+from .measure import Glance, Refusal, Request, answer
+from .planned import fits
+
+Entry = tuple[float, int, Candidate]
+"""Of the heap: the bound when it was last known, a number that tells equal ones apart, and whose it is."""
+HURRY = 0.6
+"""The part of the time after which only what can be planned at once is, if nothing else has been."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout that was planned whole."""
+
+    candidate: Candidate
+    plan: Mapping[str, Any]
+
+    @property
+    def seconds(self) -> float:
+        return float(self.plan["step_seconds"])
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Something to ask of a process.
+
+    Attributes:
+        entry: of the heap, whose candidate it is for.
+        asked: what is looked at; of a pipeline first the model without it.
+    """
+
+    kind: str
+    entry: Entry
+    asked: Candidate
+
+
+@dataclass
+class Search:
+    """See [Note: the search].
+
+    Attributes:
+        executor: answers requests.
+        workers: requests at once.
+        wanted: layouts.
+        limit_s: after so many seconds nothing new is looked at.
+    """
+
+    space: Space
+    known: Known
+    executor: Executor
+    workers: int
+    wanted: int
+    limit_s: float
+    expert_imbalance: float = 1.0
+    found: list[Found] = field(default_factory=list)
+    heap: list[Entry] = field(default_factory=list)
+    too_large: int = 0
+    nearest: tuple[float, Candidate | None] = (float("inf"), None)
+    traced: int = 0
+    planned: int = 0
+    started: float = field(default_factory=time.monotonic)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def run(self) -> None:
+        """Until the best are certain, or time is up."""
+        for candidate in self.space.candidates():
+            if self._fits(candidate, self.known.held(candidate)):
+                self.heap.append((0.0, next(self._numbers), candidate))
+        heapq.heapify(self.heap)
+        pending: dict[Future[Any], _Task] = {}
+        while True:
+            while len(pending) < self.workers and (task := self._next(pending.values())) is not None:
+                pending[self.executor.submit(answer, self._request(task))] = task
+            if not pending:
+                return
+            for done in wait(pending, return_when=FIRST_COMPLETED).done:
+                self._take(pending.pop(done), done.result())
+
+    def best(self) -> list[Found]:
+        """Those found, the fastest first."""
+        return sorted(self.found, key=lambda each: each.seconds)[: self.wanted]
+
+    def open(self) -> list[tuple[float, Candidate]]:
+        """Those that could be among the best for all that is known, with their bounds; none: the best are certain."""
+        entries = [entry for entry in self.heap if entry[0] < self.worst]
+        self.heap = [entry for entry in self.heap if entry[0] >= self.worst]
+        for entry in entries:
+            if self._stays(entry):
+                heapq.heappush(self.heap, entry)
+        return [(bound, candidate) for bound, _, candidate in self.heap if bound < self.worst]
+
+    @property
+    def worst(self) -> float:
+        """The seconds of the last of the best; infinite while there are too few."""
+        seconds = sorted(each.seconds for each in self.found)
+        return seconds[self.wanted - 1] if len(seconds) >= self.wanted else float("inf")
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+    def _fits(self, candidate: Candidate, size: float) -> bool:
+        if fits(int(size), self.space.device):
+            return True
+        self.too_large += 1
+        if size < self.nearest[0]:
+            self.nearest = (size, candidate)
+        if candidate.degrees.pp == 1 or candidate.wrapper is not None:
+            rows = self.known.too_large.get(_but_rows(candidate), candidate.rows)
+            self.known.too_large[_but_rows(candidate)] = min(rows, candidate.rows)
+        return False
+
+    def _next(self, pending: Iterable[_Task]) -> _Task | None:
+        """What is to be done next; what waits for another's glance comes back later."""
+        busy = {task.asked.unit for task in pending if task.kind == "glance"}
+        aside: list[Entry] = []
+        task = None
+        while task is None and self.heap and self.heap[0][0] < self.worst and self.elapsed < self.limit_s:
+            entry = heapq.heappop(self.heap)
+            task = self._step(entry) if self._stays(entry) else None
+            hurried = self.elapsed > HURRY * self.limit_s and len(self.found) < self.wanted
+            if task is not None and task.kind == "glance" and (task.asked.unit in busy or hurried):
+                aside.append(entry)
+                task = None
+        for entry in aside:
+            heapq.heappush(self.heap, entry)
+        return task
+
+    def _stays(self, entry: Entry) -> bool:
+        """Whether a candidate's bound is as it was; others go back, or are counted as lost."""
+        bound, number, candidate = entry
+        known = self.known
+        reason = known.refusal(candidate)
+        if reason is not None:
+            self.space.refuse(reason)
+            return False
+        if candidate.rows >= known.too_large.get(_but_rows(candidate), candidate.rows + 1):
+            self.too_large += 1
+            return False
+        try:
+            now, size = known.seconds(candidate), known.bytes(candidate)
+        except MeshwrightError as error:
+            self.space.refuse(str(error))
+            return False
+        if not self._fits(candidate, size):
+            return False
+        if now > bound * (1 + 1e-9):
+            heapq.heappush(self.heap, (now, number, candidate))
+            return False
+        return True
+
+    def _step(self, entry: Entry) -> _Task | None:
+        """How to learn more of a candidate; None: it has been taken apart."""
+        candidate = entry[2]
+        glances = self.known.glances.get(candidate.unit, {})
+        if candidate.degrees.pp == 1:
+            return _Task("plan" if candidate.degrees in glances else "glance", entry, candidate)
+        if not glances:
+            return _Task("glance", entry, self._without_pipeline(candidate))
+        if candidate.wrapper is not None:
+            return _Task("plan", entry, candidate)
+        for each in self.space.wrapped(candidate):
+            heapq.heappush(self.heap, (0.0, next(self._numbers), each))
+        return None
+
+    def _without_pipeline(self, candidate: Candidate) -> Candidate:
+        """The same model on one stage, with more data-parallel ranks where the strategy takes such."""
+        axes, degrees = get_registry().get(candidate.values["strategy"]).axes, candidate.degrees
+        more = next((axis for axis in ("dp_shard", "dp_replicate") if axis in axes), None)
+        alone = replace(degrees, pp=1, **({} if more is None else {more: getattr(degrees, more) * degrees.pp}))
+        sizes = sizes_of(alone).model_dump()
+        values = {key: sizes.get(key, value) for key, value in candidate.values.items()}
+        return replace(candidate, degrees=alone, values=values | {"wrapper_config": {}}, wrapper=None, schedule="")
+
+    def _request(self, task: _Task) -> Request:
+        asked = task.asked
+        values = assigned(self.space.values, asked.values.items())
+        if task.kind == "glance":
+            values["batch_size"] = asked.degrees.dp * asked.rows
+        return Request(values, asked.degrees.world_size, self.space.device, self.expert_imbalance, task.kind)
+
+    def _take(self, task: _Task, result: Glance | dict[str, Any] | Refusal) -> None:
+        """Learn from an answer; what is not settled comes back."""
+        candidate = task.entry[2]
+        self.traced += task.kind == "glance"
+        self.planned += task.kind == "plan"
+        if isinstance(result, Refusal):
+            for each in (candidate, task.asked):
+                self.known.refuse(each, result.reason, of_batch=result.of_batch)
+            self.space.refuse(result.reason)
+        elif isinstance(result, Glance):
+            self.known.learn(task.asked, result)
+            heapq.heappush(self.heap, task.entry)
+        elif result["fits"]:
+            self.found.append(Found(candidate, result))
+        else:
+            self._fits(candidate, result["peak_reserved_bytes"])
+
+
+def _but_rows(candidate: Candidate) -> tuple[Any, ...]:
+    return (candidate.family, candidate.recomputation, candidate.degrees, candidate.schedule)
