@@ -22,7 +22,7 @@ from ..base.errors import MeshError
 
 
 class UncompiledMode(TorchDispatchMode):
-    """A dispatch mode under which nothing is compiled; torch then need not keep its compiler away from each operator."""
+    """A mode under which nothing is compiled, so that torch need not keep its compiler away from each operator."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

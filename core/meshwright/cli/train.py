@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 from ..launch.join import join
 from ..launch.rank import leave, started_by_launcher
 from ..strategy.registry import get_registry
-from ..train.run_file import load_run
+from ..train.run_file import RunConfig, load_run
 from .errors import told
 
 
@@ -20,6 +21,9 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as tp_size=2 or model.hidden_size=256."),
     ] = None,
+    plan_only: Annotated[
+        bool, typer.Option("--plan-only", help="Show what the run would hold, send and take, and start nothing.")
+    ] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")] = False,
 ) -> None:
     """Train a model. Starts the ranks of this node itself, or joins those that a launcher has started."""
@@ -27,12 +31,36 @@ def train(
         join()
     with told(traceback):
         config = load_run(run_file, assignments or [])
+        if plan_only:
+            _plan_only(config)
+            return
         if not started_by_launcher() and config.processes(get_registry().get(config.strategy).axes, 0) > 1:
             # The fork server imports torch and transformers while this process does, too.
             from ..launch.local import warm_up
 
             warm_up(["meshwright.train.run"])
+        from ..plan.beside import accompany
         from ..train.run import start
 
-        code = start(config, show_traceback=traceback)
+        code = start(config, show_traceback=traceback, accompany=accompany)
     leave(code)
+
+
+def _plan_only(config: RunConfig) -> None:
+    """Show the plan of a run, once for all ranks that a launcher has started.
+
+    Raises:
+        MeshwrightError: what is wrong with the run; or it does not fit, where the run would be refused for that.
+    """
+    from rich.console import Console
+
+    from ..plan.beside import plan_of
+    from ..plan.report import tables
+    from ..train.plan import processes
+
+    count = int(os.environ["WORLD_SIZE"]) if started_by_launcher() else processes(config)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    found = plan_of(config, count)
+    for table in tables(found):
+        Console().print(table)

@@ -6,7 +6,7 @@ where its figures are from, and which of them are assumed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -64,6 +64,8 @@ class Device(FrozenModel):
     context_bytes: int = Field(
         2 << 30, ge=0, description="Memory that others hold: the driver's context, kernels, buffers of communication."
     )
+    is_caching: bool = Field(True, description="Whether freed memory stays with torch, as it does on accelerators.")
+    known_as: Sequence[str] = Field((), description="What drivers call it.")
     node: Node
     sources: Mapping[str, str] = Field(description="Where figures are from.")
 

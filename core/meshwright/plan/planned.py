@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from ..base.errors import MeshwrightError, StrategyError
 from ..mesh.mesh import Mesh
 from ..tensors.known_values import with_values
+from ..testing.collectives import Collective
 from .allocator import reserved
 from .depth import at_full_depth
 from .device import Device
@@ -127,10 +128,11 @@ def _played(traces: Sequence[Trace], job: Job, device: Device) -> list[Timeline]
 
 
 def _of_rank(found: Trace, line: Timeline, device: Device) -> dict[str, Any]:
+    taken = reserved(found, workspace=device.workspace_bytes) if device.is_caching else found.peak.bytes
     return {
         "rank": found.rank,
         "peak_allocated_bytes": found.peak.bytes,
-        "peak_reserved_bytes": reserved(found, workspace=device.workspace_bytes),
+        "peak_reserved_bytes": taken,
         "held_bytes": found.after.bytes,
         "peak_operator": found.peak.operator,
         "peak_by_owner": dict(found.peak.owners),
@@ -139,14 +141,14 @@ def _of_rank(found: Trace, line: Timeline, device: Device) -> dict[str, Any]:
         "flops": sum(each.flops for each in found.operations),
         "step_seconds": line.seconds,
         "busy_seconds": {name: line.busy(name) for name in dict.fromkeys(span.stream for span in line.spans)},
-        "collectives": _sums(found),
+        "collectives": sums_of(found.collectives),
     }
 
 
-def _sums(found: Trace) -> list[dict[str, Any]]:
+def sums_of(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
     """Calls and bytes of each kind of collective over each group, in the order in which they first come."""
     rows: dict[tuple[str, str, int, str], dict[str, Any]] = {}
-    for each in found.collectives:
+    for each in collectives:
         dtype = str(each.dtype).removeprefix("torch.")
         named = {"kind": each.kind, "group": each.group, "ranks": each.ranks, "dtype": dtype}
         row = rows.setdefault((each.kind, each.group, each.ranks, dtype), {**named, "calls": 0, "bytes": 0})

@@ -157,8 +157,8 @@ def trace(job: Job, mesh: Mesh) -> Trace:
         del model
         meter.own((p for part in manager.model_parts for p in part.parameters()), "parameters")
         optimizer = manager.build_optimizer(job.optimizer)
-    # The first makes what is kept, such as the state of the optimizer, from few tokens; the second is as all others.
-    for given in (batches[:1], batches):
+    # The first make what is kept, such as the state of the optimizer, from few tokens; the last is as all others.
+    for given in (*[batches[:1]] * manager.settles_after, batches):
         meter.begin()
         timeline = _Timeline(groups(manager.mesh), meter)
         with meter, timeline, _told_modules(manager.model_parts, meter):

@@ -59,6 +59,8 @@ class StrategyManager(ABC):
     mesh: Mesh
     strategy: str = ""
     """The whole stack, such as "pipeline over fsdp2"; set by `Stack.build`."""
+    settles_after: int = 1
+    """Steps after which each sends and holds what the next one does; a plan is of the step behind them."""
 
     @property
     @abstractmethod

@@ -73,7 +73,8 @@ class _Course:
                 # It was before the run was interrupted.
                 break
             try:
-                result = train_step(self.manager, self.loop, step, self.ahead)
+                with self.loop.around(step - self.loop.start):
+                    result = train_step(self.manager, self.loop, step, self.ahead)
             except StopsBefore as stop:
                 if self.loop.signals is None:
                     raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -18,6 +19,11 @@ from .batches import steps_in_a_pass
 from .ema import EMA
 from .optimizer_config import AVERAGED
 from .watch import STATE, EarlyStopping
+
+
+def _nothing(_: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
 
 Callback: TypeAlias = "Callable[[StepResult], bool | None]"
 """Called on its rank after each step; True asks to stop after it, which all ranks then do."""
@@ -56,6 +62,7 @@ class Loop:
             goes on draws what it would have drawn; None: the generators go on as they are.
         signals: end the loop before the next step, with a checkpoint if there is a checkpointer; see
             [Note: agreeing to stop] in `train.ahead`. Each rank enters its own before `fit`, with the same names.
+        around: `around(step)`, counted from 0 in this call of `fit`: what a step on this rank happens within.
         clock: tells seconds.
     """
 
@@ -80,6 +87,7 @@ class Loop:
     state: Mapping[str, Any] | None = None
     seed: int | None = None
     signals: StopSignals | None = None
+    around: Callable[[int], AbstractContextManager[None]] = _nothing
     clock: Callable[[], float] = time.monotonic
 
     @property

@@ -267,24 +267,16 @@ def _of_each_source(data: PreparedData) -> dict[str, str]:
     return {f"sources.{number}": source.fingerprint for number, source in enumerate(data.sources)}
 
 
-def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> str:
+def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> list[str]:
     layout = model_layout(model)
     size = model_size(model, layout)
-    lines = [
+    return [
         f"{plan.stack} on {plan.degrees} ({mesh.device.type}): {plan.model_config.model_type} with "
         f"{size.parameters:,} parameters in {len(layout.blocks)} blocks"
         + (f"; {size.trainable:,} of them train, over {plan.model.base}" if plan.model.base is not None else ""),
         f"{plan.data.documents:,} documents: {_told(plan.rows)} sequences of {config.data.seq_len} tokens to train on, "
         f"{_listed(plan.rows.held_out)}; {config.batch_size} a step, {plan.steps} steps",
     ]
-    estimate = plan.stack.estimate(plan.degrees, size)
-    if estimate is not None:
-        lines.append(
-            f"a rank holds {_megabytes(estimate.parameters)} of parameters, {_megabytes(estimate.gradients)} of "
-            f"gradients, {_megabytes(estimate.optimizer)} of AdamW state, {_megabytes(estimate.gathered)} gathered, "
-            f"and activations (estimate)"
-        )
-    return "\n".join(lines)
 
 
 def _told(rows: RunRows) -> str:
@@ -296,7 +288,3 @@ def _told(rows: RunRows) -> str:
 def _listed(held_out: Mapping[str, Rows]) -> str:
     others = "".join(f", {len(rows):,} of {name}" for name, rows in held_out.items() if name != HELD_OUT)
     return f"{len(held_out.get(HELD_OUT, ())):,} held out{others}"
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from ..strategy.contract import Batch, StepResult, StrategyManager
 from ..strategy.registry import get_registry
 from .apart import check_kept_apart
 from .columns import as_asked, with_reference
+from .companion import Accompany, Companion
 from .ema import EMA
 from .fate import Fate, check_output, is_finished
 from .files import CHECKPOINTS, METRICS, SUMMARY
@@ -46,8 +48,11 @@ LINGERING_S = 15.0
 """How long a run waits for the ranks of one before it, whose launcher was killed, to end."""
 
 
-def start(config: RunConfig, *, show_traceback: bool = False) -> int:
+def start(config: RunConfig, *, show_traceback: bool = False, accompany: Accompany | None = None) -> int:
     """Run `config`: join the ranks that torchrun started, or start them here.
+
+    Args:
+        accompany: makes who goes along with the run.
 
     Returns:
         The exit code; what went wrong has been written to stderr.
@@ -56,22 +61,27 @@ def start(config: RunConfig, *, show_traceback: bool = False) -> int:
         MeshwrightError: the run is not valid; nothing was started.
     """
     if started_by_launcher():
-        return guarded(run_rank, (config,), show_traceback=show_traceback)
+        leads = accompany is not None and os.environ["RANK"] == "0"
+        companion = accompany(config, int(os.environ["WORLD_SIZE"])) if accompany is not None and leads else None
+        return guarded(run_rank, (config, companion), show_traceback=show_traceback)
     if is_finished(config):
         _say_finished(config)
         return 0
     count = processes(config)
     with CONSOLE.status("preparing the run"):
         plan_run(config, count)
+        companion = accompany(config, count) if accompany is not None else None
+    if companion is not None and companion.refusal is not None:
+        raise companion.refusal
     if count == 1:
-        return guarded(run_rank, (config,), show_traceback=show_traceback)
+        return guarded(run_rank, (config, companion), show_traceback=show_traceback)
     from ..launch.local import launch
 
     passed_on = config.checkpoint.stops_on.signals
-    return launch(run_rank, (config,), nproc=count, show_traceback=show_traceback, passed_on=passed_on)
+    return launch(run_rank, (config, companion), nproc=count, show_traceback=show_traceback, passed_on=passed_on)
 
 
-def run_rank(store: Store | None, config: RunConfig) -> None:
+def run_rank(store: Store | None, config: RunConfig, companion: Companion | None = None) -> None:
     """What each rank does."""
     if config.threads_per_rank != "auto":
         torch.set_num_threads(config.threads_per_rank)
@@ -85,6 +95,7 @@ def run_rank(store: Store | None, config: RunConfig) -> None:
                 return
             commit = fetch_model(config.model, world)
             plan = world.together(lambda: plan_run(config, world.size, commit=commit))
+            world.raise_together(companion.refusal if companion is not None else None)
             if world.rank == 0:
                 lock = locked(Path(config.output_dir), patience_s=min(LINGERING_S, timeout_s / 2))
             world.from_first(lambda: held.enter_context(lock))
@@ -94,7 +105,7 @@ def run_rank(store: Store | None, config: RunConfig) -> None:
                 return
             signals = held.enter_context(_signals(config, world))
             try:
-                results = _train(config, plan, fate, world, signals)
+                results = _train(config, plan, fate, world, signals, companion)
             except Stopped as stopped:
                 if world.rank == 0:
                     _say_stopped(config, plan, stopped)
@@ -135,7 +146,9 @@ def _say_stopped(config: RunConfig, plan: Plan, stopped: Stopped) -> None:
     )
 
 
-def _train(config: RunConfig, plan: Plan, fate: Fate, world: World, signals: StopSignals) -> list[StepResult]:
+def _train(
+    config: RunConfig, plan: Plan, fate: Fate, world: World, signals: StopSignals, companion: Companion | None
+) -> list[StepResult]:
     """Train the model, and write it. Collective."""
     console = Console()
     source = find_source(config, fate, plan.identity, world, steps=plan.steps)
@@ -145,22 +158,28 @@ def _train(config: RunConfig, plan: Plan, fate: Fate, world: World, signals: Sto
     earlier: list[StepResult] = []
     world.from_first(lambda: earlier.extend(_prepare(config, plan, fate, source, console)))
     if world.rank == 0:
-        console.print(headline(config, plan, model, mesh), highlight=False, soft_wrap=True)
+        for line in (*headline(config, plan, model, mesh), *(companion.lines() if companion is not None else ())):
+            console.print(line, highlight=False, soft_wrap=True)
     if isinstance(opened := getattr(weights, "base", weights), PretrainedWeights):
         check_same_weights(opened, world, plan.model.base)
         tell(opened, world, stacklevel=2)
-    manager.parallelize(model, weights)
+    with _seen(companion, mesh):
+        manager.parallelize(model, weights)
     # What a rank needs of them, the manager has; they keep files open, and values that were read last.
     del model, weights, opened
     if source is None and "checkpoint" in config.model:
         load_checkpoint(manager, Path(config.model["checkpoint"]).expanduser())
     if plan.needs_reference:
         plan = _with_reference(manager, config, plan, console, is_loaded=source is None)
-    results = _fit(manager, config, plan, source, earlier, console, signals)
+    results = _fit(manager, config, plan, source, earlier, console, signals, companion)
     # There may have been nothing left to be done.
     done = results[-1].step if results else plan.steps if source is None else source.step
     export(manager, config, plan, step=done)
     return results
+
+
+def _seen(companion: Companion | None, mesh: Mesh) -> AbstractContextManager[None]:
+    return nullcontext() if companion is None or mesh.rank else companion.seeing()
 
 
 def _with_reference(
@@ -213,9 +232,11 @@ def _fit(
     earlier: list[StepResult],
     console: Console,
     signals: StopSignals,
+    companion: Companion | None,
 ) -> list[StepResult]:
     mesh = manager.mesh
-    optimizer = manager.build_optimizer(optimizer_factory(config.optimizer))
+    with _seen(companion, mesh):
+        optimizer = manager.build_optimizer(optimizer_factory(config.optimizer))
     scheduler = build_scheduler(plan.schedule, optimizer, plan.steps)
     origin, version = (0, 0), ORDER_VERSION
     # Before what it is to load, and after what it is to begin with.
@@ -258,7 +279,10 @@ def _fit(
             return fit(manager, loop)
         metrics = Path(config.output_dir) / METRICS
         reporter = Reporter(metrics, log_every=config.log_every, console=console, earlier=earlier)
-        with reporter, get_registry().observing(reporter):
+        with reporter, get_registry().observing(reporter), ExitStack() as more:
+            if companion is not None:
+                more.enter_context(get_registry().observing(companion))
+                loop = replace(loop, around=companion.around(manager))
             return earlier + fit(manager, loop)
 
 

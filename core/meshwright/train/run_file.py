@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,7 +25,7 @@ from .optimizer_config import AVERAGED, FinitePositive
 from .optimizer_config import EMAConfig as EMAConfig
 from .optimizer_config import OptimizerConfig as OptimizerConfig
 from .optimizer_config import OptimizerGroup as OptimizerGroup
-from .run_sections import HELD_OUT, CheckpointConfig, EvalConfig, SampleConfig
+from .run_sections import HELD_OUT, CheckpointConfig, EvalConfig, PlanConfig, SampleConfig
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 
@@ -149,6 +150,7 @@ class RunConfig(MeshSizes):
         "ones are set aside, and the same command goes on from what has been saved since. Or {from: ..., allow: "
         "[...]}.",
     )
+    plan: PlanConfig = PlanConfig()
     launch: LaunchConfig | None = Field(None, description="What `meshwright launch` tells a cluster.")
     log_every: Size = Field(10, description="Steps between lines where no progress bar can be drawn.")
 
@@ -239,6 +241,18 @@ def read_values(path: str | Path, assignments: Sequence[str] = ()) -> dict[str, 
     for assignment in assignments:
         _assign(values, assignment)
     return values
+
+
+def assigned(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
+    """The values of a run file with changes; see `load_run`.
+
+    Raises:
+        ConfigError: an assignment cannot be read.
+    """
+    changed = copy.deepcopy(dict(values))
+    for assignment in assignments:
+        _assign(changed, assignment)
+    return changed
 
 
 def as_options(assignments: Sequence[str]) -> dict[str, Any]:

@@ -45,6 +45,22 @@ class SampleConfig(FrozenModel):
     temperature: float = Field(0.7, ge=0, allow_inf_nan=False, description="0: the likeliest token each time.")
 
 
+class PlanConfig(FrozenModel):
+    """What is known of a run before it begins; see docs/plan.md."""
+
+    enabled: bool = Field(
+        True, description="Plan memory, traffic and time before the ranks start, and compare them with the third step."
+    )
+    device: str | None = Field(
+        None,
+        description="What the run is on: a name, such as h100-80gb, or a YAML file of your own; null: what is found. "
+        "Times are told of devices that are known or named.",
+    )
+    too_large: Literal["refuse", "warn"] = Field(
+        "refuse", description="What becomes of a run that would not fit into the memory of its device."
+    )
+
+
 class KeepBestConfig(FrozenModel):
     """Checkpoints that are kept because their loss is low."""
 

@@ -55,7 +55,7 @@ def wide_sum_hook(group: dist.ProcessGroup, sums: WideSums) -> Hook:
             part = wide.as_strided(gradient.size(), gradient.stride(), start)
             sums.add_waiting(parameter, part)
         future = dist.all_reduce(wide, group=group, async_op=True).get_future()
-        return future.then(lambda done: _after(done, wide).to(buffer.dtype))
+        return future.then(lambda done: buffer.copy_(_after(done, wide)))
 
     return hook
 

@@ -72,6 +72,8 @@ class DDPManager(DataParallelManager):
             return model
         if self.config.engine == "torch":
             self._torch = TorchEngine(model, self.config, self.mesh)
+            # Buckets are laid out anew behind the first step, which the second tells all ranks.
+            self.settles_after = 2
             return self._torch.module
         self._bucketed = BucketedDataParallel(model, self.config, self.mesh)
         if self._bucketed.shards is not None:

@@ -1,0 +1,28 @@
+"""The device that a run is on, as plans know it."""
+
+from __future__ import annotations
+
+import torch
+
+from .device import Device, devices, find_device
+
+LIKE = "h100-80gb"
+"""The file whose figures stand for an accelerator that none describes; its times are not told then."""
+
+
+def device_here(kind: torch.device, *, ranks_here: int, memory_of_node: int) -> tuple[Device, bool]:
+    """The device of this process, and whether times on it can be told.
+
+    Args:
+        ranks_here: ranks that share this node.
+        memory_of_node: bytes of its own memory, which ranks on the CPU share.
+    """
+    if kind.type != "cuda":
+        # Allocators of the CPU give back what is freed, and keep nothing of other libraries'.
+        cpu = find_device("cpu")
+        memory = memory_of_node // max(1, ranks_here)
+        return cpu.model_copy(update={"name": "this CPU", "memory_bytes": memory, "context_bytes": 0}), False
+    found = torch.cuda.get_device_properties(kind)
+    known = next((each for each in map(find_device, devices()) if found.name in each.known_as), None)
+    base = known or find_device(LIKE)
+    return base.model_copy(update={"name": found.name, "memory_bytes": found.total_memory}), known is not None
