@@ -10,7 +10,7 @@ from typing import Any
 
 from ..mesh.sizes import Degrees
 from ..strategy.registry import get_registry
-from .candidates import Candidate, Space
+from .candidates import CHECKPOINTING, Candidate, Space
 from .measure import Glance
 
 _ADAM = "adam"
@@ -22,25 +22,29 @@ class Known:
     """What glances have told, and the bounds that follow."""
 
     space: Space
-    length: int
     glances: dict[tuple[Any, ...], dict[Degrees, Glance]] = field(default_factory=dict)
     refused: dict[tuple[Any, ...], str] = field(default_factory=dict)
     too_large: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    flops: dict[Any, float] = field(default_factory=dict)
     forecasts: dict[tuple[Any, ...], tuple[float, float]] = field(default_factory=dict)
+    _seen: dict[tuple[Any, ...], list[tuple[Degrees, int, Glance]]] = field(default_factory=dict)
     _configs: dict[tuple[Any, ...], Any] = field(default_factory=dict)
-    _parents: dict[tuple[Any, ...], dict[tuple[int, int, int], float]] = field(default_factory=dict)
+    _same_rows: dict[tuple[Any, ...], dict[tuple[int, ...], float]] = field(default_factory=dict)
+    _any_rows: dict[tuple[Any, ...], dict[tuple[int, ...], float]] = field(default_factory=dict)
 
     def learn(self, candidate: Candidate, found: Glance) -> None:
         """Keep what a glance at a candidate without a pipeline has told."""
         self.glances.setdefault(candidate.unit, {})[candidate.degrees] = found
+        self._seen.setdefault(_but_rows(candidate), []).append((candidate.degrees, candidate.rows, found))
         split = candidate.degrees.tp * candidate.degrees.cp
-        alone = found.compute.at(self.space.layers) * split
-        known = self._parents.setdefault(candidate.unit[:3], {})
-        known[candidate.unit[3:]] = min(alone, known.get(candidate.unit[3:], alone))
-        per_token = found.flops.at(self.space.layers) * split / (candidate.rows * self.length)
-        least = self.flops.get(candidate.recomputation, per_token)
-        self.flops[candidate.recomputation] = min(least, per_token)
+        family, recomputation, rows, *axes = candidate.unit
+        place = (_work(recomputation), *axes)
+        for known, key, line in (
+            (self._same_rows, (family, rows), found.compute),
+            (self._any_rows, (family,), found.ideal),
+        ):
+            seconds = line.at(self.space.layers) * split / rows
+            of_key = known.setdefault(key, {})
+            of_key[place] = min(seconds, of_key.get(place, seconds))
 
     def seconds(self, candidate: Candidate) -> float:
         """A step of it takes no less."""
@@ -48,23 +52,23 @@ class Known:
         own = self.glances.get(candidate.unit, {})
         if degrees in own:
             glance = own[degrees]
-            return glance.step.at(layers) + (candidate.microbatches - 1) * glance.compute.at(layers)
+            return glance.step.at(layers) + (candidate.microbatches - candidate.glanced) * glance.compute.at(layers)
         alone = min((each.compute.at(layers) for each in own.values()), default=0.0)
         share = candidate.microbatches * max(alone, self._inherited(candidate)) / degrees.pp
         waiting, _ = self.forecast(candidate)
-        return max(share, self._arithmetic(candidate)) / (1 - waiting)
+        return share / (1 - waiting)
 
     def bytes(self, candidate: Candidate) -> float:
         """It holds no less at its peak."""
         degrees, layers = candidate.degrees, self.space.layers
-        known = self.glances.get(candidate.unit, {}).items()
-        above = [each for at, each in known if at.dp_shard >= degrees.dp_shard and at.dp >= degrees.dp]
-        if not above:
-            return 0.0
         _, live = self.forecast(candidate)
-        return max(
-            (each.peak.at(layers) + max(0.0, live - 1) * each.activations.slope * layers) / degrees.pp for each in above
-        )
+        least = 0.0
+        for at, rows, glance in self._seen.get(_but_rows(candidate), []):
+            if rows <= candidate.rows and at.dp_shard >= degrees.dp_shard and at.dp >= degrees.dp:
+                more = (candidate.rows / rows - 1) * glance.activations.at(layers)
+                waiting = max(0.0, live - 1) * glance.activations.slope * layers
+                least = max(least, (glance.peak.at(layers) + more + waiting) / degrees.pp)
+        return least
 
     def forecast(self, candidate: Candidate) -> tuple[float, float]:
         """Of a pipeline under a schedule, the share of waiting and the microbatches that are held; else 0 and 1.
@@ -105,10 +109,13 @@ class Known:
 
     def _inherited(self, candidate: Candidate) -> float:
         """A microbatch's computation, where the model is divided less."""
-        tp, cp, ep = candidate.unit[3:]
-        known = self._parents.get(candidate.unit[:3], {}).items()
-        alike = [each for at, each in known if tp % at[0] == 0 and cp % at[1] == 0 and ep % at[2] == 0]
-        return max(alike, default=0.0) / (tp * cp)
+        family, recomputation, rows, tp, cp, ep = candidate.unit
+        work, best = _work(recomputation), 0.0
+        for known in (self._same_rows.get((family, rows), {}), self._any_rows.get((family,), {})):
+            for at, seconds in known.items():
+                if at[0] <= work and tp % at[1] == 0 and cp % at[2] == 0 and ep % at[3] == 0:
+                    best = max(best, seconds)
+        return best * rows / (tp * cp)
 
     def refuse(self, candidate: Candidate, reason: str, *, of_batch: bool) -> None:
         """Keep that it was refused, and with it those alike, whatever their batch unless that was the reason."""
@@ -118,13 +125,15 @@ class Known:
         """Why it, or one like it, was refused."""
         return next((self.refused[key] for key in _refusal_keys(candidate) if key in self.refused), None)
 
-    def _arithmetic(self, candidate: Candidate) -> float:
-        device = self.space.device
-        rates = [device.flops[name] * max(parts.values()) for name, parts in device.matmul_efficiency.items()]
-        flops = self.flops.get(candidate.recomputation, min(self.flops.values(), default=0.0))
-        degrees = candidate.degrees
-        tokens = candidate.microbatches * candidate.rows * self.length / (degrees.tp * degrees.cp * degrees.pp)
-        return flops * tokens / max(rates)
+
+def _but_rows(candidate: Candidate) -> tuple[Any, ...]:
+    family, recomputation, _, *axes = candidate.unit
+    return (family, recomputation, *axes)
+
+
+def _work(recomputation: Any) -> int:
+    """Who computes again computes more."""
+    return CHECKPOINTING.index(recomputation) if recomputation in CHECKPOINTING else 0
 
 
 def _refusal_keys(candidate: Candidate) -> list[tuple[Any, ...]]:

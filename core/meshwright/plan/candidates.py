@@ -2,10 +2,11 @@
 
 [Note: variants] A strategy's config class may say which of its options are worth trying, in a class method
 `variants(*, degrees, layers, rows, is_dtype_open)`: a list of mappings of options. `degrees` are those of the mesh,
-`layers` the model's blocks, `rows` the sequences of a microbatch. Where `is_dtype_open`, the run file leaves the precision
-to the strategy, and options may name `model.dtype`, too. A class without it is tried as the run file has it. Of a wrapping
-strategy, `forecast(*, layers, ranks, sequences)` tells the share of time in which ranks wait, and how many microbatches a
-rank holds at once; see `meshwright_pipeline.config`. An option `activation_checkpointing` is tried by its name.
+`layers` the model's blocks, `rows` the sequences of a microbatch. Where `is_dtype_open`, the run file leaves the
+precision to the strategy, and options may name `model.dtype`, too. A class without it is tried as the run file has it.
+An option `activation_checkpointing` is tried by its name. Of a wrapping strategy, a method
+`forecast(*, layers, ranks, sequences)` tells the share of time in which ranks wait, and how many microbatches a rank
+holds at once.
 
 [Note: what stays] What the command line sets is kept; what the run file says of layout is where the search begins. Its
 other options are kept by all strategies that have them.
@@ -46,7 +47,7 @@ class Candidate:
     Attributes:
         rows: sequences of a microbatch.
         microbatches: of each data-parallel rank in a step.
-        family: the strategy with its options, as text: two of one family compute alike where `unit` is equal.
+        family: the strategy with the options that a variant has on one rank, as text.
         recomputation: of activations; None: the strategy has no such option.
         values: keys of the run file, dotted, with their values.
         wrapper: of a pipeline, the options of the wrapping strategy.
@@ -67,6 +68,11 @@ class Candidate:
         """Candidates of one unit compute the same in each microbatch, whatever their data-parallel ranks."""
         degrees = self.degrees
         return (self.family, self.recomputation, self.rows, degrees.tp, degrees.cp, degrees.ep)
+
+    @property
+    def glanced(self) -> int:
+        """Microbatches of the step of a glance: gradients are added up from the second on."""
+        return min(2, self.microbatches)
 
     @property
     def lines(self) -> list[str]:
@@ -151,11 +157,9 @@ class Space:
         if self.keeps("micro_batch_size"):
             rows = [int(self.values["micro_batch_size"])]
         made = variants(spec.config_cls, degrees, self.layers, rows[0], is_dtype_open=self.is_dtype_open)
-        options = [
-            (each, recomputed)
-            for each in made
-            for recomputed in self._recomputations(spec, f"strategy_config.{RECOMPUTATION}")
-        ]
+        alone = variants(spec.config_cls, Degrees(), self.layers, rows[0], is_dtype_open=self.is_dtype_open)
+        named = zip(made, alone if len(alone) == len(made) else made, strict=True)
+        options = [(*each, recomputed) for each in named for recomputed in self._recomputations(spec)]
         self.enumerated += len(options) * len(rows)
         try:
             if degrees.tp > self.device.node.ranks:
@@ -165,7 +169,7 @@ class Space:
         except MeshwrightError as error:
             self.refuse(str(error), len(options) * len(rows))
             return
-        for variant, recomputed in options:
+        for variant, name, recomputed in options:
             try:
                 first = self._made(spec, variant, recomputed, degrees, rows[0])
             except MeshwrightError as error:
@@ -173,13 +177,15 @@ class Space:
                 continue
             for count in rows:
                 values = {**first.values, "micro_batch_size": count}
-                yield replace(first, rows=count, microbatches=batch // (degrees.dp * count), values=values)
+                microbatches = batch // (degrees.dp * count)
+                yield replace(first, rows=count, microbatches=microbatches, family=f"{spec.name} {name}", values=values)
 
-    def _recomputations(self, spec: StrategySpec, key: str) -> tuple[Any, ...]:
-        has_it = RECOMPUTATION in spec.config_cls.model_fields
-        if not has_it:
+    def _recomputations(self, spec: StrategySpec) -> tuple[Any, ...]:
+        if RECOMPUTATION not in spec.config_cls.model_fields:
             return (None,)
-        return (self.values["strategy_config"][RECOMPUTATION],) if self.keeps(key) else CHECKPOINTING
+        if self.keeps(f"strategy_config.{RECOMPUTATION}"):
+            return (self.values["strategy_config"][RECOMPUTATION],)
+        return CHECKPOINTING
 
     def _made(
         self, spec: StrategySpec, variant: Mapping[str, Any], recomputed: Any, degrees: Degrees, rows: int
@@ -196,8 +202,7 @@ class Space:
         values |= {"strategy_config": options, "micro_batch_size": rows, "wrapper_config": {}}
         if dtype is not None:
             values["model.dtype"] = dtype
-        family = repr((spec.name, {**options, RECOMPUTATION: None}, dtype))
-        return Candidate(degrees, rows, 1, family, recomputed, values)
+        return Candidate(degrees, rows, 1, spec.name, recomputed, values)
 
     def _given(self, section: str, spec: StrategySpec, name: str | None = None) -> dict[str, Any]:
         """What the file says that this strategy has, too."""

@@ -1,12 +1,14 @@
 """What is measured of one candidate: a part of its step on few blocks, or its whole plan. Runs in a process of its own.
 
-[Note: a microbatch alone] Of a step with one microbatch two times are taken. The one is that of the step. The other is
-that of its computation alone: what comes behind the last product (the optimizer) and what goes over data-parallel ranks
-is left out. A step of more microbatches takes no less than the first once and the second for each further one.
+[Note: a microbatch alone] Of a step with one or two microbatches two times are taken: that of the step, and that of the
+computation of a microbatch alone. There what comes behind the last product (the optimizer) and what goes over
+data-parallel ranks is left out. A step of more microbatches takes no less than the first once and the second for each
+further one.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,12 +19,15 @@ from ..mesh.sizes import VIEWS
 from ..train.run_file import RunConfig
 from .device import Device
 from .job import job_of
-from .planned import plan, trace_rank
+from .planned import LARGEST, fits, plan, trace_rank
 from .time import play
 from .trace import Job, Operation, Trace
 
 DEPTHS = (2, 4)
 """Blocks of the models that are traced; even, since some models alternate."""
+FEW = (2, 3)
+"""Microbatches of the steps that are planned in the place of more."""
+_NOTHING = 1e-12
 _DATA_PARALLEL = {"dp_replicate", "dp_shard", "ep_shard", *VIEWS}
 
 
@@ -46,19 +51,20 @@ class Line:
 
 @dataclass(frozen=True)
 class Glance:
-    """A step of one microbatch, by the blocks of the model.
+    """A step of one or two microbatches, by the blocks of the model.
 
     Attributes:
         step: seconds of it.
-        compute: seconds of its computation alone; see [Note: a microbatch alone].
-        flops: of this rank.
+        compute: seconds of the computation of one; see [Note: a microbatch alone].
+        ideal: the same on a device that loses nothing to latency, and has its best rate for all products: what larger
+            microbatches come near to.
         peak: bytes at the peak.
         activations: those of them that activations are.
     """
 
     step: Line
     compute: Line
-    flops: Line
+    ideal: Line
     peak: Line
     activations: Line
 
@@ -100,13 +106,32 @@ def answer(request: Request) -> Glance | dict[str, Any] | Refusal:
     try:
         config = validated(RunConfig, request.values, where="a candidate")
         job = replace(job_of(config, request.world), expert_imbalance=request.expert_imbalance)
-        return glance(job, request.device) if request.kind == "glance" else plan(job, request.device)
+        return glance(job, request.device) if request.kind == "glance" else whole(job, request.device)
     except MeshwrightError as error:
         return Refusal(str(error), isinstance(error, BatchError | ConfigError))
 
 
+def whole(job: Job, device: Device) -> dict[str, Any]:
+    """The plan of a job, as far as the search needs it: of a step with many microbatches from those of few.
+
+    Raises:
+        MeshwrightError: as training does.
+    """
+    if job.degrees.pp > 1:
+        return plan(job, device)
+    # Of ranks without a pipeline the first has the most.
+    if job.microbatches <= FEW[-1]:
+        return plan(job, device, [0])
+    few, more = (plan(replace(job, microbatches=count), device, [0]) for count in FEW)
+    seconds = Line.through(FEW, [few["step_seconds"], more["step_seconds"]]).at(job.microbatches)
+    sizes = {key: round(Line.through(FEW, [few[key], more[key]]).at(job.microbatches)) for key in LARGEST}
+    tokens = job.microbatches * job.rows * job.length * job.degrees.dp
+    found = {"fits": fits(sizes["peak_reserved_bytes"], device), "step_seconds": seconds, **sizes}
+    return {**more, **found, "tokens_per_second_per_device": tokens / seconds / job.degrees.world_size}
+
+
 def glance(job: Job, device: Device) -> Glance:
-    """A job's step with one microbatch on its first rank; it has no pipeline.
+    """A job's step on its first rank; it has no pipeline.
 
     Raises:
         MeshwrightError: as training does.
@@ -116,20 +141,29 @@ def glance(job: Job, device: Device) -> Glance:
     depths = DEPTHS if shallow else (max(1, job.layers),)
     rows: list[tuple[float, ...]] = []
     for depth in depths:
-        of_depth = replace(job, microbatches=1)
-        if make is not None and shallow:
-            of_depth = replace(of_depth, model=lambda depth=depth: make(depth))  # type: ignore[misc]
+        of_depth = replace(job, model=functools.partial(make, depth)) if make is not None and shallow else job
         found = trace_rank(of_depth, 0)
         rows.append(
             (
                 _seconds(found, job, device),
-                _seconds(_computation(found), job, device),
-                sum(each.flops for each in found.operations),
+                _seconds(_computation(found), job, device) / job.microbatches,
+                _seconds(_computation(found), job, ideal(device)) / job.microbatches,
                 found.peak.bytes,
                 found.peak.owners.get("activations", 0),
             )
         )
     return Glance(*(Line.through(depths, [row[place] for row in rows]) for place in range(5)))
+
+
+def ideal(device: Device) -> Device:
+    """A device that loses nothing to latency, and has its best rate for all products."""
+    none = {"ring_s": _NOTHING, "tree_s": _NOTHING}
+    node = device.node
+    links = {"inside": node.inside.model_copy(update=none), "between": node.between.model_copy(update=none)}
+    begin = {"ring_begin_s": _NOTHING, "tree_begin_s": _NOTHING}
+    best = {dtype: {1: max(parts.values())} for dtype, parts in device.matmul_efficiency.items()}
+    changes = {"kernel_s": _NOTHING, "cpu_s": _NOTHING, "matmul_efficiency": best}
+    return device.model_copy(update={**changes, "node": node.model_copy(update={**links, **begin})})
 
 
 def _seconds(found: Trace, job: Job, device: Device) -> float:

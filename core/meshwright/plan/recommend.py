@@ -26,6 +26,8 @@ from .search import Found, Search
 WANTED = 10
 LIMIT_S = 105.0
 PROCESSES = 2
+SHOWN = 5
+"""Of what is open."""
 NO_END = 2**31 - 1
 """Steps of a run that does not say how many."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -58,7 +60,8 @@ def recommend(
         processes: that trace at once; 1: this one.
 
     Returns:
-        Plain values: `best`, each with `assignments` (lines for --set), `run` (of a run file) and `plan`; and why others lost.
+        Plain values: `best`, each with `assignments` (lines for --set), `run` (of a run file) and `plan`; `open`, what
+        could be as good for all that is known, with the least seconds of each; and `lost`, why others are not.
 
     Raises:
         ConfigError: nothing fits, or what is given is not valid.
@@ -69,8 +72,7 @@ def recommend(
     values = _values(run_file, assignments, batch_tokens)
     with _executor(processes) as executor:
         space = _space(values, assignments, world, on)
-        length = validated(RunConfig, values, where=str(run_file)).data.seq_len
-        search = Search(space, Known(space, length), executor, processes, wanted, limit_s, expert_imbalance)
+        search = Search(space, Known(space), executor, processes, wanted, limit_s, expert_imbalance)
         search.run()
     if not search.found:
         raise ConfigError(_nothing(search))
@@ -180,7 +182,8 @@ def _report(search: Search, assignments: Sequence[str], batch_tokens: str | None
         "best": [_told(each, space, assignments, batch_tokens) for each in best],
         "lost": _lost(search, best, len(still_open)),
         "is_certain": not still_open,
-        "open": {"layouts": len(still_open), "least_seconds": min((bound for bound, _ in still_open), default=None)},
+        "open": [_left(bound, each, assignments) for bound, each in still_open[:SHOWN]],
+        "open_layouts": len(still_open),
         "enumerated": space.enumerated,
         "traced": search.traced,
         "planned": search.planned,
@@ -206,13 +209,24 @@ def _told(found: Found, space: Space, assignments: Sequence[str], batch_tokens: 
     }
 
 
+def _left(bound: float, candidate: Candidate, assignments: Sequence[str]) -> dict[str, Any]:
+    return {
+        "least_seconds": bound,
+        "mesh": str(candidate.degrees),
+        "micro_batch_size": candidate.rows,
+        "recomputation": candidate.recomputation,
+        "options": str(candidate),
+        "assignments": [*assignments, *candidate.lines],
+    }
+
+
 def _lost(search: Search, best: Sequence[Found], still_open: int) -> list[dict[str, Any]]:
     """Why others are not among the best: counts by reason, the most first."""
     space = search.space
     rows = [{"layouts": count, "reason": space.examples[key]} for key, count in space.refused.items()]
     if search.too_large:
         rows.append({"layouts": search.too_large, "reason": f"do not fit: {_too_much(search)} too much at best"})
-    slower = len(search.heap) - still_open + len(search.found) - len(best)
+    slower = len(search.heap) + len(search.costly) - still_open + len(search.found) - len(best)
     if slower > 0:
         rows.append({"layouts": slower, "reason": f"slower: {best[-1].seconds:.4g} s at least"})
     return sorted(rows, key=lambda row: -int(row["layouts"]))
@@ -236,8 +250,8 @@ def _nothing(search: Search) -> str:
         return f"no layout of {space.world} devices can be trained:\n{told}"
     return (
         f"nothing fits on {space.world} x {space.device.name}. The nearest is {_nearest(candidate)}: it takes "
-        f"{size / 2**30:.4g} GiB at least, {_too_much(search)} too much. Use more devices, or such with more memory; or "
-        f"shorten data.seq_len, or make the model smaller."
+        f"{size / 2**30:.4g} GiB at least, {_too_much(search)} too much. Use more devices, or such with more "
+        f"memory; or shorten data.seq_len, or make the model smaller."
     )
 
 

@@ -1,16 +1,19 @@
 """Find the fastest layouts that fit, tracing as few as possible.
 
-[Note: the search] Each candidate has a bound: its step takes no less. The one with the least bound is looked at next: first
-at a glance (`measure.glance`), which raises its bound and that of all that compute alike, then by its whole plan, which is
-exact. When as many are planned as are wanted, and no bound is below them, they are the best. Bounds, from loose to tight:
+[Note: the search] Each candidate has a bound: its step takes no less. The one with the least bound is looked at next:
+first at a glance (`measure.glance`), which raises its bound and that of all that compute alike, then by its whole plan.
+When as many are planned as are wanted, and no bound is below them, they are the best. Bounds, from loose to tight:
 
-- what the model computes, on all devices at their highest rate;
-- what a device computes for its share where the model is divided less over tp and cp: dividing further is no gain of work;
+- what a device computes for its share where the model is divided less over tp and cp, or less is computed again, or, on
+  a device without latencies, where microbatches are of another size: dividing further saves no work;
 - what a microbatch computes, times their number; of a pipeline, divided by its ranks, with the bubbles of its schedule;
-- a step of one microbatch, and the computation of the others.
+- a step of two microbatches, and the computation of the others.
 
 Memory is bounded likewise: by what the strategy's `estimate` holds, and by the peak of a glance at a layout that shards
-more; who does not fit is not looked at with more sequences in a microbatch. Bounds take blocks as alike, stages as equal.
+more, and its activations for further sequences. Bounds take blocks as alike, and stages as equal.
+
+[Note: what is too costly] A plan of a pipeline traces all microbatches on all stages. One of more than `AFFORDABLE`
+blocks is not made, and the layout is told as one that could be better.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from .planned import fits
 
 Entry = tuple[float, int, Candidate]
 """Of the heap: the bound when it was last known, a number that tells equal ones apart, and whose it is."""
+AFFORDABLE = 400
+"""Blocks times microbatches; see [Note: what is too costly]."""
 HURRY = 0.6
 """The part of the time after which only what can be planned at once is, if nothing else has been."""
 
@@ -82,6 +87,7 @@ class Search:
     expert_imbalance: float = 1.0
     found: list[Found] = field(default_factory=list)
     heap: list[Entry] = field(default_factory=list)
+    costly: list[Entry] = field(default_factory=list)
     too_large: int = 0
     nearest: tuple[float, Candidate | None] = (float("inf"), None)
     traced: int = 0
@@ -115,7 +121,8 @@ class Search:
         for entry in entries:
             if self._stays(entry):
                 heapq.heappush(self.heap, entry)
-        return [(bound, candidate) for bound, _, candidate in self.heap if bound < self.worst]
+        entries = sorted([*self.heap, *self.costly], key=lambda entry: entry[:2])
+        return [(bound, candidate) for bound, _, candidate in entries if bound < self.worst]
 
     @property
     def worst(self) -> float:
@@ -140,14 +147,14 @@ class Search:
 
     def _next(self, pending: Iterable[_Task]) -> _Task | None:
         """What is to be done next; what waits for another's glance comes back later."""
-        busy = {task.asked.unit for task in pending if task.kind == "glance"}
+        busy = {_place(task.asked) for task in pending if task.kind == "glance"}
         aside: list[Entry] = []
         task = None
         while task is None and self.heap and self.heap[0][0] < self.worst and self.elapsed < self.limit_s:
             entry = heapq.heappop(self.heap)
             task = self._step(entry) if self._stays(entry) else None
             hurried = self.elapsed > HURRY * self.limit_s and len(self.found) < self.wanted
-            if task is not None and task.kind == "glance" and (task.asked.unit in busy or hurried):
+            if task is not None and task.kind == "glance" and (_place(task.asked) in busy or hurried):
                 aside.append(entry)
                 task = None
         for entry in aside:
@@ -186,7 +193,10 @@ class Search:
         if not glances:
             return _Task("glance", entry, self._without_pipeline(candidate))
         if candidate.wrapper is not None:
-            return _Task("plan", entry, candidate)
+            if candidate.microbatches * self.space.layers <= AFFORDABLE:
+                return _Task("plan", entry, candidate)
+            self.costly.append(entry)
+            return None
         for each in self.space.wrapped(candidate):
             heapq.heappush(self.heap, (0.0, next(self._numbers), each))
         return None
@@ -198,13 +208,14 @@ class Search:
         alone = replace(degrees, pp=1, **({} if more is None else {more: getattr(degrees, more) * degrees.pp}))
         sizes = sizes_of(alone).model_dump()
         values = {key: sizes.get(key, value) for key, value in candidate.values.items()}
-        return replace(candidate, degrees=alone, values=values | {"wrapper_config": {}}, wrapper=None, schedule="")
+        values |= {"wrapper_config": {}}
+        return replace(candidate, degrees=alone, microbatches=1, values=values, wrapper=None, schedule="")
 
     def _request(self, task: _Task) -> Request:
         asked = task.asked
         values = assigned(self.space.values, asked.values.items())
         if task.kind == "glance":
-            values["batch_size"] = asked.degrees.dp * asked.rows
+            values["batch_size"] = asked.degrees.dp * asked.rows * asked.glanced
         return Request(values, asked.degrees.world_size, self.space.device, self.expert_imbalance, task.kind)
 
     def _take(self, task: _Task, result: Glance | dict[str, Any] | Refusal) -> None:
@@ -227,3 +238,9 @@ class Search:
 
 def _but_rows(candidate: Candidate) -> tuple[Any, ...]:
     return (candidate.family, candidate.recomputation, candidate.degrees, candidate.schedule)
+
+
+def _place(candidate: Candidate) -> tuple[Any, ...]:
+    """Of candidates that tell much of each other: they are not looked at together."""
+    family, recomputation, _, *axes = candidate.unit
+    return (family, recomputation, *axes)
