@@ -70,6 +70,11 @@ class Candidate:
         return (self.family, self.recomputation, self.rows, degrees.tp, degrees.cp, degrees.ep)
 
     @property
+    def key(self) -> tuple[Any, ...]:
+        """No other candidate has the same."""
+        return (*self.unit, self.degrees, self.schedule)
+
+    @property
     def glanced(self) -> int:
         """Microbatches of the step of a glance: gradients are added up from the second on."""
         return min(2, self.microbatches)

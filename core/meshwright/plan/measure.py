@@ -17,16 +17,15 @@ from ..base.errors import BatchError, ConfigError, MeshwrightError
 from ..base.validation import validated
 from ..mesh.sizes import VIEWS
 from ..train.run_file import RunConfig
+from .allocator import reserved
 from .device import Device
 from .job import job_of
-from .planned import LARGEST, fits, plan, trace_rank
+from .planned import fits, plan, trace_rank
 from .time import play
 from .trace import Job, Operation, Trace
 
 DEPTHS = (2, 4)
 """Blocks of the models that are traced; even, since some models alternate."""
-FEW = (2, 3)
-"""Microbatches of the steps that are planned in the place of more."""
 _NOTHING = 1e-12
 _DATA_PARALLEL = {"dp_replicate", "dp_shard", "ep_shard", *VIEWS}
 
@@ -60,6 +59,7 @@ class Glance:
             microbatches come near to.
         peak: bytes at the peak.
         activations: those of them that activations are.
+        reserved: bytes that torch's allocator has taken for them.
     """
 
     step: Line
@@ -67,6 +67,7 @@ class Glance:
     ideal: Line
     peak: Line
     activations: Line
+    reserved: Line
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class Request:
 
     Attributes:
         values: of a run file.
-        kind: "glance" or "plan".
+        kind: "glance", "near" or "plan".
+        two: for "near", what the glance has told.
     """
 
     values: Mapping[str, Any]
@@ -83,6 +85,7 @@ class Request:
     device: Device
     expert_imbalance: float
     kind: str
+    two: Glance | None = None
 
 
 @dataclass(frozen=True)
@@ -106,28 +109,36 @@ def answer(request: Request) -> Glance | dict[str, Any] | Refusal:
     try:
         config = validated(RunConfig, request.values, where="a candidate")
         job = replace(job_of(config, request.world), expert_imbalance=request.expert_imbalance)
-        return glance(job, request.device) if request.kind == "glance" else whole(job, request.device)
+        if request.two is not None:
+            return near(job, request.device, request.two)
+        return glance(job, request.device) if request.kind == "glance" else plan(job, request.device)
     except MeshwrightError as error:
         return Refusal(str(error), isinstance(error, BatchError | ConfigError))
 
 
-def whole(job: Job, device: Device) -> dict[str, Any]:
-    """The plan of a job, as far as the search needs it: of a step with many microbatches from those of few.
+def near(job: Job, device: Device, two: Glance) -> dict[str, Any]:
+    """Nearly the plan of a job without a pipeline: by few blocks and few microbatches.
+
+    Args:
+        two: of the job's step with two microbatches, or one if it has no more.
 
     Raises:
         MeshwrightError: as training does.
     """
-    if job.degrees.pp > 1:
-        return plan(job, device)
-    # Of ranks without a pipeline the first has the most.
-    if job.microbatches <= FEW[-1]:
-        return plan(job, device, [0])
-    few, more = (plan(replace(job, microbatches=count), device, [0]) for count in FEW)
-    seconds = Line.through(FEW, [few["step_seconds"], more["step_seconds"]]).at(job.microbatches)
-    sizes = {key: round(Line.through(FEW, [few[key], more[key]]).at(job.microbatches)) for key in LARGEST}
-    tokens = job.microbatches * job.rows * job.length * job.degrees.dp
-    found = {"fits": fits(sizes["peak_reserved_bytes"], device), "step_seconds": seconds, **sizes}
-    return {**more, **found, "tokens_per_second_per_device": tokens / seconds / job.degrees.world_size}
+    count, layers = job.microbatches, job.layers
+    step, held = two.step.at(layers), two.reserved.at(layers)
+    if count > 2:
+        three = glance(replace(job, microbatches=3), device)
+        step += (count - 2) * max(0.0, three.step.at(layers) - step)
+        held += (count - 2) * max(0.0, three.reserved.at(layers) - held)
+    return {
+        "strategy": str(job.stack),
+        "mesh": str(job.degrees),
+        "step_seconds": step,
+        "tokens_per_second_per_device": count * job.rows * job.length * job.degrees.dp / step / job.degrees.world_size,
+        "peak_reserved_bytes": round(held),
+        "fits": fits(round(held), device),
+    }
 
 
 def glance(job: Job, device: Device) -> Glance:
@@ -150,9 +161,10 @@ def glance(job: Job, device: Device) -> Glance:
                 _seconds(_computation(found), job, ideal(device)) / job.microbatches,
                 found.peak.bytes,
                 found.peak.owners.get("activations", 0),
+                reserved(found, workspace=device.workspace_bytes),
             )
         )
-    return Glance(*(Line.through(depths, [row[place] for row in rows]) for place in range(5)))
+    return Glance(*(Line.through(depths, [row[place] for row in rows]) for place in range(6)))
 
 
 def ideal(device: Device) -> Device:

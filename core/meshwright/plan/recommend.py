@@ -60,8 +60,9 @@ def recommend(
         processes: that trace at once; 1: this one.
 
     Returns:
-        Plain values: `best`, each with `assignments` (lines for --set), `run` (of a run file) and `plan`; `open`, what
-        could be as good for all that is known, with the least seconds of each; and `lost`, why others are not.
+        Plain values: `best`, each with `assignments` (lines for --set), `run` (of a run file) and `plan`, which is None
+        where time allowed none and the numbers are nearly those of one; `open`, what could be as good for all that is
+        known, with the least seconds of each; and `lost`, why others are not.
 
     Raises:
         ConfigError: nothing fits, or what is given is not valid.
@@ -74,6 +75,7 @@ def recommend(
         space = _space(values, assignments, world, on)
         search = Search(space, Known(space), executor, processes, wanted, limit_s, expert_imbalance)
         search.run()
+        search.settle()
     if not search.found:
         raise ConfigError(_nothing(search))
     return _report(search, assignments, batch_tokens)
@@ -205,7 +207,7 @@ def _told(found: Found, space: Space, assignments: Sequence[str], batch_tokens: 
         "options": str(candidate),
         "assignments": [*lines, *candidate.lines],
         "run": run,
-        "plan": dict(found.plan),
+        "plan": dict(found.plan) if found.is_planned else None,
     }
 
 

@@ -34,7 +34,8 @@ def _best(found: Mapping[str, Any]) -> Table:
     for name in ("mesh", "recomputed", "strategy"):
         table.add_column(name)
     for number, each in enumerate(found["best"], 1):
-        sizes = (f"{each['step_seconds']:.4g}", f"{each['tokens_per_second_per_device']:,.0f}")
+        nearly = "" if each["plan"] else "~"
+        sizes = (f"{nearly}{each['step_seconds']:.4g}", f"{each['tokens_per_second_per_device']:,.0f}")
         memory = f"{each['peak_reserved_bytes'] / 2**30:.2f}"
         table.add_row(str(number), *sizes, memory, str(each["micro_batch_size"]), *_described(each))
     return table

@@ -1,8 +1,9 @@
 """Find the fastest layouts that fit, tracing as few as possible.
 
 [Note: the search] Each candidate has a bound: its step takes no less. The one with the least bound is looked at next:
-first at a glance (`measure.glance`), which raises its bound and that of all that compute alike, then by its whole plan.
-When as many are planned as are wanted, and no bound is below them, they are the best. Bounds, from loose to tight:
+first at a glance (`measure.glance`), which raises its bound and that of all that compute alike, then more nearly
+(`measure.near`), or of a pipeline by its whole plan. When as many are known so as are wanted, and no bound is below
+them, they are the best. Then they are planned, the first before others, as time allows. Bounds, from loose to tight:
 
 - what a device computes for its share where the model is divided less over tp and cp, or less is computed again, or, on
   a device without latencies, where microbatches are of another size: dividing further saves no work;
@@ -37,16 +38,26 @@ Entry = tuple[float, int, Candidate]
 """Of the heap: the bound when it was last known, a number that tells equal ones apart, and whose it is."""
 AFFORDABLE = 400
 """Blocks times microbatches; see [Note: what is too costly]."""
-HURRY = 0.6
-"""The part of the time after which only what can be planned at once is, if nothing else has been."""
+LOOKING = 0.65
+"""The part of the time in which layouts are looked for; the rest is for whole plans of the best."""
+HURRY = 0.4
+"""The part of the time after which what has been glanced at goes first, if too few are known nearly."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A layout that was planned whole."""
+    """A layout whose step is known, at least nearly.
+
+    Attributes:
+        plan: of `plan`, or the few values of `measure.near`.
+    """
 
     candidate: Candidate
     plan: Mapping[str, Any]
+
+    @property
+    def is_planned(self) -> bool:
+        return "ranks" in self.plan
 
     @property
     def seconds(self) -> float:
@@ -110,6 +121,23 @@ class Search:
             for done in wait(pending, return_when=FIRST_COMPLETED).done:
                 self._take(pending.pop(done), done.result())
 
+    def settle(self) -> None:
+        """Plan the best in their order, as time allows; the first in any case. Who does not fit after all is lost."""
+        pending: dict[Future[Any], _Task] = {}
+        while True:
+            waiting = {task.asked.key for task in pending.values()}
+            for number, each in enumerate(self.best()):
+                is_next = not each.is_planned and each.candidate.key not in waiting and len(pending) < self.workers
+                if is_next and (number == 0 or self.elapsed < self.limit_s):
+                    task = _Task("plan", (each.seconds, 0, each.candidate), each.candidate)
+                    pending[self.executor.submit(answer, self._request(task))] = task
+            if not pending:
+                return
+            for done in wait(pending, return_when=FIRST_COMPLETED).done:
+                task = pending.pop(done)
+                self.found = [each for each in self.found if each.candidate.key != task.asked.key]
+                self._take(task, done.result())
+
     def best(self) -> list[Found]:
         """Those found, the fastest first."""
         return sorted(self.found, key=lambda each: each.seconds)[: self.wanted]
@@ -150,7 +178,7 @@ class Search:
         busy = {_place(task.asked) for task in pending if task.kind == "glance"}
         aside: list[Entry] = []
         task = None
-        while task is None and self.heap and self.heap[0][0] < self.worst and self.elapsed < self.limit_s:
+        while task is None and self.heap and self.heap[0][0] < self.worst and self.elapsed < LOOKING * self.limit_s:
             entry = heapq.heappop(self.heap)
             task = self._step(entry) if self._stays(entry) else None
             hurried = self.elapsed > HURRY * self.limit_s and len(self.found) < self.wanted
@@ -189,7 +217,7 @@ class Search:
         candidate = entry[2]
         glances = self.known.glances.get(candidate.unit, {})
         if candidate.degrees.pp == 1:
-            return _Task("plan" if candidate.degrees in glances else "glance", entry, candidate)
+            return _Task("near" if candidate.degrees in glances else "glance", entry, candidate)
         if not glances:
             return _Task("glance", entry, self._without_pipeline(candidate))
         if candidate.wrapper is not None:
@@ -216,12 +244,13 @@ class Search:
         values = assigned(self.space.values, asked.values.items())
         if task.kind == "glance":
             values["batch_size"] = asked.degrees.dp * asked.rows * asked.glanced
-        return Request(values, asked.degrees.world_size, self.space.device, self.expert_imbalance, task.kind)
+        two = self.known.glances[asked.unit][asked.degrees] if task.kind == "near" else None
+        return Request(values, asked.degrees.world_size, self.space.device, self.expert_imbalance, task.kind, two)
 
     def _take(self, task: _Task, result: Glance | dict[str, Any] | Refusal) -> None:
         """Learn from an answer; what is not settled comes back."""
         candidate = task.entry[2]
-        self.traced += task.kind == "glance"
+        self.traced += task.kind != "plan"
         self.planned += task.kind == "plan"
         if isinstance(result, Refusal):
             for each in (candidate, task.asked):
