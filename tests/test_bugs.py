@@ -18,7 +18,7 @@ from catalogue import BUGS, Bug  # noqa: E402
 
 AT_LEAST = {
     **dict.fromkeys(("step", "manager", "parallel.tensor", "parallel.context", "checkpoint", "data", "train"), 5),
-    **dict.fromkeys(("objectives", "fsdp2", "ddp", "pipeline"), 5),
+    **dict.fromkeys(("objectives", "fsdp2", "ddp", "pipeline", "plan"), 5),
     **dict.fromkeys(("base", "files", "launch", "mesh", "tensors", "model", "strategy", "cli", "clusters"), 2),
     **dict.fromkeys(("parallel.expert", "megatron_fsdp"), 2),
 }

@@ -95,6 +95,34 @@ def test_a_run_file_is_planned_for_more_ranks_than_there_are(tmp_path):
     assert "all_gather" in done.stdout
 
 
+def test_sizes_and_a_length_are_enough(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        yaml.safe_dump({"model": RUN["model"], "seq_len": 16, "batch_size": 8, "schedule": {"warmup_steps": 100}})
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "plan",
+        str(file),
+        "--world",
+        "8",
+        "--json",
+        str(tmp_path / "p.json"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))
+    for key in ("peak_allocated_bytes", "peak_reserved_bytes", "held_bytes"):
+        assert found[key] == max(each[key] for each in found["ranks"]) > 0
+    assert found["peak_reserved_bytes"] >= found["peak_allocated_bytes"]
+    tokens = 8 * 16 / found["step_seconds"] / 8
+    assert found["tokens_per_second_per_device"] == pytest.approx(tokens)
+    other = subprocess.run([*command, "--set", "data.seq_len=32"], capture_output=True, text=True, check=False)
+    assert (other.returncode, "are two lengths" in other.stderr) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -121,7 +149,11 @@ def test_few_blocks_tell_what_many_hold_and_send():
         nearly, exactly = few["ranks"][0].pop(key), whole["ranks"][0].pop(key)
         assert nearly == pytest.approx(exactly, rel=0.03)
     assert few["ranks"] == whole["ranks"]
-    assert at_full_depth(lambda layers: {"peak": max(100, 20 * layers)}, 126) == {"peak": 20 * 126}
+    for beginning in (30, 100):
+        # A peak that lies elsewhere in a shallow model.
+        assert at_full_depth(lambda layers, least=beginning: {"peak": max(least, 20 * layers)}, 126) == {
+            "peak": 20 * 126
+        }
     assert at_full_depth(lambda layers: {"peak": max(150, 20 * layers)}, 126) is None
     assert at_full_depth(lambda layers: {"peak": layers}, 12) is None
 

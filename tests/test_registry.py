@@ -119,7 +119,6 @@ BROKEN_PLUGINS = {
     "aliases missing": (bringing("spec('broken', aliases=None)"), "aliases None are not a tuple"),
     "alias no string": (bringing("spec('broken', aliases=(1,))"), "aliases (1,) are not a tuple of strings"),
     "alias empty": (bringing("spec('broken', aliases=('',))"), "aliases ('',) are not a tuple of strings"),
-    "estimate not callable": (bringing("spec('broken', estimate=1)"), "estimate 1 is not callable"),
     "name in capitals": (bringing("spec('Broken')"), "name 'Broken' is not a lower-case identifier"),
     "name no identifier": (bringing("spec(None)"), "name None is not a lower-case identifier"),
     "two defects": (bringing("spec('broken', summary='', build=None)"), "summary is missing; build None"),

@@ -12,7 +12,7 @@ from meshwright.base.errors import ConfigError, MeshError, StrategyError, Unknow
 from meshwright.mesh.sizes import Degrees, MeshSizes
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import INSTALLABLE, Registry, install_line
-from meshwright.strategy.spec import Estimate, ModelSize, StrategyConfig, StrategySpec
+from meshwright.strategy.spec import StrategyConfig, StrategySpec
 from meshwright.strategy.stack import resolve
 
 
@@ -280,19 +280,3 @@ def test_build_refuses_a_mesh_with_an_axis_that_the_stack_does_not_claim():
     stack, _ = resolve("copies", MeshSizes(), 4, registry=registry_of(COPIES))
     with pytest.raises(MeshError, match="copies does not shard dp_shard, tp, but the mesh is dp_shard=2 x tp=2"):
         stack.build(mesh_of(Degrees(dp_shard=2, tp=2)))
-
-
-def test_the_estimate_is_the_inner_strategys_own_and_unknown_under_a_wrapper():
-    def estimate(config: Any, degrees: Degrees, size: ModelSize) -> Estimate:
-        return Estimate(size.parameters // degrees.dp_shard, config.level, 0)
-
-    registry = registry_of(spec("counting", "dp_shard", estimate=estimate), SHARDS, stages())
-    size = ModelSize(parameters=8, trainable=8, largest_block=2, bytes_per_element=4)
-
-    def estimated(strategy: str, **sizes: int) -> Estimate | None:
-        stack, degrees = resolve(strategy, MeshSizes(**sizes), 4, registry=registry)
-        return stack.estimate(degrees, size)
-
-    assert estimated("counting") == Estimate(2, 1, 0)
-    assert estimated("counting", pp_size=2) is None
-    assert estimated("shards") is None

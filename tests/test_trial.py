@@ -9,10 +9,9 @@ import torch
 from test_model import LLAMA
 
 from meshwright.base.errors import ModelError
-from meshwright.mesh.sizes import Degrees, MeshSizes
+from meshwright.mesh.sizes import Degrees
 from meshwright.model.build import config_from_mapping
-from meshwright.strategy.spec import ModelSize
-from meshwright.strategy.stack import resolve
+from meshwright.strategy.ask import ModelSize
 from meshwright.train.model_trial import check_memory, try_model
 
 BAD = {
@@ -51,7 +50,8 @@ def test_a_trial_leaves_the_random_state_as_it_was() -> None:
 def test_a_model_beyond_the_memory_of_the_node_is_refused_with_the_numbers() -> None:
     # On the meta device alone: 1.3 TB.
     size = tried(vocab_size=10**10)
-    stack, degrees = resolve("single", MeshSizes(), 1)
-    with pytest.raises(ModelError, match=r"a rank would hold 1,280\.0 GB .* has 64\.0 GB"):
-        check_memory(stack, degrees, size, 64 * 10**9)
-    check_memory(stack, degrees, size, 2 * 10**12)
+    for degrees, held in ((Degrees(), "1,280"), (Degrees(dp_shard=2, tp=2), "320")):
+        with pytest.raises(ModelError, match=rf"a rank would hold {held}\.0 GB .* has 64\.0 GB"):
+            check_memory(degrees, size, 64 * 10**9)
+    check_memory(Degrees(), size, 2 * 10**12)
+    check_memory(Degrees(dp_shard=2, tp=2), size, 400 * 10**9)

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from .strategy.registry import get_strategy as get_strategy
     from .strategy.registry import list_strategies as list_strategies
     from .strategy.spec import DistributedConfig as DistributedConfig
-    from .strategy.spec import Estimate as Estimate
-    from .strategy.spec import ModelSize as ModelSize
     from .strategy.spec import StrategyConfig as StrategyConfig
     from .strategy.spec import StrategySpec as StrategySpec
     from .strategy.stack import Stack as Stack
@@ -109,8 +107,6 @@ _MODULE_OF = {
     "Batch": "strategy.contract",
     "Objective": "strategy.contract",
     "DistributedConfig": "strategy.spec",
-    "Estimate": "strategy.spec",
-    "ModelSize": "strategy.spec",
     "OptimizerFactory": "strategy.contract",
     "StrategyConfig": "strategy.spec",
     "StrategyManager": "strategy.contract",

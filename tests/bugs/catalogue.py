@@ -605,15 +605,15 @@ _bug(
 _bug(
     "loss_summed_in_float32",
     "meshwright.manager.ending",
-    "torch.tensor([0.0] * count + [known, *told], dtype=torch.float64)",
-    "torch.tensor([0.0] * count + [known, *told], dtype=torch.float32)",
+    "[known, *self._own_used], dtype=torch.float64)",
+    "[known, *self._own_used], dtype=torch.float32)",
     _DDP,
     kind="sums over ranks lose digits",
 )
 _bug(
     "tokens_of_sharers_count_twice",
     "meshwright.step.message",
-    "tokens = terms.tokens(microbatches) if mesh.leads_data else 0",
+    "tokens = terms.tokens(microbatches) if _counts(mesh) else 0",
     "tokens = terms.tokens(microbatches)",
     "tests/test_batch.py::test_tokens_are_those_after_the_shift_and_count_once_for_ranks_that_share_a_batch",
     kind="tokens of ranks that share a batch are counted once for each",
@@ -3312,8 +3312,8 @@ _bug(
 _bug(
     "few_blocks_unchecked",
     "meshwright.plan.depth",
-    "!= check:",
-    "is None:",
+    "depths[2]) == exact[2]:",
+    "depths[2]) is not None:",
     "tests/test_plan.py::test_few_blocks_tell_what_many_hold_and_send",
     kind="what few blocks hold is taken for what many hold, where the peak lies elsewhere",
 )
@@ -3647,4 +3647,44 @@ _bug(
     "False",
     "plugins/trainer/tests/test_grpo.py::test_what_cannot_be_honoured_is_refused_by_name_before_training[pp eval]",
     kind="what cannot be is found out in the middle of a run",
+)
+_bug(
+    "nobody_is_refused",
+    "meshwright.train.run",
+    "    if companion is not None and companion.refusal is not None:\n        raise companion.refusal\n",
+    "",
+    "tests/test_plan_beside.py::test_a_run_that_does_not_fit_is_refused_with_what_would",
+    kind="what cannot fit is begun",
+)
+_bug(
+    "the_meter_comes_late",
+    "meshwright.train.run",
+    "    return nullcontext() if companion is None or mesh.rank else companion.seeing()",
+    "    return nullcontext()",
+    "tests/test_plan_beside.py::test_a_run_holds_and_sends_what_was_planned[ddp]",
+    kind="memory that was there before is not counted",
+)
+_bug(
+    "buckets_are_laid_out_anew_in_plans",
+    "meshwright_ddp.manager",
+    "self.settles_after = 2",
+    "self.settles_after = 1",
+    "tests/test_plan_beside.py::test_a_run_holds_and_sends_what_was_planned[ddp]",
+    kind="a step that is not as all others stands for them",
+)
+_bug(
+    "wide_sums_stay",
+    "meshwright_ddp.hooks",
+    "buffer.copy_(_after(done, wide))",
+    "_after(done, wide).to(buffer.dtype)",
+    "tests/test_plan_beside.py::test_a_run_holds_and_sends_what_was_planned[ddp]",
+    kind="what has been used is held until the next step",
+)
+_bug(
+    "averages_weigh_nothing",
+    "meshwright.plan.trace",
+    "EMA(manager, job.ema) if job.ema is not None else None",
+    "None",
+    "tests/test_plan_beside.py::test_a_run_holds_and_sends_what_was_planned[bucketed]",
+    kind="a part of what a run holds is left out of its plan",
 )

@@ -13,9 +13,7 @@ from .planned import plan
 
 CHANGES: tuple[tuple[str, ...], ...] = (
     ("strategy_config.activation_checkpointing=full",),
-    ("micro_batch_size=1",),
     ("micro_batch_size=1", "strategy_config.activation_checkpointing=full"),
-    ("strategy=fsdp2", "strategy_config={}"),
     ("strategy=fsdp2", "strategy_config={activation_checkpointing: full}", "micro_batch_size=1"),
 )
 """From what costs little to what costs more; each is tried by itself."""
@@ -27,7 +25,7 @@ def advice(config: RunConfig, world_size: int, device: Device) -> str:
     for changes in CHANGES:
         try:
             changed = validated(RunConfig, assigned(as_plain(config), changes), where="the run file")
-            found = plan(job_of(changed, world_size), device)
+            found = plan(job_of(changed, world_size), device, [0])
         except MeshwrightError:
             continue
         if found["fits"]:

@@ -140,7 +140,8 @@ def accompany(config: RunConfig, world_size: int) -> Comparison | None:
     except MeshwrightError:
         return None
     try:
-        found = plan(job, device)
+        # The first rank has the most, and all stages of its pipeline are traced with it.
+        found = plan(job, device, [0])
     except MeshwrightError as error:
         return Comparison(None, str(error))
     comparison = Comparison(found, has_time=has_time, sees_operators=not job.is_compiled)

@@ -1,18 +1,19 @@
 """What a deep model holds, sends and takes, from models of fewer blocks that are otherwise the same.
 
 Blocks are alike, so what a rank holds and sends grows by the same for each. Two depths tell by how much, and a third
-whether it is so; where it is not (the peak lies elsewhere in a shallow model, or blocks differ), the model is traced
-at its full depth. Seconds, and what an allocator reserves, grow by nearly the same: their line is taken through the
-deepest two, and not checked.
+whether it is so; where it is not (blocks differ), the model is traced at its full depth. Seconds, and what an allocator
+reserves, grow by nearly the same: their line is taken through the deepest two, and not checked.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-DEPTHS = (6, 8, 10)
-"""Blocks of the models that are traced, the last of them to check; even, since some models alternate."""
+DEPTHS = ((2, 4, 6), (6, 8, 10))
+"""Blocks of the models that are traced, the last of each to check; even, since some models alternate. The second where
+the first do not tell: in a shallow model the peak may lie elsewhere."""
 NEARLY = ("peak_reserved_bytes", "step_seconds", "busy_seconds")
 
 
@@ -25,13 +26,15 @@ def at_full_depth(found: Callable[[int], dict[str, Any]], layers: int) -> dict[s
     Returns:
         None where it does not follow, or where few are not fewer.
     """
-    if layers < 2 * DEPTHS[-1]:
-        return None
-    exact, nearly = zip(*(_apart(found(depth)) for depth in DEPTHS), strict=True)
-    if _between(exact[0], exact[1], DEPTHS[:2], DEPTHS[2]) != exact[2]:
-        return None
-    made: dict[str, Any] = _between(exact[0], exact[1], DEPTHS[:2], layers)
-    return made | {key: _near(nearly[1][key], nearly[2][key], layers) for key in nearly[0]}
+    known = functools.cache(found)
+    for depths in DEPTHS:
+        if layers <= sum(depths):
+            return None
+        exact, nearly = zip(*(_apart(known(depth)) for depth in depths), strict=True)
+        if _between(exact[0], exact[1], depths[:2], depths[2]) == exact[2]:
+            made: dict[str, Any] = _between(exact[0], exact[1], depths[:2], layers)
+            return made | {key: _near(nearly[1][key], nearly[2][key], depths[1:], layers) for key in nearly[0]}
+    return None
 
 
 def _apart(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -55,8 +58,8 @@ def _between(one: Any, other: Any, depths: tuple[int, ...], depth: int) -> Any:
     return None
 
 
-def _near(one: Any, other: Any, depth: int) -> Any:
+def _near(one: Any, other: Any, depths: tuple[int, ...], depth: int) -> Any:
     if isinstance(one, dict):
-        return {key: _near(value, other.get(key, 0.0), depth) for key, value in one.items()}
-    value = one + (other - one) * (depth - DEPTHS[1]) / (DEPTHS[2] - DEPTHS[1])
+        return {key: _near(value, other.get(key, 0.0), depths, depth) for key, value in one.items()}
+    value = one + (other - one) * (depth - depths[0]) / (depths[1] - depths[0])
     return round(value) if isinstance(one, int) else value

@@ -49,6 +49,7 @@ def job_of(config: RunConfig, world_size: int) -> Job:
         grad_norm_type=config.grad_norm_type,
         layers=getattr(hf_config.get_text_config(), "num_hidden_layers", 0),
         with_layers=make,
+        ema=config.ema,
         is_compiled=bool(getattr(stack.inner.config, "enable_compile", False)),
         chunked=("tp",) if getattr(stack.inner.config, "enable_async_tensor_parallel", False) else (),
     )

@@ -81,7 +81,7 @@ class StepMeter(Meter):
         super().__init__(round_to=ROUND_TO)
         self.phase, self.module = "other", ""
         self._made: dict[int, str] = {}
-        self._modules: dict[int, str] = {}
+        self._forwards: dict[int, str] = {}
         self._owned: dict[int, str] = {}
         self._empty: set[int] = set()
         self._foreign: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -104,7 +104,7 @@ class StepMeter(Meter):
         self.peak, self._peak_at, self._operator = self.total, len(self._blocks), ""
         alive = {block.number for block in self.live.values()}
         self._made = {number: owner for number, owner in self._made.items() if number in alive}
-        self._modules = {number: module for number, module in self._modules.items() if number in alive}
+        self._forwards = {number: module for number, module in self._forwards.items() if number in alive}
         self._empty &= alive
 
     def own(self, tensors: Iterable[Tensor], owner: str) -> None:
@@ -151,7 +151,7 @@ class StepMeter(Meter):
         if block.number not in self._made:
             is_backward = self.phase == "activations" and in_backward()
             self._made[block.number] = "temporary" if is_backward else self.phase
-            self._modules[block.number] = self.module
+            self._forwards[block.number] = self.module
         elif block.size == change > 0:
             # It was there, and had no memory.
             self._made[block.number] = "gathered"
@@ -182,5 +182,5 @@ class StepMeter(Meter):
         held: Counter[str] = Counter()
         for number, change in zip(self._blocks[:until], self._changes[:until], strict=True):
             if self._made.get(number) == "activations" and number not in self._owned:
-                held[self._modules[number]] += change
+                held[self._forwards[number]] += change
         return {module: size for module, size in sorted(held.items()) if size}

@@ -23,6 +23,8 @@ from ..strategy.stack import Stack
 from ..tensors.known_values import with_values
 from ..tensors.nested import tensors_in
 from ..testing.collectives import Collective, Recorder
+from ..train.ema import EMA
+from ..train.optimizer_config import EMAConfig
 from .meter import Held, StepMeter
 from .touched import Touched, peer_of, touched
 
@@ -41,6 +43,7 @@ class Job:
         expert_imbalance: how much more often than on average routers choose the busiest experts.
         is_compiled: whether blocks are; they are traced as they are written, and their time is that of fused operators.
         chunked: groups that are communicated with while the parts that have come are computed; see `time.play`.
+        ema: of an average of the weights.
     """
 
     stack: Stack
@@ -57,6 +60,7 @@ class Job:
     expert_imbalance: float = 1.0
     is_compiled: bool = False
     chunked: tuple[str, ...] = ()
+    ema: EMAConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,7 @@ def trace(job: Job, mesh: Mesh) -> Trace:
         del model
         meter.own((p for part in manager.model_parts for p in part.parameters()), "parameters")
         optimizer = manager.build_optimizer(job.optimizer)
+        average = EMA(manager, job.ema) if job.ema is not None else None
     # The first make what is kept, such as the state of the optimizer, from few tokens; the last is as all others.
     for given in (*[batches[:1]] * manager.settles_after, batches):
         meter.begin()
@@ -165,6 +170,7 @@ def trace(job: Job, mesh: Mesh) -> Trace:
             _step(manager, job, given, meter)
         meter.own(tensors_in([*optimizer.state.values()]), "optimizer")
     log = tuple(meter.log)
+    del average
     return Trace(mesh.rank, meter.at_peak(), meter.now(), tuple(timeline.calls), tuple(timeline.operations), log)
 
 

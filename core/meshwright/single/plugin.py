@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..mesh.sizes import Degrees
 from ..strategy.hooks import hookimpl
-from ..strategy.spec import Estimate, ModelSize, StrategySpec
+from ..strategy.spec import StrategySpec
 from .config import SingleConfig
 
 if TYPE_CHECKING:
@@ -20,11 +19,6 @@ def build(config: SingleConfig, mesh: Mesh) -> SingleManager:
     return SingleManager(config, mesh)
 
 
-def estimate(config: SingleConfig, degrees: Degrees, size: ModelSize) -> Estimate:
-    width = size.bytes_per_element
-    return Estimate(size.parameters * width, size.trainable * width, 2 * size.trainable * width)
-
-
 @hookimpl
 def register_strategies() -> list[StrategySpec]:
     return [
@@ -34,6 +28,5 @@ def register_strategies() -> list[StrategySpec]:
             axes=frozenset(),
             config_cls=SingleConfig,
             build=build,
-            estimate=estimate,
         )
     ]

@@ -90,7 +90,6 @@ def spec_defects(spec: Any) -> list[str]:
             lambda: not isinstance(spec.aliases, str) and all(alias.strip() for alias in spec.aliases),
             f"aliases {spec.aliases!r} are not a tuple of strings",
         ),
-        (lambda: spec.estimate is None or callable(spec.estimate), f"estimate {spec.estimate!r} is not callable"),
     ]
     return [text for holds, text in rules if not _safely(holds)]
 

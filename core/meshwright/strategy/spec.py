@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, Field
 
 from ..base.validation import FrozenModel
 
 if TYPE_CHECKING:
-    from ..mesh.sizes import Degrees
     from .contract import StrategyManager
 
 ROUNDS_ANEW = "rounds anew"
@@ -45,33 +44,6 @@ DistributedConfig = StrategyConfig
 
 
 @dataclass(frozen=True)
-class ModelSize:
-    """What an estimate needs to know of a model."""
-
-    parameters: int
-    """All elements; a tied weight counts once."""
-    trainable: int
-    largest_block: int
-    """Elements of the largest unit that is gathered at once."""
-    bytes_per_element: int
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Bytes that each rank holds throughout a run with AdamW; activations come on top."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    gathered: int = 0
-    """Peak of parameters that are gathered for use."""
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.gathered
-
-
-@dataclass(frozen=True)
 class StrategySpec:
     """A strategy as the registry knows it.
 
@@ -85,7 +57,6 @@ class StrategySpec:
             `inner: Callable[[Mesh], StrategyManager]`, called once for each model part with the mesh it trains on.
         aliases: other names for it.
         wraps: it claims its axes around another strategy, which does the rest.
-        estimate: `estimate(config, degrees, model_size) -> Estimate | None`, or None when it has no say.
     """
 
     name: str
@@ -95,4 +66,3 @@ class StrategySpec:
     build: Callable[..., StrategyManager]
     aliases: tuple[str, ...] = ()
     wraps: bool = False
-    estimate: Callable[[Any, Degrees, ModelSize], Estimate | None] | None = None

@@ -18,7 +18,7 @@ from ..mesh.sizes import Degrees, MeshSizes
 from .contract import StrategyManager
 from .plugins import normalized
 from .registry import INSTALLABLE, Registry, get_registry, install_line
-from .spec import Estimate, ModelSize, StrategySpec
+from .spec import StrategySpec
 
 if TYPE_CHECKING:
     from ..mesh.mesh import Mesh
@@ -62,12 +62,6 @@ class Stack:
         manager = make(mesh)
         manager.strategy = str(self)
         return manager
-
-    def estimate(self, degrees: Degrees, model_size: ModelSize) -> Estimate | None:
-        """The inner strategy's estimate; None where it has none, or where a wrapper divides the model."""
-        if self.inner.spec.estimate is None or self.wrappers:
-            return None
-        return self.inner.spec.estimate(self.inner.config, degrees, model_size)
 
     def __str__(self) -> str:
         return " over ".join(layer.spec.name for layer in (*self.wrappers, self.inner))

@@ -27,10 +27,8 @@ from ..model.adapter_options import AdapterOptions, check_names
 from ..model.build import new_model
 from ..step.forward_options import forward_options
 from ..step.token_loss import split_targets
-from ..strategy.ask import model_layout, model_size
+from ..strategy.ask import ModelSize, model_layout, model_size
 from ..strategy.contract import Batch
-from ..strategy.spec import ModelSize
-from ..strategy.stack import Stack
 from .apart import check_kept_apart
 from .optimizer_config import OptimizerGroup
 from .optimizer_groups import check_model
@@ -76,7 +74,7 @@ def try_model(
             check_names(adapters.config, model, where="model.peft")
             model = adapted_on_meta(model, {"default": copy.deepcopy(adapters.config)})
         layout = model_layout(model)
-        size = model_size(model, layout)
+        size = model_size(model)
         if adapters is None:
             check_model(groups, model, layout)
         if can_be_tried(size, seq_len=seq_len, device=device, degrees=degrees):
@@ -118,19 +116,19 @@ def try_rows(config: Any, dtype: torch.dtype, kind: Packing, *, seq_len: int, ma
         check_kept_apart(config, kind, statistics, dtype=dtype, seq_len=seq_len, vocab_size=vocab_size, masks=masks)
 
 
-def check_memory(stack: Stack, degrees: Degrees, size: ModelSize, memory_bytes: int) -> None:
-    """Refuse a model of which one rank's part is larger than the memory of its whole node.
+def check_memory(degrees: Degrees, size: ModelSize, memory_bytes: int) -> None:
+    """Refuse a model of which one rank's part is larger than the memory of its whole node, however it is divided.
 
     Args:
+        degrees: of the run.
+        size: of the whole model.
         memory_bytes: of the node and its accelerators.
 
     Raises:
         ModelError: with both numbers.
     """
-    estimate = stack.estimate(degrees, size)
-    # Without an estimate: each parameter lies on one rank at least.
-    evenly = size.parameters * size.bytes_per_element / degrees.world_size
-    held = estimate.parameters if estimate is not None else evenly
+    # Each parameter lies on one rank at least, so one of them holds no less than an even share.
+    held = size.parameters * size.bytes_per_element / degrees.world_size
     if held > memory_bytes:
         raise ModelError(
             f"the model does not fit: a rank would hold {held / 1e9:,.1f} GB of its {size.parameters:,} parameters, "

@@ -103,7 +103,7 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
         adapters=adapters,
         groups=config.optimizer.groups,
     )
-    check_memory(stack, degrees, size, memory_of_node())
+    check_memory(degrees, size, memory_of_node())
     tried = can_be_tried(size, seq_len=seq_len, device=device, degrees=degrees)
     rows = _tried_rows(config.data, data, hf_config, dtype if tried else None)
     check_groups(rows.training[0].group, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
@@ -269,7 +269,7 @@ def _of_each_source(data: PreparedData) -> dict[str, str]:
 
 def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> list[str]:
     layout = model_layout(model)
-    size = model_size(model, layout)
+    size = model_size(model)
     return [
         f"{plan.stack} on {plan.degrees} ({mesh.device.type}): {plan.model_config.model_type} with "
         f"{size.parameters:,} parameters in {len(layout.blocks)} blocks"

@@ -15,9 +15,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..files.parsing import parse_json
+from ..launch.stopping import Stopped
 from ..strategy.contract import StepResult
 from ..strategy.hooks import hookimpl
+from .files import SUMMARY
 from .optimizer_config import AVERAGED
+from .run_file import RunConfig
 
 _TOLD = 5
 """This many lines are named that cannot be read."""
@@ -168,6 +171,29 @@ def shown(name: str) -> str:
     """How a set to evaluate on is called to a person."""
     of, suffix = (name.removesuffix(AVERAGED), " (ema)") if name.endswith(AVERAGED) else (name, "")
     return f"{'held-out' if of == 'held_out' else of}{suffix}"
+
+
+def say_finished(config: RunConfig) -> None:
+    """The run was done before."""
+    Console().print(
+        f"this run has finished: {Path(config.output_dir) / SUMMARY} is there, with the same run file. Nothing was "
+        f"done. Raise steps to go on (or, if it has stopped early, the patience of eval.early_stopping), or set "
+        f"resume=never and overwrite=true to train anew.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def say_stopped(stopped: Stopped, *, steps: int) -> None:
+    """A signal has ended the run, which was to have so many steps."""
+    saved = "saved; the same command goes on" if stopped.saved else "which could not be saved"
+    if not stopped.step:
+        saved = "so there is nothing to save"
+    Console().print(
+        f"stopped by {stopped.signal} after step {stopped.step} of {steps}, {saved}",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def draw_loss_curve(results: list[StepResult], path: Path, *, of_tokens: bool = True) -> None:

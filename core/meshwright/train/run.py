@@ -28,13 +28,13 @@ from .columns import as_asked, with_reference
 from .companion import Accompany, Companion
 from .ema import EMA
 from .fate import Fate, check_output, is_finished
-from .files import CHECKPOINTS, METRICS, SUMMARY
+from .files import CHECKPOINTS, METRICS
 from .from_pretrained import check_same_weights, tell
 from .loop import Loop, fit
 from .optim import optimizer_factory
 from .output import export, finish, locked, prepare_output, run_tokenizer
 from .plan import Plan, headline, masks_padding, plan_run, processes
-from .report import Reporter, read_metrics
+from .report import Reporter, read_metrics, say_finished, say_stopped
 from .resume import Source, early_stopping, find_source
 from .run_file import RunConfig, as_plain
 from .run_model import fetch_model, make_model
@@ -65,7 +65,7 @@ def start(config: RunConfig, *, show_traceback: bool = False, accompany: Accompa
         companion = accompany(config, int(os.environ["WORLD_SIZE"])) if accompany is not None and leads else None
         return guarded(run_rank, (config, companion), show_traceback=show_traceback)
     if is_finished(config):
-        _say_finished(config)
+        say_finished(config)
         return 0
     count = processes(config)
     with CONSOLE.status("preparing the run"):
@@ -91,7 +91,7 @@ def run_rank(store: Store | None, config: RunConfig, companion: Companion | None
         with signs_of_life(timeout_s), open_world(config.device, store=world_store, timeout_s=timeout_s) as world:
             if world.from_first(lambda: is_finished(config)):
                 if world.rank == 0:
-                    _say_finished(config)
+                    say_finished(config)
                 return
             commit = fetch_model(config.model, world)
             plan = world.together(lambda: plan_run(config, world.size, commit=commit))
@@ -108,21 +108,11 @@ def run_rank(store: Store | None, config: RunConfig, companion: Companion | None
                 results = _train(config, plan, fate, world, signals, companion)
             except Stopped as stopped:
                 if world.rank == 0:
-                    _say_stopped(config, plan, stopped)
+                    say_stopped(stopped, steps=plan.steps)
                 raise
         # The other ranks are done: what is left needs no collective.
         if world.rank == 0:
             finish(config, plan, results, Console())
-
-
-def _say_finished(config: RunConfig) -> None:
-    Console().print(
-        f"this run has finished: {Path(config.output_dir) / SUMMARY} is there, with the same run file. Nothing was "
-        f"done. Raise steps to go on (or, if it has stopped early, the patience of eval.early_stopping), or set "
-        f"resume=never and overwrite=true to train anew.",
-        highlight=False,
-        soft_wrap=True,
-    )
 
 
 def _signals(config: RunConfig, world: World) -> StopSignals:
@@ -133,17 +123,6 @@ def _signals(config: RunConfig, world: World) -> StopSignals:
         Console(stderr=True).print(text, highlight=False, soft_wrap=True)
 
     return StopSignals(asked.signals, exit_code=asked.exit_code, tell=tell if world.rank == 0 else None)
-
-
-def _say_stopped(config: RunConfig, plan: Plan, stopped: Stopped) -> None:
-    saved = "saved; the same command goes on" if stopped.saved else "which could not be saved"
-    if not stopped.step:
-        saved = "so there is nothing to save"
-    Console().print(
-        f"stopped by {stopped.signal} after step {stopped.step} of {plan.steps}, {saved}",
-        highlight=False,
-        soft_wrap=True,
-    )
 
 
 def _train(
@@ -237,10 +216,10 @@ def _fit(
     mesh = manager.mesh
     with _seen(companion, mesh):
         optimizer = manager.build_optimizer(optimizer_factory(config.optimizer))
+        # Before what it is to load, and after what it is to begin with.
+        ema = None if source is not None and not source.has_average else _average(config, manager)
     scheduler = build_scheduler(plan.schedule, optimizer, plan.steps)
     origin, version = (0, 0), ORDER_VERSION
-    # Before what it is to load, and after what it is to begin with.
-    ema = None if source is not None and not source.has_average else _average(config, manager)
     if source is not None:
         # Settings and rates are those of the run file, which are the saved ones but for what was allowed to change.
         load_checkpoint(manager, source.directory, keep_settings=True)

@@ -121,6 +121,7 @@ class RunConfig(MeshSizes):
         "all-linear, ...}, see docs/adapters.md."
     )
     data: DataConfig = DataConfig()
+    seq_len: Annotated[Size, Field(ge=2)] | None = Field(None, description="Short for data.seq_len.")
 
     steps: Size | None = Field(None, description="Optimizer steps; either this or epochs.")
     epochs: FinitePositive | None = Field(
@@ -153,6 +154,17 @@ class RunConfig(MeshSizes):
     plan: PlanConfig = PlanConfig()
     launch: LaunchConfig | None = Field(None, description="What `meshwright launch` tells a cluster.")
     log_every: Size = Field(10, description="Steps between lines where no progress bar can be drawn.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _length_is_of_the_data(cls, values: Any) -> Any:
+        data = values.get("data") if isinstance(values, dict) else None
+        if not isinstance(values, dict) or values.get("seq_len") is None or not isinstance(data, dict | None):
+            return values
+        length, own = values["seq_len"], (data or {}).get("seq_len")
+        if own not in (None, length):
+            raise ValueError(f"seq_len={length!r} and data.seq_len={own!r} are two lengths. Leave one of them out")
+        return {**values, "data": {**(data or {}), "seq_len": length}}
 
     @field_validator("model")
     @classmethod

@@ -13,12 +13,10 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from meshwright import MeshSizes, StrategyError, get_registry, resolve
-from meshwright.strategy.ask import model_layout, model_size
+from meshwright import StrategyError, get_registry
 from meshwright.testing import Case, conformance, pool
 from meshwright.testing.case import Outcome
 from meshwright.testing.cells import register
-from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, difference, full_weights, reference, train_case, train_steps
 from meshwright.train.run_file import OptimizerConfig
 
@@ -254,16 +252,6 @@ def test_each_rank_holds_its_share_of_the_optimizer_state(ranks: int) -> None:
     held = pool(ranks).run(_optimizer_bytes, "zero1", state)
     assert sum(held) == whole
     assert max(held) <= 1.05 * whole / ranks, [each / whole for each in held]
-
-
-def test_estimate_divides_the_optimizer_state() -> None:
-    model = tiny_model()
-    stack, degrees = resolve("zero1", MeshSizes(), 4)
-    estimate = stack.estimate(degrees, model_size(model, model_layout(model)))
-    assert (degrees.dp_replicate, degrees.dp_shard) == (4, 1)
-    assert estimate is not None
-    assert estimate.optimizer == 2 * estimate.gradients // 4
-    assert estimate.parameters == 8 * sum(p.numel() for p in model.parameters())
 
 
 def test_the_plugin_imports_no_torch() -> None:

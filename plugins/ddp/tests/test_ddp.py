@@ -9,15 +9,12 @@ import torch
 from transformers.modeling_outputs import CausalLMOutput
 
 from meshwright import ConfigError, MeshError, MeshSizes, count_tokens, resolve
-from meshwright.strategy.ask import model_layout, model_size
 from meshwright.testing import Case, count_collectives, pool
 from meshwright.testing.case import share
-from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager, train_steps
 
 # Beside the gradients, a step all-reduces the loss.
 OWN_REDUCTIONS = 1
-GRADIENT_BYTES = 8 * sum(p.numel() for p in tiny_model().parameters())
 
 
 def _all_reduces(config: dict[str, Any], microbatches: int) -> int:
@@ -123,16 +120,6 @@ def test_only_replication_is_claimed_and_all_of_dp_goes_there() -> None:
         resolve("ddp", MeshSizes(tp_size=2), 4)
     with pytest.raises(MeshError, match="leave dp_replicate_size out, or set it to dp_size=4"):
         resolve("ddp", MeshSizes(dp_replicate_size=1), 4)
-
-
-def test_estimate_counts_whole_copies_and_the_buckets() -> None:
-    model = tiny_model()
-    size = model_size(model, model_layout(model))
-    for as_views, copies in ((True, 1), (False, 2)):
-        stack, degrees = resolve("ddp", MeshSizes(), 4, config={"gradient_as_bucket_view": as_views})
-        estimate = stack.estimate(degrees, size)
-        assert estimate.gradients == copies * GRADIENT_BYTES
-        assert estimate.parameters == GRADIENT_BYTES
 
 
 def test_unknown_options_are_refused_with_the_nearest() -> None:

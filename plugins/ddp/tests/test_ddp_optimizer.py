@@ -23,7 +23,6 @@ from meshwright import (
     optimizer_factory,
     resolve,
 )
-from meshwright.strategy.ask import model_layout, model_size
 from meshwright.testing import Case, assert_parity, pool
 from meshwright.testing.case import share
 from meshwright.testing.memory import measure_memory
@@ -267,20 +266,6 @@ def test_groups_and_names_are_those_of_the_parameters() -> None:
         assert sorted([*decayed, *exempt]) == sorted(names)
         assert [name for name in names if name in decayed] == decayed
         assert all("norm" in name or "bias" in name for name in exempt)
-
-
-def test_the_estimate_counts_buffers_shares_and_masters() -> None:
-    for dtype, master in (("float64", 0), ("bfloat16", 4)):
-        model = tiny_model(dtype=getattr(torch, dtype))
-        size = model_size(model, model_layout(model))
-        width = size.bytes_per_element
-        for config, state in ((BUCKETED, 2 * width), (ZERO1, (master + 2 * max(width, 4)) / 4)):
-            stack, degrees = resolve("ddp", MeshSizes(), 4, config=config)
-            estimate = stack.estimate(degrees, size)
-            assert estimate.gradients == width * size.trainable
-            assert estimate.optimizer == pytest.approx(state * size.trainable, rel=1e-3)
-        stack, degrees = resolve("ddp", MeshSizes(), 4, config={**ZERO1, "grad_reduce_in_fp32": True})
-        assert stack.estimate(degrees, size).gradients == 4 * size.trainable
 
 
 # -- state

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright import ConfigError, MeshSizes, OptimizerConfig, count_tokens, get_strategy, resolve
-from meshwright.strategy.ask import model_layout, model_size
 from meshwright.testing import Case, assert_parity, count_collectives, pool
 from meshwright.testing.case import share
 from meshwright.testing.models import tiny_model
@@ -81,7 +78,7 @@ def test_hsdp_all_reduces_each_unit_once_a_step() -> None:
         assert traffic["all_reduce"] == UNITS + OWN_REDUCTIONS
 
 
-def _held_bytes() -> tuple[dict[str, int], dict[str, int]]:
+def _held_bytes() -> dict[str, int]:
     case = Case()
     manager = build_manager("fsdp2", {}, {}, case)
     batches = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
@@ -96,19 +93,14 @@ def _held_bytes() -> tuple[dict[str, int], dict[str, int]]:
     optimizer = manager.optimizer
     optimizer.step()
     state = [t for values in optimizer.state.values() for t in values.values() if isinstance(t, torch.Tensor)]
-    counted = {"parameters": held(parameters), "gradients": held(gradients), "optimizer": held(state)}
-    stack, degrees = resolve("fsdp2", MeshSizes(), dist.get_world_size())
-    model = tiny_model()
-    estimate = stack.estimate(degrees, model_size(model, model_layout(model)))
-    return counted, {name: getattr(estimate, name) for name in counted}
+    return {"parameters": held(parameters), "gradients": held(gradients), "optimizer": held(state)}
 
 
-def test_estimate_is_what_the_ranks_hold_together() -> None:
+def test_ranks_hold_one_model_together() -> None:
+    whole = 8 * sum(p.numel() for p in tiny_model().parameters())
     found = pool(3).run(_held_bytes)
-    for name, expected in found[0][1].items():
-        total = sum(counted[name] for counted, _ in found)
-        # The estimate rounds down to whole bytes per rank.
-        assert 0 <= total - 3 * expected < 3 * 2, name
+    for name, expected in {"parameters": whole, "gradients": whole, "optimizer": 2 * whole}.items():
+        assert sum(held[name] for held in found) == expected, name
 
 
 def _unshard_between_steps(use: bool) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]:
@@ -168,15 +160,6 @@ def test_config_is_frozen_and_refuses_unknown_options_with_the_nearest() -> None
         resolve("fsdp2", MeshSizes(), 1, config={"reshard_after_foward": True})
     with pytest.raises(ConfigError, match="reduce_dtype"):
         resolve("fsdp2", MeshSizes(), 1, config={"reduce_dtype": "float8"})
-
-
-def test_estimate_divides_by_the_shards_only() -> None:
-    model = tiny_model()
-    size = model_size(model, model_layout(model))
-    stack, degrees = resolve("fsdp2", MeshSizes(dp_replicate_size=2), 8)
-    estimate = stack.estimate(degrees, size)
-    assert estimate.parameters == size.parameters * 8 // 4
-    assert math.isclose(estimate.optimizer, 2 * estimate.gradients)
 
 
 NO_DECAY = OptimizerConfig(lr=1e-2)

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from meshwright import ConfigError, MeshSizes, resolve
-from meshwright.strategy.spec import ModelSize
 from meshwright_megatron_fsdp import MegatronFSDPConfig
-from meshwright_megatron_fsdp.plugin import estimate
 
 REFERENCE = {
     "sequence_parallel": False,
@@ -101,29 +99,6 @@ def test_stages_go_by_number_or_by_megatron_cores_name(name: str, stage: int) ->
 @pytest.mark.parametrize("given", ["bfloat16", "torch.bfloat16", torch.bfloat16])
 def test_dtypes_are_taken_by_name_or_as_they_are(given: Any) -> None:
     assert MegatronFSDPConfig(grad_comm_dtype=given).grad_comm_dtype == "bfloat16"
-
-
-def test_estimates_divide_by_tensor_parallelism() -> None:
-    degrees = MeshSizes(tp_size=2).resolve(4, frozenset({"dp_shard", "tp"}))
-    told = estimate(MegatronFSDPConfig(), degrees, ModelSize(200, 100, 10, 4))
-    assert (told.parameters, told.gradients, told.optimizer, told.gathered) == (200, 100, 200, 40)
-
-
-@pytest.mark.parametrize(
-    ("stage", "outer", "expected"),
-    [
-        (0, 0, (800, 400, 800, 0)),
-        (1, 0, (800, 400, 400, 0)),
-        (2, 0, (800, 200, 400, 0)),
-        (3, 0, (400, 200, 400, 80)),
-        (3, 1, (400, 200, 200, 80)),
-    ],
-)
-def test_estimates_follow_the_stage(stage: int, outer: int, expected: tuple[int, ...]) -> None:
-    degrees = MeshSizes(dp_replicate_size=2).resolve(4, frozenset({"dp_replicate", "dp_shard"}))
-    config = MegatronFSDPConfig(zero_dp_strategy=stage, outer_dp_sharding_strategy=outer)
-    told = estimate(config, degrees, ModelSize(parameters=200, trainable=100, largest_block=10, bytes_per_element=4))
-    assert (told.parameters, told.gradients, told.optimizer, told.gathered) == expected
 
 
 def test_neither_the_config_nor_the_plugin_imports_torch_or_the_package() -> None:

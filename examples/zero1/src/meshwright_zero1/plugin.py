@@ -1,6 +1,6 @@
 """The entry point of the distribution. No torch in this module, so that listing strategies stays fast."""
 
-from meshwright import Estimate, StrategyConfig, StrategySpec, hookimpl
+from meshwright import StrategyConfig, StrategySpec, hookimpl
 
 
 class Zero1Config(StrategyConfig):
@@ -13,12 +13,7 @@ def build(config, mesh):
     return Zero1Manager(config, mesh)
 
 
-def estimate(config, degrees, size):
-    trainable = size.trainable * size.bytes_per_element
-    return Estimate(size.parameters * size.bytes_per_element, trainable, 2 * trainable // degrees.dp_replicate)
-
-
 @hookimpl
 def register_strategies():
     summary = "Whole copies of the model, optimizer state in 1/N (ZeRO-1)."
-    return [StrategySpec("zero1", summary, frozenset({"dp_replicate"}), Zero1Config, build, estimate=estimate)]
+    return [StrategySpec("zero1", summary, frozenset({"dp_replicate"}), Zero1Config, build)]

@@ -1,4 +1,4 @@
-"""The entry point of the distribution meshwright-fsdp2: what it registers, and how much memory it needs.
+"""The entry point of the distribution meshwright-fsdp2: what it registers.
 
 It imports no torch before a manager is built.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.mesh.sizes import Degrees
 from meshwright.strategy.hooks import hookimpl
-from meshwright.strategy.spec import Estimate, ModelSize, StrategySpec
+from meshwright.strategy.spec import StrategySpec
 
 from .config import AXES, FSDP2Config
 
@@ -30,24 +29,6 @@ def build(config: FSDP2Config, mesh: Mesh) -> FSDP2Manager:
     return FSDP2Manager(config, mesh)
 
 
-def estimate(config: FSDP2Config, degrees: Degrees, size: ModelSize) -> Estimate:
-    """Bytes on each rank: everything in 1/(dp_shard x cp x tp); in flight, the block in use and the next one, in 1/tp.
-
-    Args:
-        config: options, none of which changes this.
-        degrees: ranks along each axis.
-        size: elements, and bytes of each.
-    """
-    shards, width = degrees.dp_shard * degrees.cp * degrees.tp, size.bytes_per_element
-    trainable = size.trainable * width // shards
-    return Estimate(
-        parameters=size.parameters * width // shards,
-        gradients=trainable,
-        optimizer=2 * trainable,
-        gathered=2 * size.largest_block * width // degrees.tp,
-    )
-
-
 @hookimpl
 def register_strategies() -> list[StrategySpec]:
     """See `meshwright.strategy.hooks`."""
@@ -59,6 +40,5 @@ def register_strategies() -> list[StrategySpec]:
             axes=AXES,
             config_cls=FSDP2Config,
             build=build,
-            estimate=estimate,
         )
     ]
