@@ -13,8 +13,8 @@ them, they are the best. Then they are planned, the first before others, as time
 Memory is bounded likewise: by what the strategy's `estimate` holds, and by the peak of a glance at a layout that shards
 more, and its activations for further sequences. Bounds take blocks as alike, and stages as equal.
 
-[Note: what is too costly] A plan of a pipeline traces all microbatches on all stages. One of more than `AFFORDABLE`
-blocks is not made, and the layout is told as one that could be better.
+[Note: what is too costly] A plan traces all microbatches of a step. One of more than `AFFORDABLE` blocks is not made:
+the numbers of `measure.near` stay, and a pipeline, which has none, is told as a layout that could be faster.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from ..base.errors import MeshwrightError
 from ..strategy.registry import get_registry
 from .bounds import Known
 from .candidates import Candidate, Space, assigned, sizes_of
+from .depth import DEPTHS
 from .measure import Glance, Refusal, Request, answer
 from .planned import fits
 
@@ -38,6 +39,8 @@ Entry = tuple[float, int, Candidate]
 """Of the heap: the bound when it was last known, a number that tells equal ones apart, and whose it is."""
 AFFORDABLE = 400
 """Blocks times microbatches; see [Note: what is too costly]."""
+FEW_BLOCKS = sum(DEPTHS[-1])
+"""That a plan without a pipeline traces of a deep model."""
 LOOKING = 0.65
 """The part of the time in which layouts are looked for; the rest is for whole plans of the best."""
 HURRY = 0.4
@@ -122,13 +125,15 @@ class Search:
                 self._take(pending.pop(done), done.result())
 
     def settle(self) -> None:
-        """Plan the best in their order, as time allows; the first in any case. Who does not fit after all is lost."""
+        """Plan the best in their order, as time allows, but the first in any case; who does not fit is lost."""
         pending: dict[Future[Any], _Task] = {}
         while True:
             waiting = {task.asked.key for task in pending.values()}
             for number, each in enumerate(self.best()):
-                is_next = not each.is_planned and each.candidate.key not in waiting and len(pending) < self.workers
-                if is_next and (number == 0 or self.elapsed < self.limit_s):
+                is_open = (
+                    not each.is_planned and each.candidate.key not in waiting and self._is_affordable(each.candidate)
+                )
+                if is_open and len(pending) < self.workers and (number == 0 or self.elapsed < self.limit_s):
                     task = _Task("plan", (each.seconds, 0, each.candidate), each.candidate)
                     pending[self.executor.submit(answer, self._request(task))] = task
             if not pending:
@@ -221,13 +226,18 @@ class Search:
         if not glances:
             return _Task("glance", entry, self._without_pipeline(candidate))
         if candidate.wrapper is not None:
-            if candidate.microbatches * self.space.layers <= AFFORDABLE:
+            if self._is_affordable(candidate):
                 return _Task("plan", entry, candidate)
             self.costly.append(entry)
             return None
         for each in self.space.wrapped(candidate):
             heapq.heappush(self.heap, (0.0, next(self._numbers), each))
         return None
+
+    def _is_affordable(self, candidate: Candidate) -> bool:
+        """See [Note: what is too costly]."""
+        layers = self.space.layers
+        return candidate.microbatches * (layers if candidate.degrees.pp > 1 else min(layers, FEW_BLOCKS)) <= AFFORDABLE
 
     def _without_pipeline(self, candidate: Candidate) -> Candidate:
         """The same model on one stage, with more data-parallel ranks where the strategy takes such."""
