@@ -5,15 +5,13 @@ See [Note: the search] in `search`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..mesh.sizes import Degrees
-from ..strategy.registry import get_registry
 from .candidates import CHECKPOINTING, Candidate, Space
 from .measure import Glance
 
-_ADAM = "adam"
 _WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -27,7 +25,6 @@ class Known:
     too_large: dict[tuple[Any, ...], int] = field(default_factory=dict)
     forecasts: dict[tuple[Any, ...], tuple[float, float]] = field(default_factory=dict)
     _seen: dict[tuple[Any, ...], list[tuple[Degrees, int, Glance]]] = field(default_factory=dict)
-    _configs: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     _same_rows: dict[tuple[Any, ...], dict[tuple[int, ...], float]] = field(default_factory=dict)
     _any_rows: dict[tuple[Any, ...], dict[tuple[int, ...], float]] = field(default_factory=dict)
 
@@ -86,26 +83,10 @@ class Known:
         return self.forecasts[key]
 
     def held(self, candidate: Candidate) -> float:
-        """What its strategy says that it holds throughout; of a pipeline, on an average stage."""
-        spec = get_registry().get(candidate.values["strategy"])
-        if spec.estimate is None:
-            return 0.0
-        size, stages = self.space.size, candidate.degrees.pp
-        width = _WIDTHS.get(candidate.values.get("model.dtype", ""))
-        size = replace(
-            size,
-            parameters=size.parameters // stages,
-            trainable=size.trainable // stages,
-            bytes_per_element=width or size.bytes_per_element,
-        )
-        key = (candidate.family, candidate.recomputation)
-        if key not in self._configs:
-            self._configs[key] = spec.config_cls.model_validate(candidate.values["strategy_config"])
-        found = spec.estimate(self._configs[key], candidate.degrees, size)
-        if found is None:
-            return 0.0
-        name = str((self.space.values.get("optimizer") or {}).get("name", "AdamW")).lower()
-        return found.parameters + found.gradients + (found.optimizer if _ADAM in name else 0)
+        """Its parameters, divided by all axes that divide such."""
+        degrees, size = candidate.degrees, self.space.size
+        width = _WIDTHS.get(candidate.values.get("model.dtype", ""), size.bytes_per_element)
+        return size.parameters * width / (degrees.pp * degrees.dp_shard * degrees.cp * degrees.tp)
 
     def _inherited(self, candidate: Candidate) -> float:
         """A microbatch's computation, where the model is divided less."""

@@ -15,7 +15,7 @@ import yaml
 from ..base.errors import ConfigError
 from ..base.validation import validated
 from ..parallel.expert.find import find_experts
-from ..strategy.ask import model_layout, model_size
+from ..strategy.ask import model_size
 from ..train.run_file import RunConfig, read_values
 from .bounds import Known
 from .candidates import SIZES, Candidate, Space, assigned
@@ -139,8 +139,7 @@ def _space(values: Mapping[str, Any], assignments: Sequence[str], world: int, de
     job = job_of(validated(RunConfig, whole, where="the run file"), 1)
     model = job.model()
     kept = tuple(each.partition("=")[0] for each in assignments)
-    size = model_size(model, model_layout(model))
-    return Space(values, kept, world, device, job.layers, size, bool(find_experts(model)))
+    return Space(values, kept, world, device, job.layers, model_size(model), bool(find_experts(model)))
 
 
 @contextmanager
