@@ -257,6 +257,16 @@ class DDPConfig(DistributedDataParallelConfig):
         default_factory=dict, description="Arguments of torch's PowerSGDState, for power_sgd."
     )
 
+    @classmethod
+    def variants(cls, *, is_dtype_open: bool, **_: Any) -> list[dict[str, Any]]:
+        """Options worth planning; see [Note: variants] in `meshwright.plan.candidates`."""
+        wide: dict[str, Any] = {"model.dtype": "float32"} if is_dtype_open else {}
+        half = {"model.dtype": "bfloat16", "grad_reduce_in_fp32": True} if is_dtype_open else {}
+        bucketed = {"engine": "bucketed", "overlap_grad_reduce": True}
+        divided = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+        # Only the distributed optimizer has masters for half types.
+        return [wide | {"engine": "torch", "gradient_as_bucket_view": True}, wide | bucketed, half | bucketed | divided]
+
     @field_validator("comm_hook")
     @classmethod
     def _check_hook(cls, value: str | None) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
@@ -13,6 +13,9 @@ from meshwright.base.validation import DTYPES, NO_FLOAT16
 from meshwright.files.class_paths import check_import
 from meshwright.model.activation_options import ActivationCheckpointing
 from meshwright.strategy.spec import ROUNDS_ANEW, StrategyConfig
+
+if TYPE_CHECKING:
+    from meshwright.mesh.sizes import Degrees
 
 AXES = frozenset({"dp_replicate", "dp_shard", "cp", "tp", "ep"})
 """What the strategy shards."""
@@ -126,6 +129,15 @@ class FSDP2Config(StrategyConfig):
         "many ranks, from which backward gathers.",
         json_schema_extra={"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 2}, {"type": "null"}]},
     )
+
+    @classmethod
+    def variants(cls, *, degrees: Degrees, is_dtype_open: bool, **_: Any) -> list[dict[str, Any]]:
+        """Options worth planning on a mesh; see [Note: variants] in `meshwright.plan.candidates`."""
+        options: dict[str, Any] = {"sequence_parallel": True} if degrees.tp > 1 else {}
+        if is_dtype_open:
+            options |= {"model.dtype": "float32"}
+            options |= {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
+        return [options]
 
     @field_validator("reshard_after_forward", mode="before")
     @classmethod

@@ -6,13 +6,16 @@ or Megatron-Core's.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from meshwright.base.validation import DTYPES, NO_FLOAT16
 from meshwright.model.activation_options import ActivationCheckpointing
 from meshwright.strategy.spec import StrategyConfig
+
+if TYPE_CHECKING:
+    from meshwright.mesh.sizes import Degrees
 
 AXES = frozenset({"dp_replicate", "dp_shard", "cp", "tp"})
 """What the strategy shards."""
@@ -149,6 +152,14 @@ class MegatronFSDPConfig(StrategyConfig):
     grad_comm_dtype: Dtype | None = Field(
         None, description="Dtype in which gradients are sent; null: the one in which they are accumulated."
     )
+
+    @classmethod
+    def variants(cls, *, degrees: Degrees, is_dtype_open: bool, **_: Any) -> list[dict[str, Any]]:
+        """Options worth planning on a mesh; see [Note: variants] in `meshwright.plan.candidates`."""
+        options: dict[str, Any] = {"sequence_parallel": True} if degrees.tp > 1 else {}
+        if is_dtype_open:
+            options |= {"model.dtype": "bfloat16", "preserve_fp32_weights": True, "grad_reduce_in_fp32": True}
+        return [options | {"zero_dp_strategy": stage} for stage in (3, 2, 1)]
 
     @property
     def zero(self) -> int:

@@ -16,6 +16,7 @@ from meshwright.files.class_paths import check_import
 from .schedule.from_csv import microbatches_in_csv, read_csv, stages_in_csv
 from .schedule.order import Schedule
 from .schedule.rules import SCHEDULES, build_schedule, schedule_rule
+from .schedule.timeline import bubble_fraction, peak_live
 
 if TYPE_CHECKING:
     from meshwright.mesh.sizes import Degrees
@@ -89,6 +90,41 @@ class PipelineConfig(FrozenModel):
     pp_seq_len: int | None = Field(
         None, ge=1, description="Tokens of each sequence; others are refused. null: any, and it may change by the step."
     )
+
+    @classmethod
+    def variants(cls, *, degrees: Degrees, layers: int, rows: int, **_: Any) -> list[dict[str, Any]]:
+        """Options worth planning on a mesh; see [Note: variants] in `meshwright.plan.candidates`."""
+        found = []
+        for name, rule in SCHEDULES.items():
+            for chunks in (rule.min_chunks,) if rule.max_chunks else (rule.min_chunks, 2 * rule.min_chunks):
+                options: dict[str, Any] = {"pp_schedule": name, "pp_microbatch_size": rows}
+                if chunks > rule.min_chunks:
+                    each = -(-layers // (degrees.pp * chunks))
+                    if -(-layers // each) != degrees.pp * chunks:
+                        continue
+                    options["layers_per_stage"] = each
+                found.append(options)
+        return found
+
+    def forecast(self, *, layers: int, ranks: int, sequences: int) -> tuple[float, float]:
+        """What a schedule costs, as far as its order tells, if all stages are equal.
+
+        Args:
+            layers: blocks of the model.
+            ranks: size of the pipeline axis.
+            sequences: of a step, on each data-parallel rank.
+
+        Returns:
+            The share of time in which ranks wait, and the most microbatches at once whose activations some rank holds
+            on all of its stages.
+
+        Raises:
+            ConfigError: the blocks or sequences do not divide so.
+        """
+        stages = number_of_stages(self, layers=layers, ranks=ranks)
+        microbatches = number_of_microbatches(self, sequences=sequences)
+        schedule = schedule_of(self, ranks=ranks, stages=stages, microbatches=microbatches)
+        return bubble_fraction(schedule), max(peak_live(schedule)) * ranks / stages
 
     @property
     def run_size(self) -> int | None:

@@ -1,0 +1,307 @@
+"""Every layout that a run could have on so many devices, and why some are none.
+
+[Note: variants] A strategy's config class may say which of its options are worth trying, in a class method
+`variants(*, degrees, layers, rows, is_dtype_open)`: a list of mappings of options. `degrees` are those of the mesh,
+`layers` the model's blocks, `rows` the sequences of a microbatch. Where `is_dtype_open`, the run file leaves the
+precision to the strategy, and options may name `model.dtype`, too. A class without it is tried as the run file has it.
+An option `activation_checkpointing` is tried by its name. Of a wrapping strategy, a method
+`forecast(*, layers, ranks, sequences)` tells the share of time in which ranks wait, and how many microbatches a rank
+holds at once.
+
+[Note: what stays] What the command line sets is kept; what the run file says of layout is where the search begins. Its
+other options are kept by all strategies that have them.
+
+What divides and what does not is never told here: candidates are given to the code that refuses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from ..base.errors import MeshwrightError
+from ..base.validation import as_data, validated
+from ..data.rows.order import check_batch_size
+from ..mesh.sizes import ROOT_AXES, Degrees, MeshSizes
+from ..strategy.ask import ModelSize
+from ..strategy.registry import get_registry
+from ..strategy.spec import StrategySpec
+from ..strategy.stack import Stack, resolve
+from .device import Device
+
+RECOMPUTATION = "activation_checkpointing"
+CHECKPOINTING: tuple[Any, ...] = (False, "selective", "full")
+SIZES = ("pp_size", "dp_size", "dp_replicate_size", "cp_size", "tp_size", "ep_size")
+_LAYOUT = (*SIZES, "strategy", "strategy_config", "wrapper_config", "micro_batch_size")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout of a run.
+
+    Attributes:
+        rows: sequences of a microbatch.
+        microbatches: of each data-parallel rank in a step.
+        family: the strategy with the options that a variant has on one rank, as text.
+        recomputation: of activations; None: the strategy has no such option.
+        values: keys of the run file, dotted, with their values.
+        wrapper: of a pipeline, the options of the wrapping strategy.
+        schedule: these as text, which is the same for all `rows`.
+    """
+
+    degrees: Degrees
+    rows: int
+    microbatches: int
+    family: str
+    recomputation: Any
+    values: Mapping[str, Any] = field(hash=False)
+    wrapper: BaseModel | None = field(default=None, hash=False)
+    schedule: str = ""
+
+    @property
+    def unit(self) -> tuple[Any, ...]:
+        """Candidates of one unit compute the same in each microbatch, whatever their data-parallel ranks."""
+        degrees = self.degrees
+        return (self.family, self.recomputation, self.rows, degrees.tp, degrees.cp, degrees.ep)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """No other candidate has the same."""
+        return (*self.unit, self.degrees, self.schedule)
+
+    @property
+    def glanced(self) -> int:
+        """Microbatches of the step of a glance: gradients are added up from the second on."""
+        return min(2, self.microbatches)
+
+    @property
+    def lines(self) -> list[str]:
+        """Assignments, as --set takes them."""
+        return [f"{key}={_flow(value)}" for key, value in self.values.items()]
+
+    def __str__(self) -> str:
+        options = {**self.values.get("strategy_config", {})}
+        options.pop(RECOMPUTATION, None)
+        wrapped = self.values.get("wrapper_config", {})
+        told = [f"{key}={_flow(value)}" for each in (options, *wrapped.values()) for key, value in each.items()]
+        return ", ".join([str(self.values["strategy"]), *told])
+
+
+@dataclass
+class Space:
+    """Where candidates are looked for.
+
+    Attributes:
+        values: of the run file, with what the command line sets.
+        kept: keys that the command line sets, dotted.
+        world: ranks, all of which are used.
+        layers: blocks of the model.
+        experts: whether it has any.
+        refused: how often what was refused, digits left out, with one such text.
+        enumerated: layouts looked at.
+    """
+
+    values: Mapping[str, Any]
+    kept: tuple[str, ...]
+    world: int
+    device: Device
+    layers: int
+    size: ModelSize
+    experts: bool
+    refused: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    enumerated: int = 0
+
+    def refuse(self, reason: str, count: int = 1) -> None:
+        key = re.sub(r"\d+", "N", reason.strip().splitlines()[0])
+        self.refused[key] += count
+        self.examples.setdefault(key, reason.strip().splitlines()[0])
+
+    @property
+    def is_dtype_open(self) -> bool:
+        return "dtype" not in self.values["model"]
+
+    def keeps(self, key: str) -> bool:
+        return any(each == key or key.startswith(f"{each}.") for each in self.kept)
+
+    def candidates(self) -> Iterator[Candidate]:
+        """All that no check refuses before anything is traced; of a pipeline without its options, see `wrapped`."""
+        for spec in self._strategies():
+            for degrees in self.layouts():
+                yield from self._of_layout(spec, degrees)
+
+    def _strategies(self) -> list[StrategySpec]:
+        registry = get_registry()
+        named = registry.get(str(self.values.get("strategy", "fsdp2")))
+        if self.keeps("strategy"):
+            return [named]
+        return [spec for spec in registry.strategies.values() if not spec.wraps]
+
+    def layouts(self) -> Iterator[Degrees]:
+        """The meshes of so many ranks, those first that divide a model least."""
+        given = {key: self.values.get(key) for key in SIZES if self.keeps(key)}
+        found = []
+        for pp, replicate, shard, cp, tp in _factors(self.world, len(ROOT_AXES)):
+            sizes = {"pp_size": pp, "dp_size": replicate * shard, "dp_replicate_size": replicate}
+            sizes |= {"cp_size": cp, "tp_size": tp}
+            if any(value is not None and sizes.get(key, value) != value for key, value in given.items()):
+                continue
+            for ep in divisors(shard * cp * tp) if self.experts else (1,):
+                if given.get("ep_size") in (None, ep):
+                    found.append(Degrees(pp, replicate, shard, cp, tp, ep))
+        return iter(sorted(found, key=lambda each: (each.pp * each.cp * each.tp, each.ep, -each.dp_shard)))
+
+    def _of_layout(self, spec: StrategySpec, degrees: Degrees) -> Iterator[Candidate]:
+        batch = int(self.values["batch_size"])
+        rows = divisors(batch // degrees.dp) if batch % degrees.dp == 0 else [1]
+        if self.keeps("micro_batch_size"):
+            rows = [int(self.values["micro_batch_size"])]
+        made = variants(spec.config_cls, degrees, self.layers, rows[0], is_dtype_open=self.is_dtype_open)
+        alone = variants(spec.config_cls, Degrees(), self.layers, rows[0], is_dtype_open=self.is_dtype_open)
+        named = zip(made, alone if len(alone) == len(made) else made, strict=True)
+        options = [(*each, recomputed) for each in named for recomputed in self._recomputations(spec)]
+        self.enumerated += len(options) * len(rows)
+        try:
+            if degrees.tp > self.device.node.ranks:
+                raise MeshwrightError(f"tp={degrees.tp} crosses nodes of {self.device.node.ranks}.")
+            check_batch_size(batch, data_size=degrees.dp, micro_batch_size=rows[0])
+            resolve(spec.name, sizes_of(degrees), self.world)
+        except MeshwrightError as error:
+            self.refuse(str(error), len(options) * len(rows))
+            return
+        for variant, name, recomputed in options:
+            try:
+                first = self._made(spec, variant, recomputed, degrees, rows[0])
+            except MeshwrightError as error:
+                self.refuse(str(error), len(rows))
+                continue
+            for count in rows:
+                values = {**first.values, "micro_batch_size": count}
+                microbatches = batch // (degrees.dp * count)
+                yield replace(first, rows=count, microbatches=microbatches, family=f"{spec.name} {name}", values=values)
+
+    def _recomputations(self, spec: StrategySpec) -> tuple[Any, ...]:
+        if RECOMPUTATION not in spec.config_cls.model_fields:
+            return (None,)
+        if self.keeps(f"strategy_config.{RECOMPUTATION}"):
+            return (self.values["strategy_config"][RECOMPUTATION],)
+        return CHECKPOINTING
+
+    def _made(
+        self, spec: StrategySpec, variant: Mapping[str, Any], recomputed: Any, degrees: Degrees, rows: int
+    ) -> Candidate:
+        """With options as the file, the variant and the command line have them, the last before the first."""
+        options = {**self._given("strategy_config", spec), **variant}
+        dtype = options.pop("model.dtype", None)
+        if recomputed is not None:
+            options[RECOMPUTATION] = recomputed
+        options |= self._kept_options("strategy_config")
+        validated(spec.config_cls, options, where=f"strategy_config of {spec.name!r}")
+        sizes = sizes_of(degrees).model_dump()
+        values: dict[str, Any] = {"strategy": spec.name, **{key: sizes[key] for key in SIZES}}
+        values |= {"strategy_config": options, "micro_batch_size": rows, "wrapper_config": {}}
+        if dtype is not None:
+            values["model.dtype"] = dtype
+        return Candidate(degrees, rows, 1, spec.name, recomputed, values)
+
+    def _given(self, section: str, spec: StrategySpec, name: str | None = None) -> dict[str, Any]:
+        """What the file says that this strategy has, too."""
+        said = self.values.get(section) or {}
+        said = said if name is None else said.get(name) or {}
+        return {key: value for key, value in said.items() if key in spec.config_cls.model_fields}
+
+    def _kept_options(self, section: str) -> dict[str, Any]:
+        said: Mapping[str, Any] = self.values
+        for part in section.split("."):
+            said = said.get(part) or {}
+        return {key: value for key, value in said.items() if self.keeps(f"{section}.{key}")}
+
+    def stack(self, candidate: Candidate) -> Stack:
+        values = candidate.values
+        return resolve(
+            values["strategy"],
+            sizes_of(candidate.degrees),
+            self.world,
+            config=values["strategy_config"],
+            wrapper_config=values["wrapper_config"],
+        )[0]
+
+    def wrapped(self, candidate: Candidate) -> list[Candidate]:
+        """A layout with a pipeline, under each schedule and so on; those that are refused are counted."""
+        found = []
+        for spec in (layer.spec for layer in self.stack(candidate).wrappers):
+            place = (spec.config_cls, candidate.degrees, self.layers)
+            more, alone = (variants(*place, rows, is_dtype_open=self.is_dtype_open) for rows in (candidate.rows, 1))
+            self.enumerated += len(more) - 1
+            for variant, of_one_row in zip(more, alone, strict=True):
+                options = {**self._given("wrapper_config", spec, spec.name), **variant}
+                options |= self._kept_options(f"wrapper_config.{spec.name}")
+                try:
+                    config = validated(spec.config_cls, options, where=f"wrapper_config of {spec.name!r}")
+                except MeshwrightError as error:
+                    self.refuse(str(error))
+                    continue
+                values = {**candidate.values, "wrapper_config": {spec.name: options}}
+                found.append(replace(candidate, values=values, wrapper=config, schedule=repr(of_one_row)))
+        return list({repr(each.values["wrapper_config"]): each for each in found}.values())
+
+
+def sizes_of(degrees: Degrees) -> MeshSizes:
+    """All sizes of a mesh."""
+    return MeshSizes(
+        pp_size=degrees.pp,
+        dp_size=degrees.dp,
+        dp_replicate_size=degrees.dp_replicate,
+        cp_size=degrees.cp,
+        tp_size=degrees.tp,
+        ep_size=degrees.ep,
+    )
+
+
+def variants(
+    config_cls: type[BaseModel], degrees: Degrees, layers: int, rows: int, *, is_dtype_open: bool
+) -> list[dict[str, Any]]:
+    """Options of a strategy that are worth trying; see [Note: variants]."""
+    made = getattr(config_cls, "variants", None)
+    if made is None:
+        return [{}]
+    return [dict(each) for each in made(degrees=degrees, layers=layers, rows=rows, is_dtype_open=is_dtype_open)]
+
+
+def divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as a product of so many, in order."""
+    if count == 1:
+        yield (number,)
+        return
+    for first in divisors(number):
+        for rest in _factors(number // first, count - 1):
+            yield (first, *rest)
+
+
+def _flow(value: Any) -> str:
+    """As a line of YAML."""
+    text = yaml.safe_dump(as_data(value), default_flow_style=True, width=10**9, sort_keys=False)
+    return text.removesuffix("\n...\n").strip()
+
+
+def assigned(values: Mapping[str, Any], more: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The values of a run file with dotted keys set, as --set does; sections are copied before."""
+    found = dict(values)
+    for key, value in more:
+        *parents, last = key.split(".")
+        inside = found
+        for parent in parents:
+            inside[parent] = dict(inside.get(parent) or {})
+            inside = inside[parent]
+        inside[last] = value
+    return found

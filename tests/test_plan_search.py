@@ -1,0 +1,237 @@
+"""The search for the fastest layouts: what it finds is what planning every layout finds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from plan_layouts import SIZES
+
+from meshwright.base.errors import ConfigError, MeshwrightError
+from meshwright.cli.plan import load_job
+from meshwright.mesh.sizes import Degrees
+from meshwright.plan import recommend as recommending
+from meshwright.plan.bounds import Known
+from meshwright.plan.candidates import Candidate, Space
+from meshwright.plan.device import Device, find_device
+from meshwright.plan.job import job_of
+from meshwright.plan.planned import plan
+from meshwright.plan.recommend import recommend, tokens_of, write_run
+from meshwright.plan.recommend_report import tables
+from meshwright.plan.search import Search
+
+MODEL = {"model_type": "llama", **SIZES}
+RUN: dict[str, Any] = {"model": MODEL, "data": {"seq_len": 16}, "steps": 1, "batch_size": 8}
+NO_PIPELINE = ["strategy=fsdp2", "pp_size=1", "cp_size=1"]
+
+
+def _file(directory: Path, **changes: Any) -> Path:
+    file = directory / "run.yaml"
+    file.write_text(yaml.safe_dump({**RUN, **changes}), encoding="utf-8")
+    return file
+
+
+def _device(directory: Path, memory: int) -> str:
+    """An H100 of which so many bytes are left for torch."""
+    values = find_device("h100-80gb").model_dump() | {"memory_bytes": memory, "context_bytes": 0, "workspace_bytes": 0}
+    file = directory / "device.yaml"
+    file.write_text(yaml.safe_dump(json.loads(json.dumps(values))), encoding="utf-8")
+    text = yaml.safe_load(file.read_text(encoding="utf-8"))
+    for parts in text["matmul_efficiency"].values():
+        for size in list(parts):
+            parts[int(size)] = parts.pop(size)
+    file.write_text(yaml.safe_dump(text), encoding="utf-8")
+    return str(file)
+
+
+def _space(file: Path, kept: list[str], world: int, device: Device) -> Space:
+    return recommending._space(recommending._values(file, kept, None), kept, world, device)
+
+
+def _all(space: Space) -> list[Candidate]:
+    found = []
+    for candidate in space.candidates():
+        found += space.wrapped(candidate) if candidate.degrees.pp > 1 else [candidate]
+    return found
+
+
+def _planned(candidate: Candidate, file: Path, kept: list[str], device: Device) -> dict[str, Any] | str:
+    try:
+        job = job_of(load_job(file, [*kept, *candidate.lines]), candidate.degrees.world_size)
+        return plan(job, device)
+    except MeshwrightError as error:
+        return str(error)
+
+
+def _searched(space: Space, wanted: int) -> Search:
+    search = Search(space, Known(space), recommending._Here(), 1, wanted, limit_s=300)
+    search.run()
+    search.settle()
+    return search
+
+
+@pytest.mark.parametrize(
+    ("kept", "world", "memory"),
+    [(NO_PIPELINE, 4, 80 << 30), (["strategy=ddp", "pp_size=2", "micro_batch_size=2"], 4, 80 << 30)],
+    ids=["sharded", "pipelines"],
+)
+def test_the_best_are_those_of_planning_every_layout(kept, world, memory, tmp_path):
+    file = _file(tmp_path)
+    device = find_device("h100-80gb").model_copy(update={"memory_bytes": memory})
+    everything = {each.key: _planned(each, file, kept, device) for each in _all(_space(file, kept, world, device))}
+    fitting = {key: each for key, each in everything.items() if isinstance(each, dict) and each["fits"]}
+    assert fitting
+    search = _searched(_space(file, kept, world, device), 3)
+    seconds = sorted(each["step_seconds"] for each in fitting.values())
+    assert [each.seconds for each in search.best()] == pytest.approx(seconds[:3], rel=1e-3)
+    assert all(each.is_planned for each in search.best())
+    assert not search.open()
+    whole = _searched(_space(file, kept, world, device), len(everything) + 1)
+    assert {each.candidate.key for each in whole.found} == fitting.keys()
+    for each in whole.found:
+        assert each.seconds == pytest.approx(fitting[each.candidate.key]["step_seconds"], rel=1e-3)
+
+
+def test_what_is_left_out_for_memory_does_not_fit_when_planned(tmp_path):
+    file = _file(tmp_path, model={**MODEL, "hidden_size": 256, "head_dim": 32, "vocab_size": 2048})
+    kept, device = ["strategy=fsdp2", "pp_size=1", "cp_size=1", "tp_size=1"], find_device("h100-80gb")
+    sizes = {}
+    for each in _all(_space(file, kept, 4, device)):
+        found = _planned(each, file, kept, device)
+        assert isinstance(found, dict)
+        sizes[each.key] = found["peak_reserved_bytes"]
+    middle = sorted(sizes.values())[len(sizes) // 2]
+    small = device.model_copy(update={"memory_bytes": middle, "context_bytes": 0})
+    search = _searched(_space(file, kept, 4, small), len(sizes) + 1)
+    assert {each.candidate.key for each in search.found} == {key for key, size in sizes.items() if size <= middle}
+    assert search.too_large == sum(size > middle for size in sizes.values()) > 0
+
+
+def test_what_does_not_fit_whole_is_sharded_and_the_lines_lead_to_the_plan_that_is_told(tmp_path):
+    model = {**MODEL, "hidden_size": 256, "head_dim": 32, "vocab_size": 8192, "tie_word_embeddings": False}
+    file = _file(tmp_path, model={**model, "dtype": "float32"})
+    kept = [
+        "pp_size=1",
+        "cp_size=1",
+        "micro_batch_size=2",
+        "tp_size=1",
+        "strategy_config.activation_checkpointing=false",
+    ]
+    roomy = recommend(file, kept, 4, "h100-80gb", processes=1)
+    assert "ddp" in {each["plan"]["strategy"] for each in roomy["best"]}
+    device = _device(tmp_path, 100 << 20)
+    found = recommend(file, kept, 4, device, processes=1)
+    best = found["best"][0]
+    assert "dp_shard" in best["mesh"]
+    assert "ddp" not in {each["strategy"] for each in found["best"]}
+    assert any("do not fit" in row["reason"] for row in found["lost"])
+    again = plan(job_of(load_job(file, best["assignments"]), 4), find_device(device))
+    for key in ("step_seconds", "peak_reserved_bytes", "mesh", "strategy", "tokens_per_second_per_device"):
+        assert best[key] == again[key]
+    assert found["is_certain"]
+    told = tables(found)
+    assert any("do not fit" in text for text in told[1].columns[1]._cells)
+    assert best["assignments"][0] in told[-2]
+
+
+def test_kept_settings_stay_and_others_are_searched(tmp_path):
+    file = _file(
+        tmp_path, strategy="fsdp2", tp_size=2, strategy_config={"loss_chunk_rows": 0, "cp_attention": "ulysses"}
+    )
+    space = _space(file, ["tp_size=1", "strategy_config.activation_checkpointing=full"], 4, find_device("h100-80gb"))
+    found = list(space.candidates())
+    assert {each.degrees.tp for each in found} == {1}
+    assert {each.recomputation for each in found} == {"full"}
+    assert {each.values["strategy"] for each in found} == {"ddp", "fsdp2", "megatron_fsdp", "single"}
+    for each in found:
+        assert each.values["strategy_config"]["loss_chunk_rows"] == 0
+        assert ("cp_attention" in each.values["strategy_config"]) == (
+            each.values["strategy"] in {"fsdp2", "megatron_fsdp"}
+        )
+    # The file leaves the precision open, so each strategy has its own.
+    assert {each.values.get("model.dtype") for each in found if each.values["strategy"] == "megatron_fsdp"} == {
+        "bfloat16"
+    }
+    given = _space(_file(tmp_path, model={**MODEL, "dtype": "float64"}), ["pp_size=1"], 2, find_device("h100-80gb"))
+    assert all("model.dtype" not in each.values for each in given.candidates())
+
+
+def test_experts_are_divided_where_there_are_any(tmp_path):
+    experts = {
+        "model_type": "qwen3_moe",
+        **SIZES,
+        "moe_intermediate_size": 48,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    space = _space(_file(tmp_path, model=experts), ["strategy=fsdp2"], 4, find_device("h100-80gb"))
+    assert {each.ep for each in space.layouts()} == {1, 2, 4}
+    dense = _space(_file(tmp_path), ["strategy=fsdp2"], 4, find_device("h100-80gb"))
+    assert {each.ep for each in dense.layouts()} == {1}
+    assert len(list(dense.layouts())) == len(set(dense.layouts())) == 15
+    assert next(dense.layouts()) == Degrees(dp_shard=4)
+
+
+def test_the_run_file_that_is_written_trains(tmp_path):
+    for index in range(2):
+        (tmp_path / f"{index}.txt").write_text("of some words " * 150, encoding="utf-8")
+    data = {"corpus": str(tmp_path / "*.txt"), "vocab_size": 300, "seq_len": 16, "cache_dir": str(tmp_path / "cache")}
+    model = {key: value for key, value in MODEL.items() if key != "vocab_size"}
+    more = {"device": "cpu", "threads_per_rank": 1, "output_dir": str(tmp_path / "out"), "sample": None}
+    file = _file(tmp_path, data=data, model=model, steps=2, nproc=2, **more)
+    kept = ["strategy=fsdp2", "cp_size=1", "pp_size=1", "tp_size=1", "micro_batch_size=2"]
+    found = recommend(file, kept, 2, "h100-80gb", batch_tokens="64", processes=1, wanted=2)
+    write_run(found["best"][0], tmp_path / "best.yaml")
+    command = [sys.executable, "-m", "meshwright", "train", str(tmp_path / "best.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    written = yaml.safe_load((tmp_path / "best.yaml").read_text(encoding="utf-8"))
+    assert (written["batch_size"], written["micro_batch_size"]) == (4, 2)
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) >= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"gpus": 0}, "--gpus 0 must be at least 1"),
+        ({"device": "h100-80"}, "there is no device 'h100-80'. Did you mean"),
+        ({"max_nodes": 0}, "--max-nodes 0 must be at least 1"),
+        ({"batch_tokens": "4Q"}, "'4Q' is no number of tokens"),
+        ({"batch_tokens": "100"}, "100 tokens, which do not divide into sequences of data.seq_len=16. Use 96"),
+        ({"assignments": ["strategy=fsdp3"]}, "strategy 'fsdp3' is not installed. Did you mean"),
+        ({"assignments": ["optimiser.lr=1"]}, "optimiser: unknown key"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_traced(arguments, text, tmp_path):
+    values = {"assignments": [], "gpus": 4, "device": "h100-80gb", **arguments}
+    begin = time.process_time()
+    with pytest.raises(MeshwrightError) as caught:
+        recommend(_file(tmp_path), values.pop("assignments"), processes=1, **values)
+    assert text in str(caught.value)
+    assert time.process_time() - begin < 3
+
+
+def test_where_nothing_fits_the_nearest_is_told_and_what_to_change(tmp_path):
+    device = _device(tmp_path, 2 << 20)
+    with pytest.raises(ConfigError) as caught:
+        recommend(_file(tmp_path), [*NO_PIPELINE, "micro_batch_size=1"], 2, device, processes=1)
+    told = str(caught.value)
+    assert "nothing fits on 2 x" in told
+    assert "GiB too much" in told
+    assert "Use more devices" in told
+
+
+def test_nodes_limit_the_devices_that_are_used(tmp_path):
+    kept = ["strategy=fsdp2", "tp_size=1", "cp_size=1", "pp_size=1", "micro_batch_size=1"]
+    found = recommend(_file(tmp_path), kept, 64, "h100-80gb", max_nodes=1, processes=1, wanted=1)
+    assert found["world_size"] == 8
+    assert tokens_of("4M") == 4 * 2**20
+    assert tokens_of("1.5k") == 1536
+    assert tokens_of("96") == 96
