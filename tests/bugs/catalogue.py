@@ -3773,8 +3773,8 @@ _bug(
 _bug(
     "groups_across_nodes_are_neighbours",
     "meshwright.plan.measure_links",
-    "(size, others) if is_across else (others, size)",
-    "(others, size)",
+    "mesh.get_group(0 if is_across else 1)",
+    "mesh.get_group(1)",
     f"{_CALIBRATE}::test_groups_lie_inside_of_nodes_and_across_them",
     kind="links between nodes are never measured",
 )
