@@ -489,14 +489,13 @@ def test_texts_of_layouts_are_escaped():
     assert _read(text).kinds["b"] == _read(page(_subject("one"))).kinds["b"]
 
 
-def _deep(layers: int) -> Job:
-    layout = Layout("fsdp2", 2, microbatches=1)
+def _deep(layers: int, layout: Layout) -> Job:
     make = functools.partial(model, layout.model, layout.dtype)
     return replace(layout.job(), model=lambda: make(layers), layers=layers, with_layers=make)
 
 
 def test_a_deep_model_is_drawn_with_few_blocks_and_says_so():
-    job, device = _deep(40), _device()
+    job, device = _deep(40, Layout("fsdp2", 2, microbatches=1)), _device()
     subject = shown(job, device, plan(job, device, [0]))
     assert (subject.drawn_layers, subject.layers) == (10, 40)
     text = page(subject)
@@ -504,6 +503,14 @@ def test_a_deep_model_is_drawn_with_few_blocks_and_says_so():
     # The trace's own, not that of all blocks.
     assert subject.reserved[0] < subject.plan["peak_reserved_bytes"]
     assert "not of all" not in page(_subject("tp"))
+
+
+def test_a_deep_pipeline_is_drawn_with_few_blocks_of_each_stage():
+    job = _deep(40, Layout("fsdp2", 2, {"pp_size": 2}))
+    told = {"ranks": [{"rank": rank, "peak_reserved_bytes": rank} for rank in (0, 1)]}
+    subject = shown(job, _device(), told)
+    assert [found.rank for found in subject.traces] == [0, 1]
+    assert subject.depth == "a model of 8 blocks, not of all 40"
 
 
 PIXELS = {
