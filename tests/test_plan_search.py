@@ -28,7 +28,9 @@ from meshwright.plan.search import Search
 
 MODEL = {"model_type": "llama", **SIZES}
 RUN: dict[str, Any] = {"model": MODEL, "data": {"seq_len": 16}, "steps": 1, "batch_size": 8}
-NO_PIPELINE = ["strategy=fsdp2", "pp_size=1", "cp_size=1"]
+HELD = "strategy_config.activation_checkpointing=false"
+SHARDED = ["strategy=fsdp2", "pp_size=1", "cp_size=1", HELD]
+PIPELINES = ["strategy=single", "pp_size=2", "micro_batch_size=2"]
 
 
 def _file(directory: Path, **changes: Any) -> Path:
@@ -76,14 +78,9 @@ def _searched(space: Space, wanted: int) -> Search:
     return search
 
 
-@pytest.mark.parametrize(
-    ("kept", "world", "memory"),
-    [(NO_PIPELINE, 4, 80 << 30), (["strategy=ddp", "pp_size=2", "micro_batch_size=2"], 4, 80 << 30)],
-    ids=["sharded", "pipelines"],
-)
-def test_the_best_are_those_of_planning_every_layout(kept, world, memory, tmp_path):
-    file = _file(tmp_path)
-    device = find_device("h100-80gb").model_copy(update={"memory_bytes": memory})
+@pytest.mark.parametrize(("kept", "world"), [(SHARDED, 4), (PIPELINES, 2)], ids=["sharded", "pipelines"])
+def test_the_best_are_those_of_planning_every_layout(kept, world, tmp_path):
+    file, device = _file(tmp_path, batch_size=4), find_device("h100-80gb")
     everything = {each.key: _planned(each, file, kept, device) for each in _all(_space(file, kept, world, device))}
     fitting = {key: each for key, each in everything.items() if isinstance(each, dict) and each["fits"]}
     assert fitting
@@ -94,21 +91,19 @@ def test_the_best_are_those_of_planning_every_layout(kept, world, memory, tmp_pa
     assert not search.open()
     whole = _searched(_space(file, kept, world, device), len(everything) + 1)
     assert {each.candidate.key for each in whole.found} == fitting.keys()
-    for each in whole.found:
-        assert each.seconds == pytest.approx(fitting[each.candidate.key]["step_seconds"], rel=1e-3)
 
 
 def test_what_is_left_out_for_memory_does_not_fit_when_planned(tmp_path):
     file = _file(tmp_path, model={**MODEL, "hidden_size": 256, "head_dim": 32, "vocab_size": 2048})
-    kept, device = ["strategy=fsdp2", "pp_size=1", "cp_size=1", "tp_size=1"], find_device("h100-80gb")
+    kept, device = [*SHARDED, "tp_size=1"], find_device("h100-80gb")
     sizes = {}
-    for each in _all(_space(file, kept, 4, device)):
+    for each in _all(_space(file, kept, 2, device)):
         found = _planned(each, file, kept, device)
         assert isinstance(found, dict)
         sizes[each.key] = found["peak_reserved_bytes"]
     middle = sorted(sizes.values())[len(sizes) // 2]
     small = device.model_copy(update={"memory_bytes": middle, "context_bytes": 0})
-    search = _searched(_space(file, kept, 4, small), len(sizes) + 1)
+    search = _searched(_space(file, kept, 2, small), len(sizes) + 1)
     assert {each.candidate.key for each in search.found} == {key for key, size in sizes.items() if size <= middle}
     assert search.too_large == sum(size > middle for size in sizes.values()) > 0
 
@@ -123,15 +118,15 @@ def test_what_does_not_fit_whole_is_sharded_and_the_lines_lead_to_the_plan_that_
         "tp_size=1",
         "strategy_config.activation_checkpointing=false",
     ]
-    roomy = recommend(file, kept, 4, "h100-80gb", processes=1)
-    assert "ddp" in {each["plan"]["strategy"] for each in roomy["best"]}
     device = _device(tmp_path, 100 << 20)
-    found = recommend(file, kept, 4, device, processes=1)
+    found = recommend(file, kept, 2, device, processes=1, wanted=1)
     best = found["best"][0]
     assert "dp_shard" in best["mesh"]
     assert "ddp" not in {each["strategy"] for each in found["best"]}
     assert any("do not fit" in row["reason"] for row in found["lost"])
-    again = plan(job_of(load_job(file, best["assignments"]), 4), find_device(device))
+    on = find_device(device)
+    assert not plan(job_of(load_job(file, [HELD, "strategy=ddp", "micro_batch_size=4"]), 2), on)["fits"]
+    again = plan(job_of(load_job(file, best["assignments"]), 2), on)
     for key in ("step_seconds", "peak_reserved_bytes", "mesh", "strategy", "tokens_per_second_per_device"):
         assert best[key] == again[key]
     assert found["is_certain"]
@@ -148,7 +143,8 @@ def test_kept_settings_stay_and_others_are_searched(tmp_path):
     found = list(space.candidates())
     assert {each.degrees.tp for each in found} == {1}
     assert {each.recomputation for each in found} == {"full"}
-    assert {each.values["strategy"] for each in found} == {"ddp", "fsdp2", "megatron_fsdp", "single"}
+    assert {each.values["strategy"] for each in found} == {"ddp", "fsdp2", "megatron_fsdp"}
+    assert any("single" in each for each in space.examples.values())
     for each in found:
         assert each.values["strategy_config"]["loss_chunk_rows"] == 0
         assert ("cp_attention" in each.values["strategy_config"]) == (
@@ -163,13 +159,9 @@ def test_kept_settings_stay_and_others_are_searched(tmp_path):
 
 
 def test_experts_are_divided_where_there_are_any(tmp_path):
-    experts = {
-        "model_type": "qwen3_moe",
-        **SIZES,
-        "moe_intermediate_size": 48,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-    }
+    sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
+    few = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
+    experts = {"model_type": "qwen3_moe", **sizes, **few}
     space = _space(_file(tmp_path, model=experts), ["strategy=fsdp2"], 4, find_device("h100-80gb"))
     assert {each.ep for each in space.layouts()} == {1, 2, 4}
     dense = _space(_file(tmp_path), ["strategy=fsdp2"], 4, find_device("h100-80gb"))
@@ -185,8 +177,8 @@ def test_the_run_file_that_is_written_trains(tmp_path):
     model = {key: value for key, value in MODEL.items() if key != "vocab_size"}
     more = {"device": "cpu", "threads_per_rank": 1, "output_dir": str(tmp_path / "out"), "sample": None}
     file = _file(tmp_path, data=data, model=model, steps=2, nproc=2, **more)
-    kept = ["strategy=fsdp2", "cp_size=1", "pp_size=1", "tp_size=1", "micro_batch_size=2"]
-    found = recommend(file, kept, 2, "h100-80gb", batch_tokens="64", processes=1, wanted=2)
+    kept = [*SHARDED, "tp_size=1", "micro_batch_size=2"]
+    found = recommend(file, kept, 2, "h100-80gb", batch_tokens="64", processes=1, wanted=1)
     write_run(found["best"][0], tmp_path / "best.yaml")
     command = [sys.executable, "-m", "meshwright", "train", str(tmp_path / "best.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
@@ -219,9 +211,9 @@ def test_what_is_wrong_is_said_before_anything_is_traced(arguments, text, tmp_pa
 
 
 def test_where_nothing_fits_the_nearest_is_told_and_what_to_change(tmp_path):
-    device = _device(tmp_path, 2 << 20)
+    device = _device(tmp_path, 1 << 20)
     with pytest.raises(ConfigError) as caught:
-        recommend(_file(tmp_path), [*NO_PIPELINE, "micro_batch_size=1"], 2, device, processes=1)
+        recommend(_file(tmp_path), [*SHARDED, "tp_size=1", "micro_batch_size=4"], 2, device, processes=1)
     told = str(caught.value)
     assert "nothing fits on 2 x" in told
     assert "GiB too much" in told
@@ -229,7 +221,7 @@ def test_where_nothing_fits_the_nearest_is_told_and_what_to_change(tmp_path):
 
 
 def test_nodes_limit_the_devices_that_are_used(tmp_path):
-    kept = ["strategy=fsdp2", "tp_size=1", "cp_size=1", "pp_size=1", "micro_batch_size=1"]
+    kept = [*SHARDED, "tp_size=1", "micro_batch_size=1", "dp_replicate_size=1"]
     found = recommend(_file(tmp_path), kept, 64, "h100-80gb", max_nodes=1, processes=1, wanted=1)
     assert found["world_size"] == 8
     assert tokens_of("4M") == 4 * 2**20
