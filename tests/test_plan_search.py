@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from meshwright.plan.bounds import Known
 from meshwright.plan.candidates import Candidate, Space
 from meshwright.plan.device import Device, find_device
 from meshwright.plan.job import job_of
+from meshwright.plan.measure import Glance, Line
 from meshwright.plan.planned import plan
 from meshwright.plan.recommend import recommend, tokens_of, write_run
 from meshwright.plan.recommend_report import tables
@@ -224,6 +226,44 @@ def test_nodes_limit_the_devices_that_are_used(tmp_path):
     kept = [*SHARDED, "tp_size=1", "micro_batch_size=1", "dp_replicate_size=1"]
     found = recommend(_file(tmp_path), kept, 64, "h100-80gb", max_nodes=1, processes=1, wanted=1)
     assert found["world_size"] == 8
+
+
+def test_tokens_are_counted_as_the_field_does():
     assert tokens_of("4M") == 4 * 2**20
     assert tokens_of("1.5k") == 1536
     assert tokens_of("96") == 96
+
+
+def test_a_glance_bounds_what_computes_more_and_holds_more(tmp_path):
+    space = _space(_file(tmp_path), ["strategy=fsdp2", "pp_size=1"], 4, find_device("h100-80gb"))
+    found = {(each.degrees, each.rows, each.recomputation): each for each in space.candidates()}
+    known = Known(space)
+    seen = found[Degrees(dp_shard=4), 1, "selective"]
+    assert (known.seconds(seen), known.bytes(seen)) == (0.0, 0.0)
+    # Of 4 blocks: a step of 2 microbatches takes 20 s, of which each computes 8 s, or 4 s without latencies.
+    known.learn(seen, Glance(Line(0, 5), Line(0, 2), Line(0, 1), Line(0, 100), Line(0, 10), Line(0, 200)))
+    assert seen.microbatches == 2
+    assert known.seconds(seen) == 20
+    # Other ranks of data parallelism: the computation of 4 microbatches; of larger ones, that without latencies.
+    assert known.seconds(found[Degrees(dp_replicate=2, dp_shard=2), 1, "selective"]) == 2 * 8
+    assert known.seconds(found[Degrees(dp_shard=4), 2, "selective"]) == 2 * 4
+    # Divided over tp, and computed again; less is not bounded by more.
+    assert known.seconds(found[Degrees(dp_shard=2, tp=2), 1, "full"]) == 4 * 8 / 2
+    assert known.seconds(found[Degrees(dp_shard=4), 1, False]) == 0
+    assert known.bytes(found[Degrees(dp_replicate=2, dp_shard=2), 1, "selective"]) == 400
+    assert known.bytes(found[Degrees(dp_shard=4), 2, "selective"]) == 400 + 40
+    assert known.bytes(found[Degrees(dp_shard=4), 1, "full"]) == 0
+
+
+def test_a_pipeline_is_bounded_by_its_bubbles_and_what_it_holds(tmp_path):
+    kept = ["strategy=single", "pp_size=2", "micro_batch_size=2"]
+    space = _space(_file(tmp_path), kept, 2, find_device("h100-80gb"))
+    (whole,) = space.candidates()
+    found = {each.wrapper.pp_schedule: each for each in space.wrapped(whole)}
+    known = Known(space)
+    known.learn(replace(whole, degrees=Degrees()), Glance(Line(0, 5), Line(0, 2), Line(0, 1), Line(0, 100), Line(0, 10), Line(0, 200)))
+    # 4 microbatches of 8 s on two ranks; a bubble of one of 4 + 1 forwards and backwards.
+    assert known.forecast(found["1F1B"]) == (pytest.approx(1 / 5), 2)
+    assert known.seconds(found["1F1B"]) == pytest.approx(4 * 8 / 2 * 5 / 4)
+    assert known.bytes(found["1F1B"]) == (400 + 40) / 2
+    assert known.bytes(found["GPipe"]) == (400 + 3 * 40) / 2
