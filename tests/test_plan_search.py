@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from meshwright.plan.bounds import Known
 from meshwright.plan.candidates import Candidate, Space
 from meshwright.plan.device import Device, find_device
 from meshwright.plan.job import job_of
+from meshwright.plan.measure import Glance, Line
 from meshwright.plan.planned import plan
 from meshwright.plan.recommend import recommend, tokens_of, write_run
 from meshwright.plan.recommend_report import tables
@@ -28,7 +30,9 @@ from meshwright.plan.search import Search
 
 MODEL = {"model_type": "llama", **SIZES}
 RUN: dict[str, Any] = {"model": MODEL, "data": {"seq_len": 16}, "steps": 1, "batch_size": 8}
-NO_PIPELINE = ["strategy=fsdp2", "pp_size=1", "cp_size=1"]
+HELD = "strategy_config.activation_checkpointing=false"
+SHARDED = ["strategy=fsdp2", "pp_size=1", "cp_size=1", HELD]
+PIPELINES = ["strategy=single", "pp_size=2", "micro_batch_size=2"]
 
 
 def _file(directory: Path, **changes: Any) -> Path:
@@ -76,14 +80,9 @@ def _searched(space: Space, wanted: int) -> Search:
     return search
 
 
-@pytest.mark.parametrize(
-    ("kept", "world", "memory"),
-    [(NO_PIPELINE, 4, 80 << 30), (["strategy=ddp", "pp_size=2", "micro_batch_size=2"], 4, 80 << 30)],
-    ids=["sharded", "pipelines"],
-)
-def test_the_best_are_those_of_planning_every_layout(kept, world, memory, tmp_path):
-    file = _file(tmp_path)
-    device = find_device("h100-80gb").model_copy(update={"memory_bytes": memory})
+@pytest.mark.parametrize(("kept", "world"), [(SHARDED, 4), (PIPELINES, 2)], ids=["sharded", "pipelines"])
+def test_the_best_are_those_of_planning_every_layout(kept, world, tmp_path):
+    file, device = _file(tmp_path, batch_size=4), find_device("h100-80gb")
     everything = {each.key: _planned(each, file, kept, device) for each in _all(_space(file, kept, world, device))}
     fitting = {key: each for key, each in everything.items() if isinstance(each, dict) and each["fits"]}
     assert fitting
@@ -94,21 +93,19 @@ def test_the_best_are_those_of_planning_every_layout(kept, world, memory, tmp_pa
     assert not search.open()
     whole = _searched(_space(file, kept, world, device), len(everything) + 1)
     assert {each.candidate.key for each in whole.found} == fitting.keys()
-    for each in whole.found:
-        assert each.seconds == pytest.approx(fitting[each.candidate.key]["step_seconds"], rel=1e-3)
 
 
 def test_what_is_left_out_for_memory_does_not_fit_when_planned(tmp_path):
     file = _file(tmp_path, model={**MODEL, "hidden_size": 256, "head_dim": 32, "vocab_size": 2048})
-    kept, device = ["strategy=fsdp2", "pp_size=1", "cp_size=1", "tp_size=1"], find_device("h100-80gb")
+    kept, device = [*SHARDED, "tp_size=1"], find_device("h100-80gb")
     sizes = {}
-    for each in _all(_space(file, kept, 4, device)):
+    for each in _all(_space(file, kept, 2, device)):
         found = _planned(each, file, kept, device)
         assert isinstance(found, dict)
         sizes[each.key] = found["peak_reserved_bytes"]
     middle = sorted(sizes.values())[len(sizes) // 2]
     small = device.model_copy(update={"memory_bytes": middle, "context_bytes": 0})
-    search = _searched(_space(file, kept, 4, small), len(sizes) + 1)
+    search = _searched(_space(file, kept, 2, small), len(sizes) + 1)
     assert {each.candidate.key for each in search.found} == {key for key, size in sizes.items() if size <= middle}
     assert search.too_large == sum(size > middle for size in sizes.values()) > 0
 
@@ -123,15 +120,15 @@ def test_what_does_not_fit_whole_is_sharded_and_the_lines_lead_to_the_plan_that_
         "tp_size=1",
         "strategy_config.activation_checkpointing=false",
     ]
-    roomy = recommend(file, kept, 4, "h100-80gb", processes=1)
-    assert "ddp" in {each["plan"]["strategy"] for each in roomy["best"]}
-    device = _device(tmp_path, 100 << 20)
-    found = recommend(file, kept, 4, device, processes=1)
-    best = found["best"][0]
-    assert "dp_shard" in best["mesh"]
-    assert "ddp" not in {each["strategy"] for each in found["best"]}
+    copies = job_of(load_job(file, [HELD, "strategy=ddp", "dp_replicate_size=2", "micro_batch_size=4"]), 2)
+    whole = plan(copies, find_device("h100-80gb"))["peak_reserved_bytes"]
+    device = _device(tmp_path, whole - 1)
+    found = recommend(file, kept, 2, device, processes=1, wanted=1)
+    best, on = found["best"][0], find_device(device)
+    assert best["peak_reserved_bytes"] < whole
+    assert "engine=torch" not in best["options"]
     assert any("do not fit" in row["reason"] for row in found["lost"])
-    again = plan(job_of(load_job(file, best["assignments"]), 4), find_device(device))
+    again = plan(job_of(load_job(file, best["assignments"]), 2), on)
     for key in ("step_seconds", "peak_reserved_bytes", "mesh", "strategy", "tokens_per_second_per_device"):
         assert best[key] == again[key]
     assert found["is_certain"]
@@ -148,7 +145,8 @@ def test_kept_settings_stay_and_others_are_searched(tmp_path):
     found = list(space.candidates())
     assert {each.degrees.tp for each in found} == {1}
     assert {each.recomputation for each in found} == {"full"}
-    assert {each.values["strategy"] for each in found} == {"ddp", "fsdp2", "megatron_fsdp", "single"}
+    assert {each.values["strategy"] for each in found} == {"ddp", "fsdp2", "megatron_fsdp"}
+    assert any("single" in each for each in space.examples.values())
     for each in found:
         assert each.values["strategy_config"]["loss_chunk_rows"] == 0
         assert ("cp_attention" in each.values["strategy_config"]) == (
@@ -163,13 +161,9 @@ def test_kept_settings_stay_and_others_are_searched(tmp_path):
 
 
 def test_experts_are_divided_where_there_are_any(tmp_path):
-    experts = {
-        "model_type": "qwen3_moe",
-        **SIZES,
-        "moe_intermediate_size": 48,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-    }
+    sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
+    few = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
+    experts = {"model_type": "qwen3_moe", **sizes, **few}
     space = _space(_file(tmp_path, model=experts), ["strategy=fsdp2"], 4, find_device("h100-80gb"))
     assert {each.ep for each in space.layouts()} == {1, 2, 4}
     dense = _space(_file(tmp_path), ["strategy=fsdp2"], 4, find_device("h100-80gb"))
@@ -185,8 +179,8 @@ def test_the_run_file_that_is_written_trains(tmp_path):
     model = {key: value for key, value in MODEL.items() if key != "vocab_size"}
     more = {"device": "cpu", "threads_per_rank": 1, "output_dir": str(tmp_path / "out"), "sample": None}
     file = _file(tmp_path, data=data, model=model, steps=2, nproc=2, **more)
-    kept = ["strategy=fsdp2", "cp_size=1", "pp_size=1", "tp_size=1", "micro_batch_size=2"]
-    found = recommend(file, kept, 2, "h100-80gb", batch_tokens="64", processes=1, wanted=2)
+    kept = [*SHARDED, "tp_size=1", "micro_batch_size=2"]
+    found = recommend(file, kept, 2, "h100-80gb", batch_tokens="64", processes=1, wanted=1)
     write_run(found["best"][0], tmp_path / "best.yaml")
     command = [sys.executable, "-m", "meshwright", "train", str(tmp_path / "best.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
@@ -219,9 +213,9 @@ def test_what_is_wrong_is_said_before_anything_is_traced(arguments, text, tmp_pa
 
 
 def test_where_nothing_fits_the_nearest_is_told_and_what_to_change(tmp_path):
-    device = _device(tmp_path, 2 << 20)
+    device = _device(tmp_path, 1 << 20)
     with pytest.raises(ConfigError) as caught:
-        recommend(_file(tmp_path), [*NO_PIPELINE, "micro_batch_size=1"], 2, device, processes=1)
+        recommend(_file(tmp_path), [*SHARDED, "tp_size=1", "micro_batch_size=4"], 2, device, processes=1)
     told = str(caught.value)
     assert "nothing fits on 2 x" in told
     assert "GiB too much" in told
@@ -229,9 +223,50 @@ def test_where_nothing_fits_the_nearest_is_told_and_what_to_change(tmp_path):
 
 
 def test_nodes_limit_the_devices_that_are_used(tmp_path):
-    kept = ["strategy=fsdp2", "tp_size=1", "cp_size=1", "pp_size=1", "micro_batch_size=1"]
+    kept = [*SHARDED, "tp_size=1", "micro_batch_size=1", "dp_replicate_size=1"]
     found = recommend(_file(tmp_path), kept, 64, "h100-80gb", max_nodes=1, processes=1, wanted=1)
     assert found["world_size"] == 8
+
+
+def test_tokens_are_counted_as_the_field_does():
     assert tokens_of("4M") == 4 * 2**20
     assert tokens_of("1.5k") == 1536
     assert tokens_of("96") == 96
+
+
+def test_a_glance_bounds_what_computes_more_and_holds_more(tmp_path):
+    space = _space(_file(tmp_path), ["strategy=fsdp2", "pp_size=1"], 4, find_device("h100-80gb"))
+    found = {(each.degrees, each.rows, each.recomputation): each for each in space.candidates()}
+    known = Known(space)
+    seen = found[Degrees(dp_shard=4), 1, "selective"]
+    assert (known.seconds(seen), known.bytes(seen)) == (0.0, 0.0)
+    # Of 4 blocks: a step of 2 microbatches takes 20 s, of which each computes 8 s, or 4 s without latencies.
+    known.learn(seen, Glance(Line(0, 5), Line(0, 2), Line(0, 1), Line(0, 100), Line(0, 10), Line(0, 200)))
+    assert seen.microbatches == 2
+    assert known.seconds(seen) == 20
+    # Other ranks of data parallelism: the computation of 4 microbatches; of larger ones, that without latencies.
+    assert known.seconds(found[Degrees(dp_replicate=2, dp_shard=2), 1, "selective"]) == 2 * 8
+    assert known.seconds(found[Degrees(dp_shard=4), 2, "selective"]) == 2 * 4
+    # Divided over tp, and computed again; less is not bounded by more.
+    assert known.seconds(found[Degrees(dp_shard=2, tp=2), 1, "full"]) == 4 * 8 / 2
+    assert known.seconds(found[Degrees(dp_shard=4), 1, False]) == 0
+    assert known.bytes(found[Degrees(dp_replicate=2, dp_shard=2), 1, "selective"]) == 400
+    assert known.bytes(found[Degrees(dp_shard=4), 2, "selective"]) == 400 + 40
+    assert known.bytes(found[Degrees(dp_shard=4), 1, "full"]) == 0
+
+
+def test_a_pipeline_is_bounded_by_its_bubbles_and_what_it_holds(tmp_path):
+    kept = ["strategy=single", "pp_size=2", "micro_batch_size=2"]
+    space = _space(_file(tmp_path), kept, 2, find_device("h100-80gb"))
+    (whole,) = space.candidates()
+    found = {each.wrapper.pp_schedule: each for each in space.wrapped(whole)}
+    known = Known(space)
+    known.learn(
+        replace(whole, degrees=Degrees()),
+        Glance(Line(0, 5), Line(0, 2), Line(0, 1), Line(0, 100), Line(0, 10), Line(0, 200)),
+    )
+    # 4 microbatches of 8 s on two ranks; a bubble of one of 4 + 1 forwards and backwards.
+    assert known.forecast(found["1F1B"]) == (pytest.approx(1 / 5), 2)
+    assert known.seconds(found["1F1B"]) == pytest.approx(4 * 8 / 2 * 5 / 4)
+    assert known.bytes(found["1F1B"]) == (400 + 40) / 2
+    assert known.bytes(found["GPipe"]) == (400 + 3 * 40) / 2

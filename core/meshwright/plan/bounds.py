@@ -38,6 +38,7 @@ class Known:
         for known, key, line in (
             (self._same_rows, (family, rows), found.compute),
             (self._any_rows, (family,), found.ideal),
+            (self._any_rows, (), found.ideal),
         ):
             seconds = line.at(self.space.layers) * split / rows
             of_key = known.setdefault(key, {})
@@ -92,7 +93,9 @@ class Known:
         """A microbatch's computation, where the model is divided less."""
         family, recomputation, rows, tp, cp, ep = candidate.unit
         work, best = _work(recomputation), 0.0
-        for known in (self._same_rows.get((family, rows), {}), self._any_rows.get((family,), {})):
+        # A strategy of which nothing is known computes the model as another does.
+        of_any = self._any_rows.get((family,), self._any_rows.get((), {}))
+        for known in (self._same_rows.get((family, rows), {}), of_any):
             for at, seconds in known.items():
                 if at[0] <= work and tp % at[1] == 0 and cp % at[2] == 0 and ep % at[3] == 0:
                     best = max(best, seconds)

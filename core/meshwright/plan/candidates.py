@@ -141,7 +141,7 @@ class Space:
         named = registry.get(str(self.values.get("strategy", "fsdp2")))
         if self.keeps("strategy"):
             return [named]
-        return [spec for spec in registry.strategies.values() if not spec.wraps]
+        return sorted((spec for spec in registry.strategies.values() if not spec.wraps), key=lambda each: each != named)
 
     def layouts(self) -> Iterator[Degrees]:
         """The meshes of so many ranks, those first that divide a model least."""

@@ -11,7 +11,7 @@ them, they are the best. Then they are planned, the first before others, as time
 - a step of two microbatches, and the computation of the others.
 
 Memory is bounded likewise: by the parameters, divided by all ranks that can share them, and by the peak of a glance at
-a layout that shards more, with its activations for further sequences. Bounds take blocks as alike, stages as equal.
+a layout that shards more, with its activations for further sequences. Bounds take blocks as alike, and stages as equal.
 
 [Note: what is too costly] A plan traces all microbatches of a step. One of more than `AFFORDABLE` blocks is not made:
 the numbers of `measure.near` stay, and a pipeline, which has none, is told as a layout that could be faster.
@@ -43,8 +43,6 @@ FEW_BLOCKS = sum(DEPTHS[-1])
 """That a plan without a pipeline traces of a deep model."""
 LOOKING = 0.65
 """The part of the time in which layouts are looked for; the rest is for whole plans of the best."""
-HURRY = 0.4
-"""The part of the time after which what has been glanced at goes first, if too few are known nearly."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +118,24 @@ class Search:
             while len(pending) < self.workers and (task := self._next(pending.values())) is not None:
                 pending[self.executor.submit(answer, self._request(task))] = task
             if not pending:
-                return
+                break
             for done in wait(pending, return_when=FIRST_COMPLETED).done:
                 self._take(pending.pop(done), done.result())
+        self._fill_up()
+
+    def _fill_up(self) -> None:
+        """Where too few are known nearly, go on with the best of what was glanced at; one at least."""
+        for entry in sorted((entry for entry in self.heap if self._is_seen(entry[2])), key=lambda entry: entry[:2]):
+            enough = len(self.found) >= self.wanted or (self.found and self.elapsed > self.limit_s)
+            if enough:
+                return
+            self.heap.remove(entry)
+            if self._stays(entry):
+                task = _Task("near", entry, entry[2])
+                self._take(task, self.executor.submit(answer, self._request(task)).result())
+
+    def _is_seen(self, candidate: Candidate) -> bool:
+        return candidate.degrees.pp == 1 and candidate.degrees in self.known.glances.get(candidate.unit, {})
 
     def settle(self) -> None:
         """Plan the best in their order, as time allows, but the first in any case; who does not fit is lost."""
@@ -186,8 +199,7 @@ class Search:
         while task is None and self.heap and self.heap[0][0] < self.worst and self.elapsed < LOOKING * self.limit_s:
             entry = heapq.heappop(self.heap)
             task = self._step(entry) if self._stays(entry) else None
-            hurried = self.elapsed > HURRY * self.limit_s and len(self.found) < self.wanted
-            if task is not None and task.kind == "glance" and (_place(task.asked) in busy or hurried):
+            if task is not None and task.kind == "glance" and _place(task.asked) in busy:
                 aside.append(entry)
                 task = None
         for entry in aside:
