@@ -16,11 +16,13 @@ import functools
 import json
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from published_code import running
 from published_jobs import DEVICES, depth, is_megatron, job_of, left_out, vocabulary
 
 from meshwright.plan.allocator import reserved
@@ -34,7 +36,8 @@ FOUND = HERE / "results" / "plan_published.json"
 PAGE = HERE.parent / "docs" / "plan.md"
 BEGIN, END = "<!-- published: begin -->", "<!-- published: end -->"
 DEPTHS = (4, 8)
-TRACED = ("model", "gpus", "layout", "activation_checkpointing", "local_batch", "seq", "args")
+TRACED = ("model", "gpus", "layout", "activation_checkpointing", "local_batch", "seq", "args", "source", "compile")
+TRACED += ("pp_schedule", "hardware", "lora", "grad_accum")
 GIB = 2**30
 SPEED = "tokens_per_s_per_gpu"
 
@@ -69,7 +72,7 @@ def known() -> dict[str, Any]:
 
 def key(row: Mapping[str, Any]) -> str:
     """The same for a row wherever it stands."""
-    told = [str(row.get(name)) for name in ("local_batch", "seq", "compile", "async_tp")]
+    told = [str(row.get(name)) for name in ("local_batch", "seq", "compile", "async_tp", "pp_schedule")]
     return " ".join([title(row), *told, row["hardware"].split(",")[0]])
 
 
@@ -117,8 +120,10 @@ def _numbers(row: Mapping[str, Any], layers: int, device: Device) -> list[float]
 @functools.lru_cache(maxsize=len(DEPTHS))
 def traced(row: str, layers: int) -> tuple[Job, list[Trace]]:
     """Rows that differ in precision and compilation alone follow each other, and have one trace."""
-    job = job_of(json.loads(row), layers)
-    return job, [trace_rank(job, rank) for rank in stage_ranks(0, job.degrees)]
+    told = json.loads(row)
+    job = job_of(told, layers)
+    with nullcontext() if is_megatron(told) else running(told):
+        return job, [trace_rank(job, rank) for rank in stage_ranks(0, job.degrees)]
 
 
 def in_float8(trace: Trace, vocabulary: int) -> Trace:

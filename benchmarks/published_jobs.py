@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from published_code import as_theirs, code_of
+
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.plan.trace import Job
 from meshwright.strategy.stack import resolve
@@ -23,7 +25,7 @@ LLAMA |= {"llama2-13b": (5120, 13824, 40, 40, 40, 32000), "llama2-70b": (8192, 2
 
 DEVICES = {"H100 SXM HBM2e": "h100-96gb", "H100 94GB": "h100-96gb", "H200": "h200", "A100 80GB": "a100-80gb"}
 DEVICES |= {"dev_dgx_h100": "h100-80gb", "dev_dgx_a100": "a100-80gb", "dev_dgx_gb200": "b200"}
-CHECKPOINTING = {"none": False, "full": "full", "selective_op": "selective", "selective_layer": "selective"}
+CHECKPOINTING = {"none": False, "full": "full", "selective_op": "selective", "selective_layer": False}
 GPT2_VOCABULARY = 50304
 """Where a Megatron row names none: GPT-2's, a multiple of 128; chosen by what the one such row holds."""
 
@@ -62,7 +64,7 @@ def job_of(row: Mapping[str, Any], layers: int) -> Job:
 
 
 def _torchtitan(row: Mapping[str, Any], layers: int) -> Job:
-    layout = row["layout"]
+    layout, code = row["layout"], code_of(row)
     sizes = {f"{axis}_size": layout.get(axis, 1) for axis in ("tp", "pp", "cp")} | {"dp_size": layout["dp_shard"]}
     config = {
         "mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
@@ -70,11 +72,23 @@ def _torchtitan(row: Mapping[str, Any], layers: int) -> Job:
         "loss_chunk_rows": row["local_batch"] * row["seq"] if layout["tp"] > 1 else 0,
         "activation_checkpointing": CHECKPOINTING[row["activation_checkpointing"].split(" ")[0]],
         "sequence_parallel": layout.get("sequence_parallel", layout["tp"] > 1),
+        **({"reshard_after_forward": False} if layout["pp"] > 1 else {}),
     }
-    stack, degrees = resolve("fsdp2", MeshSizes(**sizes), row["gpus"], config=config)
+    wrapper, rows = None, row["local_batch"]
+    if layout["pp"] > 1:
+        # As many microbatches as there are ranks in a pipeline: their default.
+        rows = max(1, row["local_batch"] // layout["pp"])
+        schedule = "".join(filter(str.isalnum, str(row.get("pp_schedule") or "1f1b").lower()))
+        wrapper = {"pipeline": {"pp_schedule": schedule, "pp_microbatch_size": rows}}
+    stack, degrees = resolve("fsdp2", MeshSizes(**sizes), row["gpus"], config=config, wrapper_config=wrapper)
     hidden, inner, _, heads, key_heads, entries = LLAMA[row["model"]]
-    make = functools.partial(_model, "llama", torch.float32, hidden, inner, layers, heads, key_heads, entries)
-    return Job(stack, degrees, make, _adamw(), rows=row["local_batch"], length=row["seq"])
+
+    def make() -> nn.Module:
+        model = _model("llama", torch.float32, hidden, inner, layers, heads, key_heads, entries)
+        return as_theirs(model, row)
+
+    optimizer = _adamw(fused=True) if code.fused_optimizer else _adamw(foreach=True)
+    return Job(stack, degrees, make, optimizer, rows=row["local_batch"], length=row["seq"])
 
 
 def _megatron(row: Mapping[str, Any], layers: int) -> Job:
@@ -109,8 +123,8 @@ def _megatron(row: Mapping[str, Any], layers: int) -> Job:
     return Job(stack, degrees, make, _adamw(), microbatches=microbatches, rows=rows, length=length)
 
 
-def _adamw() -> Any:
-    return optimizer_factory(OptimizerConfig(lr=1e-4))
+def _adamw(**options: Any) -> Any:
+    return optimizer_factory(OptimizerConfig(lr=1e-4, options=options))
 
 
 def _model(

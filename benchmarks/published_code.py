@@ -1,0 +1,170 @@
+"""What the code of published runs does otherwise than this project's, where it changes what is held or computed.
+
+A plan is of the code that runs. So that plans of others' runs are of what those ran, jobs of torchtitan are traced with
+its choices in the places of ours, as they stood at the date of the run:
+
+- Recomputation "per op" holds the first, third, ... product of a block, attention, and what is reduced and scattered.
+- Root-mean-square norms are one kernel in early runs, and several operators later.
+- The loss is taken of logits in bfloat16 in early runs, and in float32 later; of logits whose entries ranks share,
+  by DTensor's loss_parallel; from 2025 on it is compiled where blocks are.
+
+Source: pytorch/torchtitan, parallelize_llama.py and train.py at 0413364 (2024-05), 9dec370 (2024-12) and 820504e
+(2025-06); torch/distributed/tensor/parallel/loss.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from meshwright._compat.torch import is_attention
+from meshwright.model.forward_order import Layer, put_around
+from meshwright.step.rows import Rows
+
+IGNORED = -100
+LAYERS_APART = 2
+"""Of "selective layer" recomputation, every so many-th block; the published rows do not tell the number."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """Torchtitan at a date.
+
+    Attributes:
+        one_kernel_norms: else several operators.
+        wide_loss: whether logits are made float32.
+        compiles_loss: where blocks are compiled.
+        fused_optimizer: else one operator for each step of AdamW.
+    """
+
+    one_kernel_norms: bool = False
+    wide_loss: bool = True
+    compiles_loss: bool = False
+    fused_optimizer: bool = False
+
+
+AT_FIRST = Code(one_kernel_norms=True, wide_loss=False)
+LATE_2024 = Code()
+FROM_2025 = Code(compiles_loss=True, fused_optimizer=True)
+
+
+def code_of(row: Mapping[str, Any]) -> Code:
+    """Which code a row of torchtitan ran, by its source."""
+    source = str(row.get("source", ""))
+    if "@0413364" in source:
+        return AT_FIRST
+    return LATE_2024 if "202412" in source or "2024" in source else FROM_2025
+
+
+@contextmanager
+def running(row: Mapping[str, Any]) -> Iterator[None]:
+    """Their choices in the places of ours."""
+    code, with_tp = code_of(row), row["layout"]["tp"] > 1
+    is_compiled = code.compiles_loss and bool(row.get("compile"))
+    with ExitStack() as stack:
+        put = {"meshwright.model.recompute._selective_contexts": _per_op}
+        if with_tp:
+            put["meshwright.manager.row_loss.token_loss"] = _loss_of_rows(_Fused if is_compiled else _LossParallel)
+        elif is_compiled or not code.wide_loss:
+            put["meshwright.manager.row_loss.target_loss_sum"] = _fused_loss if is_compiled else _narrow_loss
+        for name, value in put.items():
+            stack.enter_context(mock.patch(name, value))
+        yield
+
+
+def as_theirs(model: nn.Module, row: Mapping[str, Any]) -> nn.Module:
+    """A model, with what its modules do otherwise; in place."""
+    if code_of(row).one_kernel_norms:
+        for module in model.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                put_around(module, Layer.STAGE, lambda _, module=module: _one_kernel(module))
+    if str(row["activation_checkpointing"]).startswith("selective_layer"):
+        for block in list(model.model.layers)[LAYERS_APART - 1 :: LAYERS_APART]:  # type: ignore[union-attr, arg-type]
+            put_around(block, Layer.RECOMPUTED, _recomputed)
+    return model
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _one_kernel(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    # The norm of layers reads, writes and holds as much, and is one operator on every device.
+    return lambda hidden: F.layer_norm(hidden, hidden.shape[-1:], module.weight)  # type: ignore[arg-type]
+
+
+def _per_op() -> Any:
+    counts: Counter[bool] = Counter()
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = str(op)
+        is_product = name == "aten.mm.default"
+        counts[context.is_recompute] += is_product
+        if is_attention(op) or "reduce_scatter" in name or (is_product and counts[context.is_recompute] % 2):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+# -- losses; shapes: N rows, L entries of the vocabulary on this rank
+
+
+def _narrow_loss(logits_BSL: Tensor, targets_BS: Tensor) -> Tensor:
+    return F.cross_entropy(logits_BSL.flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def _fused_loss(logits_BSL: Tensor, targets_BS: Tensor) -> Tensor:
+    loss: Tensor = _Fused.apply(logits_BSL.flatten(0, 1), targets_BS.flatten())
+    return loss
+
+
+def _loss_of_rows(loss: type[torch.autograd.Function]) -> Callable[..., Tensor]:
+    def taken(rows: Rows, targets_N: Tensor, num_tokens: Tensor, **_: Any) -> Tensor:
+        logits_NL = rows.projection.call(rows.hidden_NH, rows.tensors)
+        found: Tensor = loss.apply(logits_NL, targets_N) / num_tokens
+        return found
+
+    return taken
+
+
+class _Fused(torch.autograd.Function):
+    """As a compiler makes it: of logits, their dtype, their maxima and sums are held, and one kernel gives a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NL: Tensor, targets_N: Tensor) -> Tensor:
+        ctx.save_for_backward(logits_NL)
+        return logits_NL.amax(-1).float().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (logits_NL,) = ctx.saved_tensors
+        return torch.mul(logits_NL, 1.0), None
+
+
+class _LossParallel(torch.autograd.Function):
+    """The operators of loss_parallel's log-softmax and its gradient, in float32; what ranks exchange is left out."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NL: Tensor, targets_N: Tensor) -> Tensor:
+        wide_NL = logits_NL.float()
+        shifted_NL = wide_NL - wide_NL.amax(-1, keepdim=True)
+        found_NL = shifted_NL - torch.exp(shifted_NL).sum(-1, keepdim=True).log()
+        ctx.save_for_backward(found_NL)
+        ctx.dtype = logits_NL.dtype
+        return found_NL.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (found_NL,) = ctx.saved_tensors
+        chosen_NL = torch.zeros_like(found_NL)
+        return ((chosen_NL + torch.exp(found_NL)) * gradient).to(ctx.dtype), None
