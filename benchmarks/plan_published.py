@@ -16,14 +16,13 @@ import functools
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from published_code import running
-from published_jobs import DEVICES, depth, is_megatron, job_of, left_out, vocabulary
+from published_jobs import DEVICES, blocks, is_megatron, job_of, left_out, traced_depths, vocabulary
 
 from meshwright.plan.allocator import reserved
 from meshwright.plan.device import Device, find_device
@@ -35,7 +34,6 @@ HERE = Path(__file__).parent
 FOUND = HERE / "results" / "plan_published.json"
 PAGE = HERE.parent / "docs" / "plan.md"
 BEGIN, END = "<!-- published: begin -->", "<!-- published: end -->"
-DEPTHS = (4, 8)
 TRACED = ("model", "gpus", "layout", "activation_checkpointing", "local_batch", "seq", "args", "source", "compile")
 TRACED += ("pp_schedule", "hardware", "lora", "grad_accum")
 GIB = 2**30
@@ -84,11 +82,10 @@ def title(row: Mapping[str, Any]) -> str:
 def planned(row: Mapping[str, Any]) -> dict[str, Any]:
     """What the plan says of a row, in the units of the row."""
     device = find_device(next(name for text, name in DEVICES.items() if row["hardware"].startswith(text)))
-    # Stages of a pipeline have few blocks.
-    depths = (depth(row),) if row["layout"]["pp"] > 1 else DEPTHS
+    depths = traced_depths(row)
     numbers = [_numbers(row, layers, device) for layers in depths]
     if len(numbers) > 1:
-        part = (depth(row) - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
+        part = (blocks(row) - depths[0]) / (depths[1] - depths[0])
         numbers = [[a + (b - a) * part for a, b in zip(*numbers, strict=True)]]
     allocated, held, taken, seconds, busy, tokens = numbers[0]
     return {
@@ -117,12 +114,12 @@ def _numbers(row: Mapping[str, Any], layers: int, device: Device) -> list[float]
     return [last.peak.bytes, last.after.bytes, taken, seconds, lines[-1].busy(), tokens]
 
 
-@functools.lru_cache(maxsize=len(DEPTHS))
+@functools.lru_cache(maxsize=2)
 def traced(row: str, layers: int) -> tuple[Job, list[Trace]]:
     """Rows that differ in precision and compilation alone follow each other, and have one trace."""
     told = json.loads(row)
     job = job_of(told, layers)
-    with nullcontext() if is_megatron(told) else running(told):
+    with running(told):
         return job, [trace_rank(job, rank) for rank in stage_ranks(0, job.degrees)]
 
 

@@ -5,11 +5,15 @@ its choices in the places of ours, as they stood at the date of the run:
 
 - Recomputation "per op" holds the first, third, ... product of a block, attention, and what is reduced and scattered.
 - Root-mean-square norms are one kernel in early runs, and several operators later.
-- The loss is taken of logits in bfloat16 in early runs, and in float32 later; of logits whose entries ranks share,
+- The loss of torchtitan is taken of logits in bfloat16 in early runs, and in float32 later; of logits whose entries ranks share,
   by DTensor's loss_parallel; from 2025 on it is compiled where blocks are.
 
+Megatron-LM's models have learned positions and dropout where its arguments do not say otherwise, and Automodel takes
+the loss of logits in bfloat16.
+
 Source: pytorch/torchtitan, parallelize_llama.py and train.py at 0413364 (2024-05), 9dec370 (2024-12) and 820504e
-(2025-06); torch/distributed/tensor/parallel/loss.py.
+(2025-06); torch/distributed/tensor/parallel/loss.py; NVIDIA/Megatron-LM@d98e8a6, tests/functional_tests/test_cases;
+NVIDIA-NeMo/Automodel@36044ad.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from published_automodel import is_automodel
 
 from meshwright._compat.torch import is_attention
 from meshwright.model.forward_order import Layer, put_around
@@ -65,9 +71,52 @@ def code_of(row: Mapping[str, Any]) -> Code:
     return LATE_2024 if "202412" in source or "2024" in source else FROM_2025
 
 
+class _Positioned(nn.Embedding):
+    """Learned positions beside entries."""
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        hidden: Tensor = super().forward(ids_BS) + self.positions.weight[: ids_BS.shape[1]]  # type: ignore[operator]
+        return hidden
+
+
+class _Dropping(nn.Linear):
+    """With dropout behind it, whose mask has a byte for each entry, as on a GPU."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.native_dropout(super().forward(hidden), 0.1, True)[0]
+
+
+def as_megatron(model: nn.Module, row: Mapping[str, Any]) -> nn.Module:
+    """A model with learned positions, where a row of Megatron-LM has them, and its dropout; in place."""
+    args = row["args"]
+    if args.get("position-embedding-type", "learned_absolute") == "learned_absolute":
+        tokens: nn.Module = model.model.embed_tokens  # type: ignore[union-attr, assignment]
+        with torch.device("meta"):
+            tokens.positions = nn.Embedding(row["seq"], args["hidden-size"], dtype=torch.bfloat16)
+        tokens.__class__ = _Positioned
+    if drops_out(row):
+        for block in model.model.layers:  # type: ignore[union-attr]
+            for module in (block.self_attn.o_proj, block.mlp.c_proj):  # type: ignore[union-attr]
+                module.__class__ = _Dropping
+    return model
+
+
+def drops_out(row: Mapping[str, Any]) -> bool:
+    """Whether a run of Megatron-LM has dropout of hidden states: its default of 0.1 holds where its file has none."""
+    return row["model"].startswith("gpt3_7b")
+
+
 @contextmanager
 def running(row: Mapping[str, Any]) -> Iterator[None]:
     """Their choices in the places of ours."""
+    if is_automodel(row) or "args" in row:
+        loss = _narrow_loss if is_automodel(row) else _in_place_loss
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch("meshwright.manager.row_loss.target_loss_sum", loss))
+            if "args" in row:
+                stack.enter_context(mock.patch("meshwright.manager.row_loss.token_loss", _loss_of_rows(_InPlace)))
+            yield
+        return
     code, with_tp = code_of(row), row["layout"]["tp"] > 1
     is_compiled = code.compiles_loss and bool(row.get("compile"))
     with ExitStack() as stack:
@@ -128,6 +177,11 @@ def _fused_loss(logits_BSL: Tensor, targets_BS: Tensor) -> Tensor:
     return loss
 
 
+def _in_place_loss(logits_BSL: Tensor, targets_BS: Tensor) -> Tensor:
+    loss: Tensor = _InPlace.apply(logits_BSL.flatten(0, 1), targets_BS.flatten())
+    return loss
+
+
 def _loss_of_rows(loss: type[torch.autograd.Function]) -> Callable[..., Tensor]:
     def taken(rows: Rows, targets_N: Tensor, num_tokens: Tensor, **_: Any) -> Tensor:
         logits_NL = rows.projection.call(rows.hidden_NH, rows.tensors)
@@ -168,3 +222,21 @@ class _LossParallel(torch.autograd.Function):
         (found_NL,) = ctx.saved_tensors
         chosen_NL = torch.zeros_like(found_NL)
         return ((chosen_NL + torch.exp(found_NL)) * gradient).to(ctx.dtype), None
+
+
+class _InPlace(torch.autograd.Function):
+    """Megatron's vocab_parallel_cross_entropy: the softmax lies where float32 logits have been, and its gradient too."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NL: Tensor, targets_N: Tensor) -> Tensor:
+        wide_NL = logits_NL.float()
+        wide_NL.sub_(wide_NL.amax(-1, keepdim=True)).exp_()
+        wide_NL.div_(wide_NL.sum(-1, keepdim=True))
+        ctx.save_for_backward(wide_NL)
+        ctx.dtype = logits_NL.dtype
+        return wide_NL.sum(-1).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (wide_NL,) = ctx.saved_tensors
+        return wide_NL.mul_(gradient).to(ctx.dtype), None
