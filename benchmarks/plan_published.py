@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import json
+import pickle
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("file", nargs="?", type=Path, default=HERE / "published.json")
     parser.add_argument("--rows", nargs="*", type=int, help="by their place in the file; default: all")
     parser.add_argument("--table", action="store_true", help="only write the table")
+    parser.add_argument("--traces", type=Path, help="a directory that keeps traces, to play them again")
     given = parser.parse_args()
     rows = json.loads(given.file.read_text())
     for number, row in enumerate(rows):
@@ -55,7 +58,7 @@ def main() -> None:
             continue
         begin = time.perf_counter()
         try:
-            plan = planned(row)
+            plan = planned(row, given.traces)
         except Exception as error:  # a row that cannot be planned is told in the table
             plan = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
         print(number, title(row), plan, f"{time.perf_counter() - begin:.0f} s", flush=True)
@@ -79,11 +82,11 @@ def title(row: Mapping[str, Any]) -> str:
     return f"{row['model']} x {row.get('gpus')}: {layout}, {row.get('activation_checkpointing')}, {row['precision']}"
 
 
-def planned(row: Mapping[str, Any]) -> dict[str, Any]:
+def planned(row: Mapping[str, Any], kept: Path | None = None) -> dict[str, Any]:
     """What the plan says of a row, in the units of the row."""
     device = find_device(next(name for text, name in DEVICES.items() if row["hardware"].startswith(text)))
     depths = traced_depths(row)
-    numbers = [_numbers(row, layers, device) for layers in depths]
+    numbers = [_numbers(row, layers, device, kept) for layers in depths]
     if len(numbers) > 1:
         part = (blocks(row) - depths[0]) / (depths[1] - depths[0])
         numbers = [[a + (b - a) * part for a, b in zip(*numbers, strict=True)]]
@@ -98,10 +101,10 @@ def planned(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _numbers(row: Mapping[str, Any], layers: int, device: Device) -> list[float]:
+def _numbers(row: Mapping[str, Any], layers: int, device: Device, kept: Path | None) -> list[float]:
     """Bytes at the peak, between steps and reserved, seconds of the step and of computing, tokens of each rank."""
     told = {name: row[name] for name in TRACED if name in row}
-    job, traces = traced(json.dumps(told), layers)
+    job, traces = traced(json.dumps(told), layers, kept)
     entries = vocabulary(row) // job.degrees.tp
     timed = [in_float8(each, entries) if "float8" in row["precision"] else each for each in traces]
     chunked = ["tp"] if row.get("async_tp") else []
@@ -115,12 +118,18 @@ def _numbers(row: Mapping[str, Any], layers: int, device: Device) -> list[float]
 
 
 @functools.lru_cache(maxsize=2)
-def traced(row: str, layers: int) -> tuple[Job, list[Trace]]:
-    """Rows that differ in precision and compilation alone follow each other, and have one trace."""
+def traced(row: str, layers: int, kept: Path | None = None) -> tuple[Job, list[Trace]]:
+    """Rows that differ in precision alone follow each other, and have one trace."""
     told = json.loads(row)
     job = job_of(told, layers)
+    path = kept and kept / f"{hashlib.sha256(row.encode()).hexdigest()[:16]}-{layers}.pickle"
+    if path and path.exists():
+        return job, pickle.loads(path.read_bytes())
     with running(told):
-        return job, [trace_rank(job, rank) for rank in stage_ranks(0, job.degrees)]
+        traces = [trace_rank(job, rank) for rank in stage_ranks(0, job.degrees)]
+    if path:
+        path.write_bytes(pickle.dumps(traces))
+    return job, traces
 
 
 def in_float8(trace: Trace, vocabulary: int) -> Trace:

@@ -46,6 +46,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 """Sizes from the models' configurations; what is left out is transformers' default for the type."""
 EXPERTS = {"GPT-OSS 120B": 64, "GPT-OSS 20B": 8}
 """ep_size where the table has none, from the runs' files."""
+TRACED_MICROBATCHES = 4
+"""At most so many of a step: its time grows with each alike, but for the optimizer's few milliseconds."""
 RECOMPUTES = ("Llama3 70B", "Qwen2.5 32B", "Qwen3 MoE", "DeepSeek V3")
 
 
@@ -74,7 +76,8 @@ def automodel_job(row: Mapping[str, Any], layers: int) -> Job:
     sizes = {f"{axis}_size": layout.get(axis, 1) for axis in ("tp", "pp", "cp", "ep")}
     sizes["ep_size"] = EXPERTS.get(name, sizes["ep_size"])
     has_experts = sizes["ep_size"] > 1
-    rows, more = row["local_batch"], 1 if layout["pp"] > 1 else row["grad_accum"]
+    rows = row["local_batch"]
+    more = 1 if layout["pp"] > 1 else min(row["grad_accum"], TRACED_MICROBATCHES)
     config: dict[str, Any] = {
         "mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
         "activation_checkpointing": "full" if name.startswith(RECOMPUTES) else False,

@@ -174,6 +174,21 @@ def test_devices_are_whole(name):
     assert rates[-1] <= device.flops["bfloat16"]
 
 
+def test_many_devices_compute_as_the_slowest_of_them():
+    device = DEVICE.model_copy(update={"spread": 0.05})
+    assert device.pace(1) == pytest.approx(1.0)
+    assert DEVICE.model_copy(update={"spread": 0.0}).pace(512) == pytest.approx(1.0)
+    # The mean of the lowest of n normally distributed numbers, in standard deviations, from tables.
+    for count, lowest in ((2, 0.564), (8, 1.424), (100, 2.508)):
+        assert device.pace(count) == pytest.approx(1 - 0.05 / 2.847 * lowest, abs=5e-4)
+    product = Operation("aten.mm.default", 2 * 8192**3, 0, ((8192, 8192), (8192, 8192)), torch.bfloat16, None)
+    product = replace(product, writes=((0, 0),))
+    one, many = (play([trace(0, product)], Degrees(dp_shard=ranks), device)[0].seconds for ranks in (1, 512))
+    assert many / one == pytest.approx(1 / device.pace(512), rel=1e-3)
+    # Memory is as fast on all.
+    assert seconds(trace(0, kernel(3, writes=(0,)))) == pytest.approx([3.0], abs=1e-6)
+
+
 def test_a_device_of_ones_own(tmp_path):
     path = tmp_path / "mine.yaml"
     text = (DEVICES / "cpu.yaml").read_text()

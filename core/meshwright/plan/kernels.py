@@ -23,13 +23,17 @@ def is_kernel(operation: Operation) -> bool:
     return bool(operation.writes) and not operation.name.startswith(ALLOCATES)
 
 
-def seconds(operation: Operation, device: Device) -> float:
-    """Of an operator by itself."""
+def seconds(operation: Operation, device: Device, pace: float = 1.0) -> float:
+    """Of an operator by itself.
+
+    Args:
+        pace: of arithmetic, which is what differs between devices of one kind.
+    """
     moved = sum(size for _, size in (*operation.reads, *operation.writes))
     if any(name in operation.name for name in _PICKS):
         moved = min(moved, 2 * sum(size for _, size in operation.writes))
     memory = moved / (device.bandwidth * device.bandwidth_efficiency)
-    return max(device.kernel_s, memory, _arithmetic(operation, device))
+    return max(device.kernel_s, memory, _arithmetic(operation, device) / pace)
 
 
 def _arithmetic(operation: Operation, device: Device) -> float:
