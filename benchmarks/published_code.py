@@ -5,8 +5,8 @@ its choices in the places of ours, as they stood at the date of the run:
 
 - Recomputation "per op" holds the first, third, ... product of a block, attention, and what is reduced and scattered.
 - Root-mean-square norms are one kernel in early runs, and several operators later.
-- The loss of torchtitan is taken of logits in bfloat16 in early runs, and in float32 later; of logits whose entries ranks share,
-  by DTensor's loss_parallel; from 2025 on it is compiled where blocks are.
+- The loss is taken of logits in bfloat16 in early runs, and in float32 later; of logits whose entries ranks share, by
+  DTensor's loss_parallel; from 2025 on it is compiled where blocks are.
 
 Megatron-LM's models have learned positions and dropout where its arguments do not say otherwise, and Automodel takes
 the loss of logits in bfloat16.
@@ -26,11 +26,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from published_automodel import is_automodel
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-
-from published_automodel import is_automodel
 
 from meshwright._compat.torch import is_attention
 from meshwright.model.forward_order import Layer, put_around
@@ -192,7 +191,7 @@ def _loss_of_rows(loss: type[torch.autograd.Function]) -> Callable[..., Tensor]:
 
 
 class _Fused(torch.autograd.Function):
-    """As a compiler makes it: of logits, their dtype, their maxima and sums are held, and one kernel gives a gradient."""
+    """As a compiler makes it: logits are held in their dtype, and one kernel gives their gradient in it."""
 
     @staticmethod
     def forward(ctx: Any, logits_NL: Tensor, targets_N: Tensor) -> Tensor:
@@ -225,7 +224,7 @@ class _LossParallel(torch.autograd.Function):
 
 
 class _InPlace(torch.autograd.Function):
-    """Megatron's vocab_parallel_cross_entropy: the softmax lies where float32 logits have been, and its gradient too."""
+    """Megatron's vocab_parallel_cross_entropy: softmax and gradient lie where logits have been, in float32."""
 
     @staticmethod
     def forward(ctx: Any, logits_NL: Tensor, targets_N: Tensor) -> Tensor:

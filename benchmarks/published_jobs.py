@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
-
 from published_automodel import automodel_job, is_automodel, left_out_of_automodel, shape_of
 from published_code import as_megatron, as_theirs, code_of
+from torch import nn
 
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.plan.trace import Job

@@ -65,7 +65,7 @@ class Device(FrozenModel):
         0.0,
         ge=0,
         lt=1,
-        description="By what part the slowest of eight devices computes less than the fastest. All wait for the slowest.",
+        description="By what part the slowest of eight devices computes less than the fastest. All wait for it.",
     )
     kernel_s: Positive = Field(description="The least that a kernel takes.")
     cpu_s: Positive = Field(description="What the host takes to issue an operator.")
