@@ -8,8 +8,8 @@ its choices in the places of ours, as they stood at the date of the run:
 - The loss is taken of logits in bfloat16 in early runs, and in float32 later; of logits whose entries ranks share, by
   DTensor's loss_parallel; from 2025 on it is compiled where blocks are.
 
-Megatron-LM's models have learned positions and dropout where its arguments do not say otherwise, and Automodel takes
-the loss of logits in bfloat16.
+Megatron-LM's models have learned positions and dropout where its arguments do not say otherwise, its loss is computed
+in place, and its sequence parallelism gathers again in backward. Automodel takes the loss of logits in bfloat16.
 
 Source: pytorch/torchtitan, parallelize_llama.py and train.py at 0413364 (2024-05), 9dec370 (2024-12) and 820504e
 (2025-06); torch/distributed/tensor/parallel/loss.py; NVIDIA/Megatron-LM@d98e8a6, tests/functional_tests/test_cases;
@@ -33,6 +33,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright._compat.torch import is_attention
 from meshwright.model.forward_order import Layer, put_around
+from meshwright.parallel.tensor.collectives import Gather
+from meshwright.parallel.tensor.sequence_stream import Stream
 from meshwright.step.rows import Rows
 
 IGNORED = -100
@@ -114,6 +116,7 @@ def running(row: Mapping[str, Any]) -> Iterator[None]:
             stack.enter_context(mock.patch("meshwright.manager.row_loss.target_loss_sum", loss))
             if "args" in row:
                 stack.enter_context(mock.patch("meshwright.manager.row_loss.token_loss", _loss_of_rows(_InPlace)))
+                stack.enter_context(mock.patch.object(Stream, "run_region", _gathering_again(Stream.run_region)))
             yield
         return
     code, with_tp = code_of(row), row["layout"]["tp"] > 1
@@ -162,6 +165,58 @@ def _per_op() -> Any:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+# -- sequence parallelism
+
+
+@dataclass
+class _Whole:
+    """A sequence that was gathered of parts, and is held as this rank's part."""
+
+    part: Tensor
+    uses: int = 0
+    again: Tensor | None = None
+
+
+def _gathering_again(run_region: Callable[..., Any]) -> Callable[..., Any]:
+    """As Megatron's: layers hold this rank's part of what was gathered for them, and gather it again in backward."""
+
+    def run(stream: Any, *args: Any) -> Any:
+        wholes: dict[int, _Whole] = {}
+        gathered = stream._gathered
+
+        def noted(part: Tensor) -> Tensor:
+            whole: Tensor = gathered(part)
+            wholes[whole.untyped_storage()._cdata] = _Whole(part.detach())
+            return whole
+
+        def pack(tensor: Tensor) -> Any:
+            known = wholes.get(tensor.untyped_storage()._cdata)
+            if known is None or tensor.numel() < known.part.numel() * stream._size:
+                return tensor
+            known.uses += 1
+            return known, tensor.shape
+
+        def unpack(held: Any) -> Tensor:
+            if isinstance(held, Tensor):
+                return held
+            known, shape = held
+            if known.again is None:
+                known.again = Gather.apply(known.part, 1, known.part.shape[1] * stream._size, stream._group)
+            found: Tensor = known.again.view(shape)
+            known.uses -= 1
+            known.again = known.again if known.uses else None
+            return found
+
+        stream._gathered = noted
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                return run_region(stream, *args)
+        finally:
+            del stream._gathered
+
+    return run
 
 
 # -- losses; shapes: N rows, L entries of the vocabulary on this rank

@@ -69,7 +69,8 @@ def traced_depths(row: Mapping[str, Any]) -> tuple[int, ...]:
     """Blocks of the models that are traced: all where they are not many, else two numbers to go on from."""
     stages = row["layout"]["pp"]
     chunks = depth(row) if "num-layers-per-virtual-pipeline-stage" in row.get("args", {}) else stages
-    if not is_automodel(row) and depth(row) <= (40 if stages == 1 else 2 * chunks):
+    few = 2 * chunks if stages > 1 else 8 if is_megatron(row) or is_automodel(row) else 40
+    if depth(row) <= few:
         return (depth(row),)
     if is_automodel(row) and stages == 1:
         return (2, 4)
