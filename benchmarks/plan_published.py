@@ -17,6 +17,7 @@ import hashlib
 import json
 import pickle
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -106,7 +107,9 @@ def _numbers(row: Mapping[str, Any], layers: int, device: Device, kept: Path | N
     told = {name: row[name] for name in TRACED if name in row}
     job, traces = traced(json.dumps(told), layers, kept)
     entries = vocabulary(row) // job.degrees.tp
-    timed = [in_float8(each, entries) if "float8" in row["precision"] else each for each in traces]
+    timed = list(traces)
+    if "float8" in row["precision"]:
+        timed = [in_float8(each, entries, gathers=gathers_in_float8(row)) for each in traces]
     chunked = ["tp"] if row.get("async_tp") else []
     lines = play(timed, job.degrees, device, is_compiled=bool(row.get("compile")), chunked=chunked)
     # Megatron's last rank writes the figures.
@@ -132,8 +135,12 @@ def traced(row: str, layers: int, kept: Path | None = None) -> tuple[Job, list[T
     return job, traces
 
 
-def in_float8(trace: Trace, vocabulary: int) -> Trace:
-    """The same with products of blocks in float8: operands are read for their largest value, and cast."""
+def in_float8(trace: Trace, vocabulary: int, *, gathers: bool) -> Trace:
+    """The same with products of blocks in float8: operands are read for their largest value, and cast.
+
+    Args:
+        gathers: whether weights of blocks, and what products are given, are gathered in float8, too.
+    """
 
     def changed() -> Iterator[Operation]:
         for number, each in enumerate(trace.operations):
@@ -149,7 +156,40 @@ def in_float8(trace: Trace, vocabulary: int) -> Trace:
                 yield replace(each, name="cast", flops=0, reads=((block, size),), writes=(casts[-1],), call=None)
             yield replace(each, dtype=torch.float8_e4m3fn, reads=tuple(casts))
 
-    return replace(trace, operations=tuple(changed()))
+    calls = list(trace.collectives)
+    for call in _gathered_for_products(trace) if gathers else ():
+        calls[call] = replace(calls[call], bytes=calls[call].bytes // 2)
+    return replace(trace, operations=tuple(changed()), collectives=tuple(calls))
+
+
+def _gathered_for_products(trace: Trace) -> list[int]:
+    """Numbers of the all-gathers of what is given to products of blocks: of weights by FSDP, but for those of the root,
+    which are not as large as others; and of sequences, but for their gradients, which are turned for a product."""
+    weights, found = Counter[int](), []
+    for each in trace.operations:
+        if each.name.startswith("c10d._allgather_base_") and each.call is not None:
+            weights[trace.collectives[each.call].bytes] += 1
+    size_of_block = weights.most_common(1)[0][0] if weights else 0
+    waiting: dict[int, int] = {}
+    for each in trace.operations:
+        call = trace.collectives[each.call] if each.call is not None else None
+        if call is not None and call.kind == "all_gather" and each.call is not None:
+            if call.group == "tp":
+                waiting |= dict.fromkeys((block for block, _ in each.writes), each.call)
+            elif each.name.startswith("c10d._allgather_base_") and call.bytes == size_of_block:
+                found.append(each.call)
+        elif each.name.startswith("aten.cat"):
+            known = [waiting[block] for block, _ in each.reads if block in waiting]
+            waiting |= {block: known[0] for block, _ in each.writes if known}
+        elif each.flops and each.reads and (number := waiting.pop(each.reads[0][0], None)) is not None:
+            rows, columns = each.shapes[0][-2:]
+            found += [number] if rows > columns else []
+    return found
+
+
+def gathers_in_float8(row: Mapping[str, Any]) -> bool:
+    """By tensors, torchao gathers in float8 what products are given; and weights, as torchtitan's guide says to do."""
+    return "float8" in row["precision"] and "rowwise" not in row["precision"]
 
 
 def write(rows: list[dict[str, Any]], found: Mapping[str, Any]) -> None:
