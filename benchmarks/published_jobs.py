@@ -74,7 +74,7 @@ def traced_depths(row: Mapping[str, Any]) -> tuple[int, ...]:
         return (depth(row),)
     if is_automodel(row) and stages == 1:
         return (2, 4)
-    return (4, 8) if stages == 1 else (2 * stages, 4 * stages)
+    return (4, 8) if stages == 1 else (stages, 2 * stages)
 
 
 def gpus(row: Mapping[str, Any]) -> int | None:

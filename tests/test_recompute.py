@@ -146,7 +146,7 @@ _COLLECTIVES = torch.ops._c10d_functional
         (_COLLECTIVES.all_reduce.default, ("sum", "group"), True),
         (_COLLECTIVES.all_gather_into_tensor.default, (2, "group"), False),
     ],
-    ids=str,
+    ids=["reduce_scatter", "all_reduce", "all_gather"],
 )
 def test_selective_sends_nothing_twice_but_what_is_larger_than_what_was_sent(
     collective: Any, arguments: tuple[Any, ...], is_held: bool
