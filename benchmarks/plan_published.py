@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from published_automodel import fuses
 from published_code import running
 from published_jobs import DEVICES, blocks, is_megatron, job_of, left_out, traced_depths, vocabulary
 
@@ -111,7 +112,8 @@ def _numbers(row: Mapping[str, Any], layers: int, device: Device, kept: Path | N
     if "float8" in row["precision"]:
         timed = [in_float8(each, entries, gathers=gathers_in_float8(row)) for each in traces]
     chunked = ["tp"] if row.get("async_tp") else []
-    lines = play(timed, job.degrees, device, is_compiled=bool(row.get("compile")), chunked=chunked)
+    is_compiled = bool(row.get("compile")) or fuses(row)
+    lines = play(timed, job.degrees, device, is_compiled=is_compiled, chunked=chunked)
     # Megatron's last rank writes the figures.
     last = traces[-1]
     taken = max(reserved(each, workspace=device.workspace_bytes) for each in traces)

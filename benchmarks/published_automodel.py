@@ -2,7 +2,7 @@
 
 Weights, and so the optimizer's state, are bfloat16 there, and gradients are reduced in float32; adapters likewise.
 Choices of experts are even in those runs ("fake balanced gate"), as they are in plans. What its table leaves out
-(recomputation, sequence parallelism, the ranks of GPT-OSS's experts) is from the files.
+(recomputation, sequence parallelism) is from the files.
 
 Source: NVIDIA-NeMo/Automodel@36044ad, docs/performance-summary.mdx and examples/llm_benchmark.
 """
@@ -25,7 +25,6 @@ from meshwright.train.optimizer_config import OptimizerConfig
 
 _LLAMA = {"kind": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
 _QWEN = {"kind": "qwen2", "vocab_size": 152064}
-_GPT_OSS = {"kind": "gpt_oss", "num_experts_per_tok": 4}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "Llama3 8B": _LLAMA
     | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -37,15 +36,10 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "Qwen2.5 32B": _QWEN
     | {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
     | {"num_key_value_heads": 8},
-    "Qwen3 MoE 30B": {"kind": "qwen3_moe", "vocab_size": 151936, "num_hidden_layers": 48},
-    # As transformers has them by default.
-    "GPT-OSS 120B": _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128, "vocab_size": 201088},
-    "GPT-OSS 20B": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32, "vocab_size": 201088},
+    "Qwen3 MoE 30B": {"kind": "qwen3_moe", "vocab_size": 151936, "num_hidden_layers": 48, "head_dim": 128},
     "DeepSeek V3 671B": {"kind": "deepseek_v3", "vocab_size": 129280, "num_hidden_layers": 61},
 }
 """Sizes from the models' configurations; what is left out is transformers' default for the type."""
-EXPERTS = {"GPT-OSS 120B": 64, "GPT-OSS 20B": 8}
-"""ep_size where the table has none, from the runs' files."""
 TRACED_MICROBATCHES = 4
 """At most so many of a step: its time grows with each alike, but for the optimizer's few milliseconds."""
 RECOMPUTES = ("Llama3 70B", "Qwen2.5 32B", "Qwen3 MoE", "DeepSeek V3")
@@ -59,7 +53,14 @@ def left_out_of_automodel(row: Mapping[str, Any]) -> str | None:
     """Why a row is not planned."""
     if "Nemotron" in row["model"]:
         return "its Mamba layers have no kernels here, and its sizes are in no package"
+    if "GPT-OSS" in row["model"]:
+        return "attention with sinks runs operator by operator here, and as one kernel there (FlexAttention)"
     return None if _named(row) else "model not yet made here"
+
+
+def fuses(row: Mapping[str, Any]) -> bool:
+    """Whether kernels do what several operators do: norms, rotations and adapters of Transformer Engine and Triton."""
+    return "TE" in str(row.get("kernels", ""))
 
 
 def shape_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -74,7 +75,6 @@ def automodel_job(row: Mapping[str, Any], layers: int) -> Job:
     """The job of a row, for a model with so many blocks."""
     name, layout = _named(row), row["layout"]
     sizes = {f"{axis}_size": layout.get(axis, 1) for axis in ("tp", "pp", "cp", "ep")}
-    sizes["ep_size"] = EXPERTS.get(name, sizes["ep_size"])
     has_experts = sizes["ep_size"] > 1
     rows = row["local_batch"]
     more = 1 if layout["pp"] > 1 else min(row["grad_accum"], TRACED_MICROBATCHES)

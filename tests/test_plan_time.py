@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from meshwright._compat.torch import arithmetic
 from meshwright.base.errors import ConfigError, MeshError
 from meshwright.mesh.sizes import Degrees
 from meshwright.plan import kernels, links
@@ -189,6 +190,14 @@ def test_many_devices_compute_as_the_slowest_of_them():
     assert seconds(trace(0, kernel(3, writes=(0,)))) == pytest.approx([3.0], abs=1e-6)
 
 
+def test_products_of_groups_are_counted_by_the_rows_of_each():
+    rows, weights = torch.empty(64, 8), torch.empty(4, 8, 16)
+    given = torch.empty(64, 16)
+    operator = torch.ops.aten._grouped_mm.default
+    assert arithmetic(operator, (rows, weights), given) == 2 * 64 * 8 * 16
+    assert arithmetic(operator, (rows.t(), given), weights) == 2 * 64 * 8 * 16
+
+
 def test_a_device_of_ones_own(tmp_path):
     path = tmp_path / "mine.yaml"
     text = (DEVICES / "cpu.yaml").read_text()
@@ -209,3 +218,8 @@ def test_the_roofline():
     narrow = product(flops=2 * 8192**2, shapes=(square, column), reads=((0, 1 << 27),), writes=((1, 1 << 14),))
     assert kernels.seconds(large, device) == pytest.approx(2 * 8192**3 / device.matmul_rate("bfloat16", 8192))
     assert kernels.seconds(narrow, device) >= (1 << 27) / device.bandwidth
+    # 16 groups of 512 rows, and the gradient of their weights.
+    for shapes in (((8192, 2048), (16, 2048, 4096), (16,)), ((2048, 8192), (8192, 4096), (16,))):
+        groups = product(flops=2 * 8192 * 2048 * 4096, shapes=shapes, reads=((0, 1),), writes=((1, 1),))
+        expected = 2 * 8192 * 2048 * 4096 / device.matmul_rate("bfloat16", 512)
+        assert kernels.seconds(groups, device) == pytest.approx(expected)

@@ -260,7 +260,9 @@ def arithmetic(operator: Any, args: Sequence[Any], result: Any) -> int:
         return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
     if name in ("mm", "bmm", "_grouped_mm", "addmm", "baddbmm"):
         left = tensors[1] if name in ("addmm", "baddbmm") else tensors[0]
-        return 2 * int(result.numel()) * left.shape[-1]
+        # What groups have between them, such as rows of experts' weights' gradients, each uses its part of.
+        groups = result.shape[0] if name == "_grouped_mm" and left.dim() == 2 and result.dim() == 3 else 1
+        return 2 * int(result.numel()) * left.shape[-1] // groups
     if name in ("convolution", "_convolution"):
         return 2 * int(result.numel()) * tensors[1][0].numel()
     return 0

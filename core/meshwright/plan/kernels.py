@@ -3,6 +3,9 @@
 [Note: causal attention] An attention is taken to be causal: half of its products are computed. Its backward makes five
 products where its forward makes two (Dao, arXiv 2307.08691).
 
+[Note: groups] A product of groups, as experts have it, is given where each ends, and reaches what a product of one of them
+would: the rows of all, which are the largest of its sizes, by their number.
+
 [Note: fusion] Compiled code runs operators without products as one kernel, as far as they follow each other: it reads
 what they have not made themselves, and writes what is read later.
 """
@@ -46,8 +49,14 @@ def _arithmetic(operation: Operation, device: Device) -> float:
         if "backward" in operation.name:
             return operation.flops / 2 * 2.5 / (device.flops[known] * device.attention_backward_efficiency)
         return operation.flops / 2 / (device.flops[known] * device.attention_efficiency)
-    smallest = min((size for shape in operation.shapes[-2:] for size in shape[-2:]), default=1)
-    return operation.flops / device.matmul_rate(known, smallest)
+    return operation.flops / device.matmul_rate(known, _smallest(operation.shapes))
+
+
+def _smallest(shapes: Sequence[Sequence[int]]) -> int:
+    """Of the sizes of a product; see [Note: groups]."""
+    sizes = [size for shape in [each for each in shapes if len(each) > 1][-2:] for size in shape[-2:]]
+    groups = next((shape[0] for shape in shapes[2:] if len(shape) == 1), 1)
+    return min([*sizes, max(sizes) // groups], default=1) if sizes else 1
 
 
 def fused(operations: Sequence[Operation]) -> list[Operation]:
