@@ -65,7 +65,8 @@ def main() -> None:
             plan = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
         print(number, title(row), plan, f"{time.perf_counter() - begin:.0f} s", flush=True)
         FOUND.write_text(json.dumps({**known(), key(row): plan}, indent=1) + "\n")
-    write(rows, known())
+    planned_now = {key(row) for row in rows if left_out(row) is None}
+    write(rows, {name: plan for name, plan in known().items() if name in planned_now})
 
 
 def known() -> dict[str, Any]:

@@ -3,8 +3,8 @@
 [Note: causal attention] An attention is taken to be causal: half of its products are computed. Its backward makes five
 products where its forward makes two (Dao, arXiv 2307.08691).
 
-[Note: groups] A product of groups, as experts have it, is given where each ends, and reaches what a product of one of them
-would: the rows of all, which are the largest of its sizes, by their number.
+[Note: groups] A product of groups, as experts have it, is given where each ends, and reaches what a product of one of
+them would: the rows of all, which are the largest of its sizes, by their number.
 
 [Note: fusion] Compiled code runs operators without products as one kernel, as far as they follow each other: it reads
 what they have not made themselves, and writes what is read later.
