@@ -3786,3 +3786,39 @@ _bug(
     f"{_CALIBRATE}::test_a_kind_of_collective_takes_as_many_times_as_long_as_a_file_says",
     kind="one of several names of the same is forgotten",
 )
+
+# -- plans against published runs
+
+_SLOWEST = "tests/test_plan_time.py::test_many_devices_compute_as_the_slowest_of_them"
+_bug(
+    "selective_holds_what_was_gathered",
+    "meshwright.model.recompute",
+    "is_communication(op) and not is_all_gather(op) and not is_wait(op)",
+    "is_communication(op)",
+    "tests/test_recompute.py::test_selective_sends_nothing_twice_but_what_is_larger_than_what_was_sent[all_gather]",
+    kind="memory that grows with the ranks of an axis that should divide it",
+)
+_bug(
+    "the_slowest_is_the_fastest",
+    "meshwright.plan.device",
+    "return 1 - self.spread",
+    "return 1 + self.spread",
+    _SLOWEST,
+    kind="a sign",
+)
+_bug(
+    "all_compute_as_one",
+    "meshwright.plan.kernels",
+    "_arithmetic(operation, device) / pace)",
+    "_arithmetic(operation, device))",
+    _SLOWEST,
+    kind="a step that does not wait for the slowest",
+)
+_bug(
+    "one_part_is_read_of_many",
+    "meshwright.plan.touched",
+    "size = found.get(block.number, 0) + tensor.numel()",
+    "size = tensor.numel()",
+    "tests/test_plan_step.py::test_parts_of_a_block_that_are_put_together_are_all_read",
+    kind="what is counted by name is counted once",
+)
