@@ -3691,7 +3691,7 @@ _bug(
 _PICTURES = "tests/test_plan_pictures.py"
 _bug(
     "first_of_equal_peaks",
-    "meshwright.plan.series",
+    "meshwright.plan.pictures.series",
     "max(place for place, each in enumerate(totals) if each == largest)",
     "min(place for place, each in enumerate(totals) if each == largest)",
     f"{_PICTURES}::test_of_moments_that_hold_the_same_the_last_is_the_peak_as_in_the_trace",
@@ -3699,7 +3699,7 @@ _bug(
 )
 _bug(
     "bars_over_phases",
-    "meshwright.plan.series",
+    "meshwright.plan.pictures.series",
     "span.phase != group[0].phase or ",
     "",
     f"{_PICTURES}::test_bars_of_several_spans_have_their_ends_and_their_sum[one-200]",
@@ -3707,7 +3707,7 @@ _bug(
 )
 _bug(
     "groups_cut_by_nodes_are_inside",
-    "meshwright.plan.mesh_map",
+    "meshwright.plan.pictures.mesh_map",
     "(outer <= node and node % outer == 0)",
     "outer <= node",
     f"{_PICTURES}::test_levels_of_the_map_hold_all_ranks_and_are_on_their_links[dp_shard=5 x tp=3-root]",
@@ -3723,7 +3723,7 @@ _bug(
 )
 _bug(
     "memory_as_operators_end",
-    "meshwright.plan.series",
+    "meshwright.plan.pictures.series",
     "yield spans[place].start",
     "yield spans[place].end",
     f"{_PICTURES}::test_moments_are_when_their_operators_begin_to_compute",
@@ -3756,7 +3756,7 @@ _bug(
 )
 _bug(
     "bandwidth_below_what_was_reached",
-    "meshwright.plan.fit",
+    "meshwright.plan.calibration.fit",
     "bandwidth = max(rate, link.bandwidth)",
     "bandwidth = link.bandwidth",
     f"{_CALIBRATE}::test_a_bandwidth_stays_where_less_is_reached",
@@ -3764,7 +3764,7 @@ _bug(
 )
 _bug(
     "streams_by_their_mean_rate",
-    "meshwright.plan.calibrate",
+    "meshwright.plan.calibration.calibrate",
     "stream = len(streams) / sum(1 / rate for rate in streams)",
     "stream = sum(streams) / len(streams)",
     f"{_CALIBRATE}::test_a_file_says_what_was_measured_and_what_was_not",
@@ -3772,7 +3772,7 @@ _bug(
 )
 _bug(
     "groups_across_nodes_are_neighbours",
-    "meshwright.plan.measure_links",
+    "meshwright.plan.calibration.measure_links",
     "mesh.get_group(0 if is_across else 1)",
     "mesh.get_group(1)",
     f"{_CALIBRATE}::test_groups_lie_inside_of_nodes_and_across_them",

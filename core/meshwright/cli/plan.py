@@ -80,7 +80,7 @@ def plan(
     with told(traceback):
         _check_one_wish(run_file, world=world, gpus=gpus, calibrate=calibrate)
         if calibrate is not None:
-            from ..plan.calibrate import calibrate_to
+            from ..plan.calibration.calibrate import calibrate_to
 
             join()
             leave(calibrate_to(calibrate, base=device, ranks=calibrated_ranks, show_traceback=traceback))
@@ -167,15 +167,15 @@ def _planned(
     _show(tables(found))
     page, directory = pictures
     if page is not None or directory is not None:
-        from ..plan.pictures import shown
+        from ..plan.pictures.shown import shown
 
         subject = shown(job, on, found, layouts)
         if page is not None:
-            from ..plan.page import write_page
+            from ..plan.pictures.page import write_page
 
             write_page(page, subject)
         if directory is not None:
-            from ..plan.pngs import write_pngs
+            from ..plan.pictures.pngs import write_pngs
 
             write_pngs(directory, subject)
     return found
@@ -193,8 +193,8 @@ def _recommended(
     pictures: tuple[Path | None, Path | None],
 ) -> None:
     load_job(run_file, assignments)
-    from ..plan.recommend import recommend, write_run
-    from ..plan.recommend_report import tables
+    from ..plan.search.recommend import recommend, write_run
+    from ..plan.search.recommend_report import tables
 
     found = recommend(run_file, assignments, gpus, device, **wishes)
     _show(tables(found))
