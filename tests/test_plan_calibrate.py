@@ -283,7 +283,7 @@ def test_groups_lie_inside_of_nodes_and_across_them():
 
 
 def classes_within_patience() -> list[int]:
-    from meshwright.plan import measure_compute as measure
+    from meshwright.plan.calibration import measure_compute as measure
 
     world = open_world("cpu")
     before, measure.PATIENCE_S = measure.PATIENCE_S, 0.0

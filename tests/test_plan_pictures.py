@@ -22,9 +22,10 @@ from plan_layouts import Layout, model
 
 from meshwright.base.errors import ConfigError
 from meshwright.mesh.sizes import EXPERT_AXES, ROOT_AXES, Degrees
-from meshwright.plan import colours, links
+from meshwright.plan import links
 from meshwright.plan.device import Device, find_device
 from meshwright.plan.meter import OWNERS, ROUND_TO, Held
+from meshwright.plan.pictures import colours
 from meshwright.plan.pictures.mesh_map import NODE, boxes, groups, levels, size_of
 from meshwright.plan.pictures.page import page, write_page
 from meshwright.plan.pictures.pngs import write_pngs

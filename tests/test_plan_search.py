@@ -17,10 +17,10 @@ from plan_layouts import SIZES
 from meshwright.base.errors import ConfigError, MeshwrightError
 from meshwright.cli.plan import load_job
 from meshwright.mesh.sizes import Degrees
-from meshwright.plan import recommend as recommending
 from meshwright.plan.device import Device, find_device
 from meshwright.plan.job import job_of
 from meshwright.plan.planned import plan
+from meshwright.plan.search import recommend as recommending
 from meshwright.plan.search.bounds import Known
 from meshwright.plan.search.candidates import Candidate, Space
 from meshwright.plan.search.measure import Glance, Line
