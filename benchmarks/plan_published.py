@@ -113,7 +113,8 @@ def _numbers(row: Mapping[str, Any], layers: int, device: Device, kept: Path | N
     if "float8" in row["precision"]:
         timed = [in_float8(each, entries, gathers=gathers_in_float8(row)) for each in traces]
     chunked = ["tp"] if row.get("async_tp") else []
-    is_compiled = bool(row.get("compile")) or fuses(row)
+    # Torchtitan has asynchronous tensor parallelism for compiled blocks alone.
+    is_compiled = bool(row.get("compile") or row.get("async_tp")) or fuses(row)
     lines = play(timed, job.degrees, device, is_compiled=is_compiled, chunked=chunked)
     # Megatron's last rank writes the figures.
     last = traces[-1]
