@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from typing import Any
 from plan_layouts import Layout, done, planned
 
 from meshwright.base.errors import MeshwrightError, RankError
+from meshwright.strategy.registry import get_registry
+from meshwright.testing.conformance import layouts_of
 from meshwright.testing.pool import pool
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "plan_exact.json"
 SP = {"sequence_parallel": True}
-MOE = "qwen3_moe"
+MOE, EIGHT = "qwen3_moe", "qwen3_moe of 8"
 
 
 def pipelines(engine: str, ranks: int, sizes: dict[str, int], **kwargs: Any) -> list[Layout]:
@@ -92,7 +95,25 @@ LAYOUTS = [
     Layout("fsdp2", 4, {"ep_size": 2, "pp_size": 2}, model=MOE),
     Layout("fsdp2", 8, {"tp_size": 2, "dp_replicate_size": 2}),
     Layout("fsdp2", 8, {"pp_size": 2, "tp_size": 2}),
+    Layout("fsdp2", 8, {"dp_replicate_size": 2}),
+    Layout("fsdp2", 8, {"cp_size": 4}),
+    Layout("fsdp2", 8, {"tp_size": 4}, SP),
+    Layout("fsdp2", 8, {"ep_size": 8}, model=EIGHT),
+    Layout("megatron_fsdp", 8, {"dp_replicate_size": 2}),
+    Layout("ddp", 8, {}, {"engine": "bucketed", "use_distributed_optimizer": True}),
 ]
+
+
+def of_conformance() -> Iterator[Layout]:
+    """Those that `meshwright check` tries of each strategy."""
+    for name, spec in get_registry().strategies.items():
+        for _, ranks, sizes, _ in layouts_of(spec, 4):
+            # What follows from the others is left out.
+            told = {axis: size for axis, size in sizes.items() if axis != "dp_size" and size > 1}
+            yield Layout(name, ranks, told, model=MOE if "ep_size" in sizes else "llama")
+
+
+LAYOUTS += [each for each in of_conformance() if each not in LAYOUTS]
 
 
 def compared(layout: Layout) -> dict[str, Any]:

@@ -118,7 +118,8 @@ def test_a_plan_alone_starts_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
     silent = _train(tmp_path, plan={"enabled": False})
     assert silent.returncode == 0, silent.stderr
-    assert "plan" not in silent.stdout
+    assert "planned:" not in silent.stdout
+    assert "plan beside" not in silent.stdout
 
 
 def test_where_a_plan_was_off_is_told():

@@ -261,7 +261,10 @@ def test_a_pipeline_is_bounded_by_its_bubbles_and_what_it_holds(tmp_path):
     (whole,) = space.candidates()
     found = {each.wrapper.pp_schedule: each for each in space.wrapped(whole)}
     known = Known(space)
-    known.learn(replace(whole, degrees=Degrees()), Glance(Line(0, 5), Line(0, 2), Line(0, 1), Line(0, 100), Line(0, 10), Line(0, 200)))
+    known.learn(
+        replace(whole, degrees=Degrees()),
+        Glance(Line(0, 5), Line(0, 2), Line(0, 1), Line(0, 100), Line(0, 10), Line(0, 200)),
+    )
     # 4 microbatches of 8 s on two ranks; a bubble of one of 4 + 1 forwards and backwards.
     assert known.forecast(found["1F1B"]) == (pytest.approx(1 / 5), 2)
     assert known.seconds(found["1F1B"]) == pytest.approx(4 * 8 / 2 * 5 / 4)

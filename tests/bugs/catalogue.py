@@ -3688,3 +3688,141 @@ _bug(
     "tests/test_plan_beside.py::test_a_run_holds_and_sends_what_was_planned[bucketed]",
     kind="a part of what a run holds is left out of its plan",
 )
+_PICTURES = "tests/test_plan_pictures.py"
+_bug(
+    "first_of_equal_peaks",
+    "meshwright.plan.series",
+    "max(place for place, each in enumerate(totals) if each == largest)",
+    "min(place for place, each in enumerate(totals) if each == largest)",
+    f"{_PICTURES}::test_of_moments_that_hold_the_same_the_last_is_the_peak_as_in_the_trace",
+    kind="a picture names another operator than the table",
+)
+_bug(
+    "bars_over_phases",
+    "meshwright.plan.series",
+    "span.phase != group[0].phase or ",
+    "",
+    f"{_PICTURES}::test_bars_of_several_spans_have_their_ends_and_their_sum[one-200]",
+    kind="what is drawn together is not alike",
+)
+_bug(
+    "groups_cut_by_nodes_are_inside",
+    "meshwright.plan.mesh_map",
+    "(outer <= node and node % outer == 0)",
+    "outer <= node",
+    f"{_PICTURES}::test_levels_of_the_map_hold_all_ranks_and_are_on_their_links[dp_shard=5 x tp=3-root]",
+    kind="right where sizes divide",
+)
+_bug(
+    "rails_not_shared",
+    "meshwright.plan.links",
+    "rounds * size * (nodes - 1) / nodes / here",
+    "rounds * size * (nodes - 1) / nodes",
+    f"{_PICTURES}::test_bytes_over_links_are_those_that_take_the_time[nodes-all_gather]",
+    kind="bytes told are not those that are timed",
+)
+_bug(
+    "memory_as_operators_end",
+    "meshwright.plan.series",
+    "yield spans[place].start",
+    "yield spans[place].end",
+    f"{_PICTURES}::test_moments_are_when_their_operators_begin_to_compute",
+    kind="what is held while something waits is drawn as what comes after",
+)
+_bug(
+    "no_phase_is_backward",
+    "meshwright.plan.meter",
+    'return "backward" if in_backward() else "forward"',
+    'return "forward"',
+    f"{_PICTURES}::test_operators_are_of_the_phase_in_which_they_run[one]",
+    kind="two phases are told as one",
+)
+_CALIBRATE = "tests/test_plan_calibrate.py"
+_bug(
+    "hosts_issue_while_they_compute",
+    "meshwright.plan.time",
+    "self.host = end if self.device.is_host else self.host",
+    "self.host = self.host",
+    f"{_CALIBRATE}::test_a_host_issues_a_collective_when_it_has_computed",
+    kind="what is planned to overlap does not",
+)
+_bug(
+    "collectives_take_nothing_of_the_device",
+    "meshwright.plan.time",
+    "if speed == 1 or not left:",
+    "if speed <= 1:",
+    f"{_CALIBRATE}::test_a_device_computes_less_beside_collectives[0.5-12]",
+    kind="what is planned to overlap does not",
+)
+_bug(
+    "bandwidth_below_what_was_reached",
+    "meshwright.plan.fit",
+    "bandwidth = max(rate, link.bandwidth)",
+    "bandwidth = link.bandwidth",
+    f"{_CALIBRATE}::test_a_bandwidth_stays_where_less_is_reached",
+    kind="a number that was measured is cut off",
+)
+_bug(
+    "streams_by_their_mean_rate",
+    "meshwright.plan.calibrate",
+    "stream = len(streams) / sum(1 / rate for rate in streams)",
+    "stream = sum(streams) / len(streams)",
+    f"{_CALIBRATE}::test_a_file_says_what_was_measured_and_what_was_not",
+    kind="rates are averaged in the place of times",
+)
+_bug(
+    "groups_across_nodes_are_neighbours",
+    "meshwright.plan.measure_links",
+    "(size, others) if is_across else (others, size)",
+    "(others, size)",
+    f"{_CALIBRATE}::test_groups_lie_inside_of_nodes_and_across_them",
+    kind="links between nodes are never measured",
+)
+_bug(
+    "messages_are_received_at_another_rate",
+    "meshwright.plan.links",
+    '"send" if kind in MESSAGES else kind',
+    "kind",
+    f"{_CALIBRATE}::test_a_kind_of_collective_takes_as_many_times_as_long_as_a_file_says",
+    kind="one of several names of the same is forgotten",
+)
+_bug(
+    "less_is_bounded_by_more",
+    "meshwright.plan.bounds",
+    "at[0] <= work and",
+    "at[0] >= work and",
+    "tests/test_plan_search.py::test_a_glance_bounds_what_computes_more_and_holds_more",
+    kind="a bound is above what it bounds",
+)
+_bug(
+    "few_rows_hold_what_many_do",
+    "meshwright.plan.bounds",
+    "if rows <= candidate.rows and at.dp_shard >=",
+    "if at.dp_shard <=",
+    "tests/test_plan_search.py::test_a_glance_bounds_what_computes_more_and_holds_more",
+    kind="a bound is above what it bounds",
+)
+_bug(
+    "bubbles_are_free",
+    "meshwright.plan.bounds",
+    "return share / (1 - waiting)",
+    "return share",
+    "tests/test_plan_search.py::test_a_pipeline_is_bounded_by_its_bubbles_and_what_it_holds",
+    kind="a cost is left out of a forecast",
+)
+_bug(
+    "what_is_set_is_searched",
+    "meshwright.plan.candidates",
+    'any(each == key or key.startswith(f"{each}.") for each in self.kept)',
+    "any(each == key for each in self.kept if not each)",
+    "tests/test_plan_search.py::test_kept_settings_stay_and_others_are_searched",
+    kind="what the user has set is not kept",
+)
+_bug(
+    "millions_of_tokens",
+    "meshwright.plan.recommend",
+    '"M": 2**20',
+    '"M": 10**6',
+    "tests/test_plan_search.py::test_tokens_are_counted_as_the_field_does",
+    kind="a unit is another than is said",
+)

@@ -68,9 +68,10 @@ class _Call:
                 return _Divided(tensor, self.pack(tensor.to_local()))
         storage = tensor.untyped_storage()
         stays = isinstance(tensor, nn.Parameter) or not is_plain(tensor) or tensor.layout is not torch.strided
-        if stays or self._keeps(storage):
+        # Memory that this dtype does not divide was made for another.
+        if stays or self._keeps(storage) or storage.nbytes() % tensor.itemsize:
             return tensor.detach() if tensor.grad_fn is not None else tensor
-        return _View(self._move(storage, version_of(tensor)), tensor)
+        return _View(self._move(tensor, version_of(tensor)), tensor)
 
     def _keeps(self, storage: torch.UntypedStorage) -> bool:
         """Whether a memory stays; that of parameters may have been gathered since the call began."""
@@ -78,10 +79,12 @@ class _Call:
             self._stays[id(storage)] = storage
         return id(storage) in self._stays
 
-    def _move(self, storage: torch.UntypedStorage, version: int) -> _Moved:
+    def _move(self, tensor: Tensor, version: int) -> _Moved:
+        storage = tensor.untyped_storage()
         known, moved = self._moved.get((id(storage), version), (lambda: None, None))
         if moved is None or known() is not storage:
-            moved = _Moved(self._blocks, storage)
+            count = storage.nbytes() // tensor.itemsize
+            moved = _Moved(self._blocks, tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8))
             self._moved[id(storage), version] = weakref.ref(storage), moved
         return moved
 
@@ -89,27 +92,30 @@ class _Call:
 class _Moved:
     """Memory of a device that lies in host memory.
 
+    Args:
+        whole: all of it, 1-D, uint8.
+
     Attributes:
         views: that are in it and have not been asked for.
     """
 
-    def __init__(self, blocks: OffloadedBlocks, storage: torch.UntypedStorage) -> None:
+    def __init__(self, blocks: OffloadedBlocks, whole: Tensor) -> None:
         self.views = 0
-        self._blocks, self._device = blocks, storage.device
-        self._host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type != "cpu")
-        self._host.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), non_blocking=True)
-        self._back: torch.UntypedStorage | None = None
-        blocks.bytes_out += storage.nbytes()
+        self._blocks, self._device = blocks, whole.device
+        self._host = torch.empty(whole.numel(), dtype=torch.uint8, pin_memory=whole.device.type != "cpu")
+        self._host.copy_(whole, non_blocking=True)
+        self._back: Tensor | None = None
+        blocks.bytes_out += whole.numel()
 
-    def back(self) -> torch.UntypedStorage:
-        """The memory on the device, copied once for all views."""
-        storage = self._back
-        if storage is None:
+    def back(self) -> Tensor:
+        """The memory on the device, 1-D, uint8, copied once for all views."""
+        whole = self._back
+        if whole is None:
             whole = torch.empty_like(self._host, device=self._device, pin_memory=False)
-            storage = whole.copy_(self._host, non_blocking=True).untyped_storage()
-            self._blocks.bytes_back += storage.nbytes()
-        self._back = storage if self.views > 0 else None
-        return storage
+            whole.copy_(self._host, non_blocking=True)
+            self._blocks.bytes_back += whole.numel()
+        self._back = whole if self.views > 0 else None
+        return whole
 
 
 class _View:
@@ -118,13 +124,12 @@ class _View:
     def __init__(self, moved: _Moved, tensor: Tensor) -> None:
         moved.views += 1
         self._moved, self._dtype, self._was_asked_for = moved, tensor.dtype, False
-        self._place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._place = tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpacked(self) -> Tensor:
         self._moved.views -= not self._was_asked_for
         self._was_asked_for = True
-        storage = self._moved.back()
-        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._place)
+        return self._moved.back().view(self._dtype).as_strided(*self._place)
 
 
 class _Divided:

@@ -19,6 +19,7 @@ from ..files.parsing import parse_yaml, read_text
 DEVICES = Path(__file__).parent / "devices"
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Part = Annotated[float, Field(gt=0, le=1)]
+Speed = Annotated[float, Field(ge=0, le=1)]
 
 
 class Link(FrozenModel):
@@ -42,6 +43,11 @@ class Node(FrozenModel):
     between: Link = Field(description="Between nodes, of each device: InfiniBand, RoCE, Ethernet.")
     ring_begin_s: Positive = Field(description="Seconds until a collective on a ring has begun.")
     tree_begin_s: Positive = Field(description="Likewise on a tree.")
+    factors: Mapping[str, Positive] = Field(
+        default={},
+        description="How many times as long the bytes of a kind of collective take as on a ring, where a library does "
+        "it in another way: gloo reduces and scatters by reducing all of it everywhere.",
+    )
 
 
 class Device(FrozenModel):
@@ -64,8 +70,15 @@ class Device(FrozenModel):
     context_bytes: int = Field(
         2 << 30, ge=0, description="Memory that others hold: the driver's context, kernels, buffers of communication."
     )
-    is_caching: bool = Field(True, description="Whether freed memory stays with torch, as it does on accelerators.")
     known_as: Sequence[str] = Field((), description="What drivers call it.")
+    is_host: bool = Field(
+        default=False,
+        description="Whether it is the host itself, which issues nothing while it computes, and whose allocator keeps "
+        "nothing that is freed.",
+    )
+    speed_beside_communication: Speed = Field(
+        default=1.0, description="The part of its speed at which it computes while a collective runs."
+    )
     node: Node
     sources: Mapping[str, str] = Field(description="Where figures are from.")
 

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from .device import Device
 from .trace import Operation
 
+VIEW_COST = 0.2
+"""Of an operator that issues no kernel, for the host, in operators."""
 ALLOCATES = ("aten.empty", "aten.new_empty", "aten.lift_fresh", "prim.")
 _PICKS = ("embedding", "index_select", "index.Tensor", "gather.default", "slice_scatter")
 
@@ -76,4 +78,9 @@ def _joined(chain: Iterable[Operation], end: int, last: dict[int, int]) -> list[
             writes[block] = max(writes.get(block, 0), size)
     kept = tuple((block, size) for block, size in writes.items() if last[block] >= end)
     size = sum(reads.values()) + sum(size for _, size in kept)
-    return [Operation("fused", 0, size, (), kernels[0].dtype, None, tuple(reads.items()), kept)] if kept else []
+    if not kept:
+        return []
+    logged, phase = kernels[-1].logged, kernels[-1].phase
+    return [
+        Operation("fused", 0, size, (), kernels[0].dtype, None, tuple(reads.items()), kept, logged=logged, phase=phase)
+    ]

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from ..mesh.sizes import EXPERT_AXES, ROOT_AXES, VIEWS, Degrees
 from .device import Node
 
+MESSAGES = ("send", "recv", "recv_any_source")
 TREE_RATE = 0.5 / 3.8
 """Of a ring's: a tree sends up and down, and its short messages carry flags beside data."""
 
@@ -44,7 +45,7 @@ def members(group: str, rank: int, degrees: Degrees, size: int) -> list[int]:
     return list(range(first, first + size))
 
 
-def seconds(kind: str, size: int, ranks: Sequence[int], node: Node) -> float:
+def seconds(kind: str, size: float, ranks: Sequence[int], node: Node) -> float:
     """Of one collective, once all ranks have come to it.
 
     Args:
@@ -56,7 +57,8 @@ def seconds(kind: str, size: int, ranks: Sequence[int], node: Node) -> float:
     if count == 1:
         return 0.0
     here = count / nodes
-    if kind in ("send", "recv", "recv_any_source"):
+    size = size * node.factors.get("send" if kind in MESSAGES else kind, 1.0)
+    if kind in MESSAGES:
         link = node.inside if nodes == 1 else node.between
         return link.ring_s + size / link.rate
     if kind == "all_to_all":
@@ -73,3 +75,22 @@ def seconds(kind: str, size: int, ranks: Sequence[int], node: Node) -> float:
     rate = (node.inside.rate if nodes == 1 else min(node.inside.rate, here * node.between.rate)) * TREE_RATE
     steps = (here - 1) * node.inside.tree_s + math.log2(nodes) * node.between.tree_s
     return min(ring, node.tree_begin_s + rounds * steps + size / rate)
+
+
+def passed(kind: str, size: int, ranks: Sequence[int], node: Node) -> tuple[float, float]:
+    """Bytes that each device sends in one collective: to others of its node, and to other nodes; of a ring.
+
+    Args:
+        kind, size, ranks: as of `seconds`.
+    """
+    count, nodes = len(ranks), len({rank // node.ranks for rank in ranks})
+    if count == 1 or kind.startswith("recv"):
+        return 0.0, 0.0
+    here = count / nodes
+    if kind == "send":
+        return (size, 0.0) if nodes == 1 else (0.0, size)
+    if kind == "all_to_all":
+        return (here - 1) / count * size, (count - here) / count * size
+    rounds = 2 if kind == "all_reduce" else 1
+    near = size * (count - 1) / count if here > 1 else 0.0
+    return rounds * near, rounds * size * (nodes - 1) / nodes / here

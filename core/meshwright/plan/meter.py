@@ -172,10 +172,24 @@ class StepMeter(Meter):
     def now(self) -> Held:
         return Held(self.total, self._owners(len(self._blocks)), "")
 
+    @property
+    def step_phase(self) -> str:
+        """Of the step, now: "forward", "backward" or "optimizer"."""
+        if self.phase == "activations":
+            return "backward" if in_backward() else "forward"
+        return "optimizer"
+
+    def owners(self) -> dict[int, str]:
+        """Whose each block is that `log` names."""
+        return {number: self._owner(number) for number in self._blocks}
+
+    def _owner(self, number: int) -> str:
+        return self._owned.get(number) or self._made.get(number, "other")
+
     def _owners(self, until: int) -> dict[str, int]:
         held: Counter[str] = Counter()
         for number, change in zip(self._blocks[:until], self._changes[:until], strict=True):
-            held[self._owned.get(number) or self._made.get(number, "other")] += change
+            held[self._owner(number)] += change
         return {owner: held[owner] for owner in OWNERS if held[owner]}
 
     def _activations(self, until: int) -> dict[str, int]:

@@ -128,7 +128,7 @@ def _played(traces: Sequence[Trace], job: Job, device: Device) -> list[Timeline]
 
 
 def _of_rank(found: Trace, line: Timeline, device: Device) -> dict[str, Any]:
-    taken = reserved(found, workspace=device.workspace_bytes) if device.is_caching else found.peak.bytes
+    taken = found.peak.bytes if device.is_host else reserved(found, workspace=device.workspace_bytes)
     return {
         "rank": found.rank,
         "peak_allocated_bytes": found.peak.bytes,

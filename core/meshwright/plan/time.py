@@ -10,12 +10,17 @@ gathered only when the unit before the last has been copied out of what it was g
 only when those of the unit before have been reduced. (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py:
 `wait_for_unshard`, `post_backward`.)
 
+[Note: hosts] A device may be the host itself, as a CPU is: it has one stream of computing, and issues nothing while it
+computes. Collectives are still carried beside that, by threads of their own, but with the same cores; so it may do
+less, or nothing, while they run. Accelerators, too, may give a part of themselves to collectives.
+
 [Note: pipelines] All stages are played together. A message leaves when it is made, and is there when the link has
 carried it; who reads it waits. Bubbles are what comes of it.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,21 +33,24 @@ from .device import Device
 from .trace import Operation, Trace
 
 COMPUTE = "compute"
-_VIEW_COST = 0.2
-"""Of an operator that issues no kernel, in operators."""
-
 Message = tuple[int, int, int]
 """Ranks from and to, and the number of the message between them."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One operator on a stream, from and until when [s]."""
+    """One operator on a stream, from and until when [s].
+
+    Attributes:
+        logged, phase: of the operation.
+    """
 
     stream: str
     name: str
     start: float
     end: float
+    logged: int = 0
+    phase: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,6 +125,8 @@ class _Rank:
     coming: dict[int, Message] = field(default_factory=dict)
     copied_out: list[float] = field(default_factory=list)
     reduced: float = 0.0
+    carried: list[tuple[float, float]] = field(default_factory=list)
+    longest: float = 0.0
     numbers: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
     spans: list[Span] = field(default_factory=list)
 
@@ -140,17 +150,19 @@ class _Rank:
             elif kernels.is_kernel(each):
                 self._compute(each, of_stream)
             else:
-                self.host += _VIEW_COST * self.device.cpu_s
+                self.host += kernels.VIEW_COST * self.device.cpu_s
 
     def _compute(self, each: Operation, of_stream: dict[int, str]) -> None:
         touched = [block for block, _ in (*each.reads, *each.writes)]
         after = 0.0
-        if each.name.startswith("fsdp.all_gather_copy_in"):
+        if self.device.is_host:
+            stream = COMPUTE
+        elif each.name.startswith("fsdp.all_gather_copy_in"):
             stream = GATHER
             after = self.copied_out[-2] if len(self.copied_out) > 1 else 0.0
         else:
             stream = REDUCE if all(of_stream.get(block) == REDUCE for block in touched) else COMPUTE
-        if each.name.startswith("fsdp.chunk_cat"):
+        if each.name.startswith("fsdp.chunk_cat") and not self.device.is_host:
             after = self.reduced
         end = self._put(stream, each, kernels.seconds(each, self.device), after)
         if each.name.startswith("fsdp.split_with_sizes_copy"):
@@ -188,11 +200,34 @@ class _Rank:
         known = [self.made[block] for block, _ in (*each.reads, *each.writes) if block in self.made]
         ready = max((time for other, time in known if other != stream), default=0.0)
         start = max(self.host, self.free[stream], ready, after)
-        end = start + took
+        if each.call is None:
+            end = self._computed(start, took)
+            self.host = end if self.device.is_host else self.host
+        else:
+            end = start + took
+            bisect.insort(self.carried, (start, end))
+            self.longest = max(self.longest, took)
         self.free[stream] = end
         self.made |= {block: (stream, end) for block, _ in each.writes}
-        self.spans.append(Span(stream, each.name, start, end))
+        self.spans.append(Span(stream, each.name, start, end, each.logged, each.phase))
         return end
+
+    def _computed(self, now: float, left: float) -> float:
+        """When so many seconds of computing are done that begin now, beside collectives; see [Note: hosts]."""
+        speed = self.device.speed_beside_communication
+        if speed == 1 or not left:
+            return now + left
+        for start, end in self.carried[bisect.bisect(self.carried, (now - self.longest,)) :]:
+            if left <= start - now:
+                break
+            left -= max(0.0, start - now)
+            now = max(now, start)
+            beside = max(0.0, end - now) * speed
+            if left <= beside:
+                return now + left / speed
+            left -= beside
+            now = max(now, end)
+        return now + left
 
 
 def stage_ranks(rank: int, degrees: Degrees) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ class Operation:
         reads, writes: see `touched`.
         peer: the place in its group of whom a message is for, or from.
         logged: how much of `Trace.log` there was when it ended.
+        phase: "forward", "backward" or "optimizer", clipping included.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Operation:
     writes: Touched = ()
     peer: int | None = None
     logged: int = 0
+    phase: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Trace:
         collectives: in the order in which they were issued; without messages of the control plane.
         operations: likewise, collectives included.
         log: (block, change in bytes) of all memory, what was held before the step first.
+        owners: of the blocks in `log`; see [Note: owners] in `meter`.
     """
 
     rank: int
@@ -108,6 +111,7 @@ class Trace:
     collectives: tuple[Collective, ...]
     operations: tuple[Operation, ...]
     log: tuple[tuple[int, int], ...]
+    owners: Mapping[int, str] = field(default_factory=dict)
 
 
 class NoValues:
@@ -137,8 +141,10 @@ class _Timeline(Recorder):
         dtype = given[0].dtype if given else None
         reads, writes = touched(self._meter, operation, args, kwargs, result)
         peer = peer_of(operation, args, kwargs) if call is not None else None
-        now = self._meter.logged
-        self.operations.append(Operation(str(operation), flops, size, shapes, dtype, call, reads, writes, peer, now))
+        now, phase = self._meter.logged, self._meter.step_phase
+        self.operations.append(
+            Operation(str(operation), flops, size, shapes, dtype, call, reads, writes, peer, now, phase)
+        )
 
 
 def trace(job: Job, mesh: Mesh) -> Trace:
@@ -169,9 +175,10 @@ def trace(job: Job, mesh: Mesh) -> Trace:
         with meter, timeline, _told_modules(manager.model_parts, meter):
             _step(manager, job, given, meter)
         meter.own(tensors_in([*optimizer.state.values()]), "optimizer")
-    log = tuple(meter.log)
+    calls, operations = tuple(timeline.calls), tuple(timeline.operations)
+    found = Trace(mesh.rank, meter.at_peak(), meter.now(), calls, operations, tuple(meter.log), meter.owners())
     del average
-    return Trace(mesh.rank, meter.at_peak(), meter.now(), tuple(timeline.calls), tuple(timeline.operations), log)
+    return found
 
 
 @contextmanager

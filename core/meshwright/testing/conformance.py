@@ -74,7 +74,7 @@ def conformance(
     spec = get_strategy(strategy)
     fixed = dict(config or {})
     validated(spec.config_cls, fixed, where=f"options of {spec.name!r}")
-    layouts = list(_layouts(spec, ranks)) if not sizes else [_layout(spec, ranks, sizes)]
+    layouts = list(layouts_of(spec, ranks)) if not sizes else [_layout(spec, ranks, sizes)]
     if models is not None:
         # Of the layouts that divide the data alone, where there are some, the one with the most axes.
         data = [each for each in layouts if set(each[2]) <= {"dp_size", "dp_replicate_size"} and each[1] > 1]
@@ -88,7 +88,7 @@ def conformance(
     ]
 
 
-def _layouts(spec: StrategySpec, ranks: int) -> Iterator[tuple[str, int, dict[str, int], bool]]:
+def layouts_of(spec: StrategySpec, ranks: int) -> Iterator[tuple[str, int, dict[str, int], bool]]:
     """(name, world size, sizes, whether all cases are tried) of each layout that the claims allow."""
     axes = [axis for axis in CLAIMABLE_AXES if axis in spec.axes and axis != "ep"]
     yield "one rank", 1, {}, not axes
@@ -106,7 +106,7 @@ def _layouts(spec: StrategySpec, ranks: int) -> Iterator[tuple[str, int, dict[st
 
 
 def _expert_layouts(spec: StrategySpec, ranks: int) -> Iterator[tuple[str, int, dict[str, int], bool]]:
-    """As `_layouts`, for `ep`, whose ranks are those of other axes: dp_shard, and perhaps tp or dp_replicate."""
+    """As `layouts_of`, for `ep`, whose ranks are those of other axes: dp_shard, and perhaps tp or dp_replicate."""
     yield "ep=2", 2, {**_sizes({"dp_shard": 2}, spec), "ep_size": 2}, False
     if ranks < 4 or ranks % 2:
         return

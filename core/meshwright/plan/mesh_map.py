@@ -1,0 +1,193 @@
+"""Which ranks share what, on which link: the axes of a mesh as blocks within blocks, of which a few are drawn.
+
+Ranks fill nodes in their order, so a node is a block too: an axis that reaches beyond a node is drawn in two parts,
+that within nodes and that between them. Of many alike the first is drawn with what is in it, and others beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..mesh.sizes import ROOT_AXES, VIEWS, Degrees
+from .device import Device
+from .links import members
+from .series import BETWEEN, INSIDE, link
+from .units import DASH, TIMES
+
+NODE = "node"
+SHARES = {
+    "pp": "other blocks of the model each; activations go from stage to stage, gradients back",
+    "dp_replicate": "the same parameters each; gradients are summed",
+    "dp_shard": "a part of each parameter each, gathered before use; gradients are reduced to the parts",
+    "cp": "a part of each sequence each; keys and values are passed",
+    "tp": "a slice of each matrix each; activations are gathered or summed",
+    "ep": "other experts each; tokens go to where theirs are",
+    "ep_shard": "a part of the same experts each",
+    "dp": "different rows of a batch each",
+    "dp_cp": "different tokens of a batch each; losses and their counts are summed",
+    "dp_shard_cp": "a part of each parameter each, gathered before use; gradients are reduced to the parts",
+}
+ALL = 32
+"""Of so many ranks or fewer each is drawn."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """An axis of the mesh, or its part within nodes or between them; or the node itself.
+
+    Attributes:
+        axis: its name, or `NODE`.
+        count: blocks along it.
+        ranks: in each of these.
+        link: that joins them: one of `series.LINKS`; "" of a node.
+    """
+
+    axis: str
+    count: int
+    ranks: int
+    link: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks along an axis or view of the mesh, of one rank.
+
+    Attributes:
+        groups: how many there are of its kind.
+        nodes: that it is on.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    groups: int
+    nodes: int
+    link: str
+    shares: str
+
+
+def levels(degrees: Degrees, device: Device, axes: Sequence[str] = ROOT_AXES) -> list[Level]:
+    """From the outermost; axes of a single rank are left out."""
+    node, world = device.node.ranks, degrees.world_size
+    found, inner = [], world
+    for axis in axes:
+        count, outer = getattr(degrees, axis), inner
+        inner //= count
+        if count == 1:
+            continue
+        if inner < node < outer and node % inner == 0 == outer % node:
+            found += [Level(axis, outer // node, node, BETWEEN), Level(NODE, 1, node)]
+            found.append(Level(axis, node // inner, inner, INSIDE))
+        else:
+            is_inside = world <= node or (outer <= node and node % outer == 0)
+            found.append(Level(axis, count, inner, INSIDE if is_inside else BETWEEN))
+            found += [Level(NODE, 1, node)] * (inner == node)
+    return [Level(NODE, 1, world), *found] if world <= node else found
+
+
+def groups(degrees: Degrees, device: Device, rank: int) -> list[Group]:
+    """Axes and views of which a rank has others beside it."""
+    found = []
+    names = [*ROOT_AXES, *VIEWS] + (["ep_shard", "ep"] if degrees.ep > 1 else [])
+    for name in names:
+        ranks = members(name, rank, degrees, size_of(name, degrees))
+        axes_above_one = [axis for axis in VIEWS.get(name, (name,)) if getattr(degrees, axis) > 1]
+        if len(ranks) > 1 and (name not in VIEWS or len(axes_above_one) > 1):
+            nodes = len({each // device.node.ranks for each in ranks})
+            count = degrees.world_size // len(ranks)
+            found.append(Group(name, tuple(ranks), count, nodes, link(ranks, device), SHARES[name]))
+    return found
+
+
+def size_of(name: str, degrees: Degrees) -> int:
+    """Ranks of a group of an axis or view."""
+    size = 1
+    for axis in VIEWS.get(name, (name,)):
+        size *= getattr(degrees, axis)
+    return size
+
+
+# -- as boxes
+
+HEAD, GAP, PAD, WIDEST = 20, 6, 8, 960
+LETTER = 7.2
+"""Width of a letter of the size that is written in."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of the map, in pixels.
+
+    Attributes:
+        kind: "level", "node", "rank", "block" (of ranks, whose inside is not drawn) or "more" (of such blocks).
+        link: of a level.
+    """
+
+    x: float
+    y: float
+    width: float
+    height: float
+    kind: str
+    text: str
+    link: str = ""
+
+    def moved(self, x: float, y: float) -> Box:
+        return replace(self, x=self.x + x, y=self.y + y)
+
+
+def boxes(degrees: Degrees, device: Device, axes: Sequence[str] = ROOT_AXES) -> list[Box]:
+    """The map; the first box is around all others."""
+    return _drawn(levels(degrees, device, axes), 0, degrees, device)
+
+
+def _drawn(rest: Sequence[Level], first: int, degrees: Degrees, device: Device) -> list[Box]:
+    """A block that begins with the rank `first`, and has these levels."""
+    if not rest:
+        return [Box(0, 0, 8 + LETTER * max(4, len(f"{degrees.world_size - 1}")), 24, "rank", f"{first}")]
+    level, inner = rest[0], rest[1:]
+    if level.axis == NODE:
+        text = f"node {first // device.node.ranks}"
+        return _framed([_drawn(inner, first, degrees, device)], "node", text, "")
+    children = list(_children(level, inner, first, degrees, device))
+    part = getattr(degrees, level.axis)
+    split = "" if part == level.count else f" of {part:,}"
+    return _framed(children, "level", f"{level.axis} {TIMES} {level.count:,}{split}", level.link)
+
+
+def _children(
+    level: Level, inner: Sequence[Level], first: int, degrees: Degrees, device: Device
+) -> Iterator[list[Box]]:
+    has_all = degrees.world_size <= ALL
+    most = level.count if has_all else (8 if not inner else 3)
+    shown = list(range(level.count)) if level.count <= most + 1 else [*range(most - 1), level.count - 1]
+    before = -1
+    for place in shown:
+        begin = first + place * level.ranks
+        if place > before + 1:
+            yield [_block("more", f"{TIMES} {place - before - 1:,} more")]
+        if place == 0 or has_all or not inner:
+            yield _drawn(inner, begin, degrees, device)
+        else:
+            is_node = inner[0].axis == NODE
+            name = f"node {begin // device.node.ranks}" if is_node else f"{level.axis} {place}"
+            yield [_block("block", f"{name}: {begin}{DASH}{begin + level.ranks - 1}")]
+        before = place
+
+
+def _block(kind: str, text: str) -> Box:
+    return Box(0, 0, 2 * PAD + LETTER * len(text), 30, kind, text)
+
+
+def _framed(children: Sequence[list[Box]], kind: str, text: str, joined: str) -> list[Box]:
+    """Blocks beside each other, or below each other where that is too wide, with a frame and a text around them."""
+    widths, heights = [each[0].width for each in children], [each[0].height for each in children]
+    is_row = sum(widths) + GAP * (len(widths) - 1) <= WIDEST
+    x, y, found = float(PAD), float(HEAD), []
+    for own in children:
+        if own[0].kind in ("block", "more"):
+            own = [replace(own[0], height=max(heights)) if is_row else replace(own[0], width=max(widths))]
+        found += [box.moved(x, y) for box in own]
+        x, y = (x + own[0].width + GAP, y) if is_row else (x, y + own[0].height + GAP)
+    width = max(box.x + box.width for box in found) + PAD
+    height = max(box.y + box.height for box in found) + PAD
+    return [Box(0, 0, max(width, 2 * PAD + LETTER * len(text)), height, kind, text, joined), *found]
