@@ -37,7 +37,7 @@ from .planned import fits
 
 Entry = tuple[float, int, Candidate]
 """Of the heap: the bound when it was last known, a number that tells equal ones apart, and whose it is."""
-AFFORDABLE = 400
+AFFORDABLE = 120
 """Blocks times microbatches; see [Note: what is too costly]."""
 FEW_BLOCKS = sum(DEPTHS[-1])
 """That a plan without a pipeline traces of a deep model."""
