@@ -20,13 +20,13 @@ from meshwright.mesh.sizes import Degrees
 from meshwright.plan.device import Device, find_device
 from meshwright.plan.job import job_of
 from meshwright.plan.planned import plan
-from meshwright.plan.search import recommend as recommending
 from meshwright.plan.search.bounds import Known
 from meshwright.plan.search.candidates import Candidate, Space
 from meshwright.plan.search.measure import Glance, Line
 from meshwright.plan.search.recommend import recommend, tokens_of, write_run
 from meshwright.plan.search.recommend_report import tables
 from meshwright.plan.search.search import Search
+from meshwright.plan.search.search import recommend as recommending
 
 MODEL = {"model_type": "llama", **SIZES}
 RUN: dict[str, Any] = {"model": MODEL, "data": {"seq_len": 16}, "steps": 1, "batch_size": 8}
@@ -74,19 +74,19 @@ def _planned(candidate: Candidate, file: Path, kept: list[str], device: Device) 
 
 
 def _searched(space: Space, wanted: int) -> Search:
-    search = Search(space, Known(space), recommending._Here(), 1, wanted, limit_s=300)
+    search = Search(space, Known(space), recommending._Here(), 1, wanted, limit_s=600)
     search.run()
-    search.settle()
     return search
 
 
-@pytest.mark.parametrize(("kept", "world"), [(SHARDED, 4), (PIPELINES, 2)], ids=["sharded", "pipelines"])
+@pytest.mark.parametrize(("kept", "world"), [(SHARDED, 2), (PIPELINES, 2)], ids=["sharded", "pipelines"])
 def test_the_best_are_those_of_planning_every_layout(kept, world, tmp_path):
     file, device = _file(tmp_path, batch_size=4), find_device("h100-80gb")
     everything = {each.key: _planned(each, file, kept, device) for each in _all(_space(file, kept, world, device))}
     fitting = {key: each for key, each in everything.items() if isinstance(each, dict) and each["fits"]}
     assert fitting
     search = _searched(_space(file, kept, world, device), 3)
+    search.settle()
     seconds = sorted(each["step_seconds"] for each in fitting.values())
     assert [each.seconds for each in search.best()] == pytest.approx(seconds[:3], rel=1e-3)
     assert all(each.is_planned for each in search.best())

@@ -3822,3 +3822,43 @@ _bug(
     "tests/test_plan_step.py::test_parts_of_a_block_that_are_put_together_are_all_read",
     kind="what is counted by name is counted once",
 )
+_bug(
+    "less_is_bounded_by_more",
+    "meshwright.plan.search.bounds",
+    "at[0] <= work and",
+    "at[0] >= work and",
+    "tests/test_plan_search.py::test_a_glance_bounds_what_computes_more_and_holds_more",
+    kind="a bound is above what it bounds",
+)
+_bug(
+    "few_rows_hold_what_many_do",
+    "meshwright.plan.search.bounds",
+    "if rows <= candidate.rows and at.dp_shard >=",
+    "if at.dp_shard <=",
+    "tests/test_plan_search.py::test_a_glance_bounds_what_computes_more_and_holds_more",
+    kind="a bound is above what it bounds",
+)
+_bug(
+    "bubbles_are_free",
+    "meshwright.plan.search.bounds",
+    "return share / (1 - waiting)",
+    "return share",
+    "tests/test_plan_search.py::test_a_pipeline_is_bounded_by_its_bubbles_and_what_it_holds",
+    kind="a cost is left out of a forecast",
+)
+_bug(
+    "what_is_set_is_searched",
+    "meshwright.plan.search.candidates",
+    'any(each == key or key.startswith(f"{each}.") for each in self.kept)',
+    "any(each == key for each in self.kept if not each)",
+    "tests/test_plan_search.py::test_kept_settings_stay_and_others_are_searched",
+    kind="what the user has set is not kept",
+)
+_bug(
+    "millions_of_tokens",
+    "meshwright.plan.search.recommend",
+    '"M": 2**20',
+    '"M": 10**6',
+    "tests/test_plan_search.py::test_tokens_are_counted_as_the_field_does",
+    kind="a unit is another than is said",
+)
