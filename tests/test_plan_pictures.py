@@ -25,11 +25,12 @@ from meshwright.mesh.sizes import EXPERT_AXES, ROOT_AXES, Degrees
 from meshwright.plan import links
 from meshwright.plan.device import Device, find_device
 from meshwright.plan.meter import OWNERS, ROUND_TO, Held
+from meshwright.plan.pictures import colours
 from meshwright.plan.pictures.mesh_map import NODE, boxes, groups, levels, size_of
 from meshwright.plan.pictures.page import page, write_page
 from meshwright.plan.pictures.pngs import write_pngs
 from meshwright.plan.pictures.series import BETWEEN, INSIDE, SENDS, hidden, kept, lanes, memory
-from meshwright.plan.pictures.shown import Shown, colours, frontier, shown, traffic
+from meshwright.plan.pictures.shown import Shown, frontier, shown, traffic
 from meshwright.plan.planned import plan
 from meshwright.plan.time import COMPUTE, Span, Timeline
 from meshwright.plan.trace import Job, Operation, Trace
