@@ -18,6 +18,7 @@ from torch import nn
 
 from meshwright._compat.torch import all_to_all
 from meshwright.mesh.sizes import MeshSizes
+from meshwright.plan.allocator import LARGE_GRANULE
 from meshwright.plan.depth import NEARLY, at_full_depth
 from meshwright.plan.device import find_device
 from meshwright.plan.fakes import choices
@@ -147,7 +148,8 @@ def test_few_blocks_tell_what_many_hold_and_send():
     few = plan(job, device, [1])
     for key in NEARLY:
         nearly, exactly = few["ranks"][0].pop(key), whole["ranks"][0].pop(key)
-        assert nearly == pytest.approx(exactly, rel=0.03)
+        # Memory is taken by granules.
+        assert nearly == pytest.approx(exactly, rel=0.03, abs=LARGE_GRANULE if key == "peak_reserved_bytes" else 0)
     assert few["ranks"] == whole["ranks"]
     for beginning in (30, 100):
         # A peak that lies elsewhere in a shallow model.
