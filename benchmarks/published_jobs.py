@@ -33,8 +33,8 @@ GPT2_VOCABULARY = 50304
 BATCH_AT_FIRST = 384
 """Of Megatron's gpt3_15b: the first of its step-batch-size-schedule, in the run's file."""
 GPUS = {"gpt3_15b_8t_release": 256, "gpt3_15b_8t_release_sm": 256}
-"""Not published: of the numbers that divide the batch, the only one at which neither what is held between steps nor
-the time of one contradicts it: 128 would need 790 TFLOP/s of an H100, and 384 would hold less than what is told."""
+"""Not published: of the numbers that divide the batch the nearest to both the time of a step and what is held between
+steps: 128 would need 790 TFLOP/s of an H100, and 384 would hold still less than is told."""
 
 
 def is_megatron(row: Mapping[str, Any]) -> bool:

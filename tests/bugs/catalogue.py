@@ -3791,14 +3791,6 @@ _bug(
 
 _SLOWEST = "tests/test_plan_time.py::test_many_devices_compute_as_the_slowest_of_them"
 _bug(
-    "selective_holds_what_was_gathered",
-    "meshwright.model.recompute",
-    "is_communication(op) and not is_all_gather(op) and not is_wait(op)",
-    "is_communication(op)",
-    "tests/test_recompute.py::test_selective_sends_nothing_twice_but_what_is_larger_than_what_was_sent[all_gather]",
-    kind="memory that grows with the ranks of an axis that should divide it",
-)
-_bug(
     "the_slowest_is_the_fastest",
     "meshwright.plan.device",
     "return 1 - self.spread",

@@ -168,16 +168,6 @@ def is_communication(op: Any) -> bool:
     return str(op).startswith(("_c10d_functional.", "_c10d_functional_autograd.", "c10d_functional."))
 
 
-def is_wait(op: Any) -> bool:
-    """Whether an operator waits for a functional collective, and gives the memory that this has written."""
-    return str(op).removesuffix(".default") in ("_c10d_functional.wait_tensor", "c10d_functional.wait_tensor")
-
-
-def is_all_gather(op: Any) -> bool:
-    """Whether an operator is a functional all-gather, whose result is as large as what all ranks of a group have."""
-    return is_communication(op) and "all_gather" in str(op)
-
-
 def compiled(function: Callable[..., Any], *, backend: str, versions: int) -> Callable[..., Any]:
     """`torch.compile` that may keep so many versions of a function.
 
