@@ -15,9 +15,9 @@ from meshwright.cli.plan import load_job
 from meshwright.mesh.sizes import Degrees
 from meshwright.plan.device import find_device
 from meshwright.plan.job import job_of
-from meshwright.plan.pictures import Shown, shown
+from meshwright.plan.pictures.pngs import write_pngs
+from meshwright.plan.pictures.shown import Shown, shown
 from meshwright.plan.planned import plan
-from meshwright.plan.pngs import write_pngs
 
 DOCS = Path(__file__).parents[1] / "docs"
 LLAMA_8B: dict[str, Any] = {

@@ -13,15 +13,20 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import json
+import pickle
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from published_jobs import DEVICES, depth, is_megatron, job_of, left_out, vocabulary
+from published_automodel import fuses
+from published_code import running
+from published_jobs import DEVICES, blocks, is_megatron, job_of, left_out, traced_depths, vocabulary
 
 from meshwright.plan.allocator import reserved
 from meshwright.plan.device import Device, find_device
@@ -33,8 +38,8 @@ HERE = Path(__file__).parent
 FOUND = HERE / "results" / "plan_published.json"
 PAGE = HERE.parent / "docs" / "plan.md"
 BEGIN, END = "<!-- published: begin -->", "<!-- published: end -->"
-DEPTHS = (4, 8)
-TRACED = ("model", "gpus", "layout", "activation_checkpointing", "local_batch", "seq", "args")
+TRACED = ("model", "gpus", "layout", "activation_checkpointing", "local_batch", "seq", "args", "source", "compile")
+TRACED += ("pp_schedule", "hardware", "lora", "grad_accum")
 GIB = 2**30
 SPEED = "tokens_per_s_per_gpu"
 
@@ -44,6 +49,7 @@ def main() -> None:
     parser.add_argument("file", nargs="?", type=Path, default=HERE / "published.json")
     parser.add_argument("--rows", nargs="*", type=int, help="by their place in the file; default: all")
     parser.add_argument("--table", action="store_true", help="only write the table")
+    parser.add_argument("--traces", type=Path, help="a directory that keeps traces, to play them again")
     given = parser.parse_args()
     rows = json.loads(given.file.read_text())
     for number, row in enumerate(rows):
@@ -54,12 +60,13 @@ def main() -> None:
             continue
         begin = time.perf_counter()
         try:
-            plan = planned(row)
+            plan = planned(row, given.traces)
         except Exception as error:  # a row that cannot be planned is told in the table
             plan = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
         print(number, title(row), plan, f"{time.perf_counter() - begin:.0f} s", flush=True)
         FOUND.write_text(json.dumps({**known(), key(row): plan}, indent=1) + "\n")
-    write(rows, known())
+    planned_now = {key(row) for row in rows if left_out(row) is None}
+    write(rows, {name: plan for name, plan in known().items() if name in planned_now})
 
 
 def known() -> dict[str, Any]:
@@ -69,7 +76,7 @@ def known() -> dict[str, Any]:
 
 def key(row: Mapping[str, Any]) -> str:
     """The same for a row wherever it stands."""
-    told = [str(row.get(name)) for name in ("local_batch", "seq", "compile", "async_tp")]
+    told = [str(row.get(name)) for name in ("local_batch", "seq", "compile", "async_tp", "pp_schedule")]
     return " ".join([title(row), *told, row["hardware"].split(",")[0]])
 
 
@@ -78,14 +85,13 @@ def title(row: Mapping[str, Any]) -> str:
     return f"{row['model']} x {row.get('gpus')}: {layout}, {row.get('activation_checkpointing')}, {row['precision']}"
 
 
-def planned(row: Mapping[str, Any]) -> dict[str, Any]:
+def planned(row: Mapping[str, Any], kept: Path | None = None) -> dict[str, Any]:
     """What the plan says of a row, in the units of the row."""
     device = find_device(next(name for text, name in DEVICES.items() if row["hardware"].startswith(text)))
-    # Stages of a pipeline have few blocks.
-    depths = (depth(row),) if row["layout"]["pp"] > 1 else DEPTHS
-    numbers = [_numbers(row, layers, device) for layers in depths]
+    depths = traced_depths(row)
+    numbers = [_numbers(row, layers, device, kept) for layers in depths]
     if len(numbers) > 1:
-        part = (depth(row) - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
+        part = (blocks(row) - depths[0]) / (depths[1] - depths[0])
         numbers = [[a + (b - a) * part for a, b in zip(*numbers, strict=True)]]
     allocated, held, taken, seconds, busy, tokens = numbers[0]
     return {
@@ -98,14 +104,18 @@ def planned(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _numbers(row: Mapping[str, Any], layers: int, device: Device) -> list[float]:
+def _numbers(row: Mapping[str, Any], layers: int, device: Device, kept: Path | None) -> list[float]:
     """Bytes at the peak, between steps and reserved, seconds of the step and of computing, tokens of each rank."""
     told = {name: row[name] for name in TRACED if name in row}
-    job, traces = traced(json.dumps(told), layers)
+    job, traces = traced(json.dumps(told), layers, kept)
     entries = vocabulary(row) // job.degrees.tp
-    timed = [in_float8(each, entries) if "float8" in row["precision"] else each for each in traces]
+    timed = list(traces)
+    if "float8" in row["precision"]:
+        timed = [in_float8(each, entries, gathers=gathers_in_float8(row)) for each in traces]
     chunked = ["tp"] if row.get("async_tp") else []
-    lines = play(timed, job.degrees, device, is_compiled=bool(row.get("compile")), chunked=chunked)
+    # Torchtitan has asynchronous tensor parallelism for compiled blocks alone.
+    is_compiled = bool(row.get("compile") or row.get("async_tp")) or fuses(row)
+    lines = play(timed, job.degrees, device, is_compiled=is_compiled, chunked=chunked)
     # Megatron's last rank writes the figures.
     last = traces[-1]
     taken = max(reserved(each, workspace=device.workspace_bytes) for each in traces)
@@ -114,15 +124,27 @@ def _numbers(row: Mapping[str, Any], layers: int, device: Device) -> list[float]
     return [last.peak.bytes, last.after.bytes, taken, seconds, lines[-1].busy(), tokens]
 
 
-@functools.lru_cache(maxsize=len(DEPTHS))
-def traced(row: str, layers: int) -> tuple[Job, list[Trace]]:
-    """Rows that differ in precision and compilation alone follow each other, and have one trace."""
-    job = job_of(json.loads(row), layers)
-    return job, [trace_rank(job, rank) for rank in stage_ranks(0, job.degrees)]
+@functools.lru_cache(maxsize=2)
+def traced(row: str, layers: int, kept: Path | None = None) -> tuple[Job, list[Trace]]:
+    """Rows that differ in precision alone follow each other, and have one trace."""
+    told = json.loads(row)
+    job = job_of(told, layers)
+    path = kept and kept / f"{hashlib.sha256(row.encode()).hexdigest()[:16]}-{layers}.pickle"
+    if path and path.exists():
+        return job, pickle.loads(path.read_bytes())
+    with running(told):
+        traces = [trace_rank(job, rank) for rank in stage_ranks(0, job.degrees)]
+    if path:
+        path.write_bytes(pickle.dumps(traces))
+    return job, traces
 
 
-def in_float8(trace: Trace, vocabulary: int) -> Trace:
-    """The same with products of blocks in float8: operands are read for their largest value, and cast."""
+def in_float8(trace: Trace, vocabulary: int, *, gathers: bool) -> Trace:
+    """The same with products of blocks in float8: operands are read for their largest value, and cast.
+
+    Args:
+        gathers: whether weights of blocks, and what products are given, are gathered in float8, too.
+    """
 
     def changed() -> Iterator[Operation]:
         for number, each in enumerate(trace.operations):
@@ -138,7 +160,40 @@ def in_float8(trace: Trace, vocabulary: int) -> Trace:
                 yield replace(each, name="cast", flops=0, reads=((block, size),), writes=(casts[-1],), call=None)
             yield replace(each, dtype=torch.float8_e4m3fn, reads=tuple(casts))
 
-    return replace(trace, operations=tuple(changed()))
+    calls = list(trace.collectives)
+    for call in _gathered_for_products(trace) if gathers else ():
+        calls[call] = replace(calls[call], bytes=calls[call].bytes // 2)
+    return replace(trace, operations=tuple(changed()), collectives=tuple(calls))
+
+
+def _gathered_for_products(trace: Trace) -> list[int]:
+    """Numbers of the all-gathers of what is given to products of blocks: of weights by FSDP, but for those of the root,
+    which are not as large as others; and of sequences, but for their gradients, which are turned for a product."""
+    weights, found = Counter[int](), []
+    for each in trace.operations:
+        if each.name.startswith("c10d._allgather_base_") and each.call is not None:
+            weights[trace.collectives[each.call].bytes] += 1
+    size_of_block = weights.most_common(1)[0][0] if weights else 0
+    waiting: dict[int, int] = {}
+    for each in trace.operations:
+        call = trace.collectives[each.call] if each.call is not None else None
+        if call is not None and call.kind == "all_gather" and each.call is not None:
+            if call.group == "tp":
+                waiting |= dict.fromkeys((block for block, _ in each.writes), each.call)
+            elif each.name.startswith("c10d._allgather_base_") and call.bytes == size_of_block:
+                found.append(each.call)
+        elif each.name.startswith("aten.cat"):
+            known = [waiting[block] for block, _ in each.reads if block in waiting]
+            waiting |= {block: known[0] for block, _ in each.writes if known}
+        elif each.flops and each.reads and (number := waiting.pop(each.reads[0][0], None)) is not None:
+            rows, columns = each.shapes[0][-2:]
+            found += [number] if rows > columns else []
+    return found
+
+
+def gathers_in_float8(row: Mapping[str, Any]) -> bool:
+    """By tensors, torchao gathers in float8 what products are given; and weights, as torchtitan's guide says to do."""
+    return "float8" in row["precision"] and "rowwise" not in row["precision"]
 
 
 def write(rows: list[dict[str, Any]], found: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Plan every type of transformers' causal LMs in some layouts, and tell which cannot be planned and why.
+"""Plan every type of transformers' causal LMs, and tell which cannot be planned and why.
 
     python benchmarks/plan_types.py                 # all; what is known already stays
     python benchmarks/plan_types.py --only qwen3    # types whose names contain this, once more
@@ -33,11 +33,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "plan_types.json"
 PAGE = ROOT / "docs" / "plan.md"
 BEGIN, END = "<!-- types: begin -->", "<!-- types: end -->"
-LAYOUTS: dict[str, dict[str, int]] = {
-    "dp_shard=4": {},
-    "dp_shard=2 x tp=2": {"tp_size": 2},
-    "pp=2 x dp_shard=2": {"pp_size": 2},
-}
+LAYOUTS: dict[str, dict[str, int]] = {"dp_shard=4": {}}
 ROWS, LENGTH = 2, 32
 
 

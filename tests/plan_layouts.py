@@ -76,7 +76,11 @@ def model(model_type: str, dtype: str, layers: int = 4, is_adapted: bool = False
 
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     model_type, _, experts = model_type.partition(" of ")
-    more = {} if model_type == "llama" else {**EXPERTS, **({"num_experts": int(experts)} if experts else {})}
+    more = (
+        {}
+        if model_type == "llama"
+        else {**EXPERTS, **(dict.fromkeys(("num_experts", "num_experts_per_tok"), int(experts)) if experts else {})}
+    )
     config = AutoConfig.for_model(model_type, **SIZES, **more, **tokens)
     config._experts_implementation = "eager"
     config.num_hidden_layers = layers

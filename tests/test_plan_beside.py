@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.plan.beside import Comparison
+from meshwright.plan.beside.comparison import Comparison
 from meshwright.plan.device import DEVICES
 
 RUN: dict[str, Any] = {

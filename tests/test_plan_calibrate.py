@@ -16,11 +16,11 @@ from meshwright.base.errors import ConfigError, MeshError
 from meshwright.mesh.sizes import Degrees
 from meshwright.mesh.world import open_world
 from meshwright.plan import links
-from meshwright.plan.calibrate import Rates, best, calibrate, calibrate_to, device_of, written
+from meshwright.plan.calibration.calibrate import Rates, best, calibrate, calibrate_to, device_of, written
+from meshwright.plan.calibration.fit import Sample, deviation, fit
+from meshwright.plan.calibration.measure_compute import Clock, Effort, products
+from meshwright.plan.calibration.measure_links import KINDS
 from meshwright.plan.device import Device, Node, devices, find_device
-from meshwright.plan.fit import Sample, deviation, fit
-from meshwright.plan.measure_compute import Clock, Effort, products
-from meshwright.plan.measure_links import KINDS
 from meshwright.plan.meter import Held
 from meshwright.plan.time import play
 from meshwright.plan.trace import Operation, Trace
@@ -268,7 +268,7 @@ def test_ranks_measure_themselves_and_agree():
 
 
 def groups_of_four() -> list[tuple[str, int, tuple[int, ...]]]:
-    from meshwright.plan.measure_links import samples
+    from meshwright.plan.calibration.measure_links import samples
 
     world = open_world("cpu")
     effort = replace(TINY, messages=(1 << 10,))
@@ -283,7 +283,7 @@ def test_groups_lie_inside_of_nodes_and_across_them():
 
 
 def classes_within_patience() -> list[int]:
-    from meshwright.plan import measure_compute as measure
+    from meshwright.plan.calibration import measure_compute as measure
 
     world = open_world("cpu")
     before, measure.PATIENCE_S = measure.PATIENCE_S, 0.0
@@ -321,8 +321,8 @@ def test_nodes_of_different_sizes_are_refused_on_all_ranks():
 
 COMMAND = """
 import sys
-from meshwright.plan.calibrate import calibrate_to
-from meshwright.plan.measure_compute import Effort
+from meshwright.plan.calibration.calibrate import calibrate_to
+from meshwright.plan.calibration.measure_compute import Effort
 if __name__ == "__main__":
     effort = Effort(0.001, 1, 1, (64,), 64, 64, 1 << 16, 3, (1 << 10, 1 << 16))
     sys.exit(calibrate_to(sys.argv[1], ranks=int(sys.argv[2]), device="cpu", effort=effort))

@@ -22,15 +22,16 @@ from plan_layouts import Layout, model
 
 from meshwright.base.errors import ConfigError
 from meshwright.mesh.sizes import EXPERT_AXES, ROOT_AXES, Degrees
-from meshwright.plan import colours, links
+from meshwright.plan import links
 from meshwright.plan.device import Device, find_device
-from meshwright.plan.mesh_map import NODE, boxes, groups, levels, size_of
 from meshwright.plan.meter import OWNERS, ROUND_TO, Held
-from meshwright.plan.page import page, write_page
-from meshwright.plan.pictures import Shown, frontier, shown, traffic
+from meshwright.plan.pictures import colours
+from meshwright.plan.pictures.mesh_map import NODE, boxes, groups, levels, size_of
+from meshwright.plan.pictures.page import page, write_page
+from meshwright.plan.pictures.pngs import write_pngs
+from meshwright.plan.pictures.series import BETWEEN, INSIDE, SENDS, hidden, kept, lanes, memory
+from meshwright.plan.pictures.shown import Shown, frontier, shown, traffic
 from meshwright.plan.planned import plan
-from meshwright.plan.pngs import write_pngs
-from meshwright.plan.series import BETWEEN, INSIDE, SENDS, hidden, kept, lanes, memory
 from meshwright.plan.time import COMPUTE, Span, Timeline
 from meshwright.plan.trace import Job, Operation, Trace
 
@@ -489,14 +490,13 @@ def test_texts_of_layouts_are_escaped():
     assert _read(text).kinds["b"] == _read(page(_subject("one"))).kinds["b"]
 
 
-def _deep(layers: int) -> Job:
-    layout = Layout("fsdp2", 2, microbatches=1)
+def _deep(layers: int, layout: Layout) -> Job:
     make = functools.partial(model, layout.model, layout.dtype)
     return replace(layout.job(), model=lambda: make(layers), layers=layers, with_layers=make)
 
 
 def test_a_deep_model_is_drawn_with_few_blocks_and_says_so():
-    job, device = _deep(40), _device()
+    job, device = _deep(40, Layout("fsdp2", 2, microbatches=1)), _device()
     subject = shown(job, device, plan(job, device, [0]))
     assert (subject.drawn_layers, subject.layers) == (10, 40)
     text = page(subject)
@@ -504,6 +504,14 @@ def test_a_deep_model_is_drawn_with_few_blocks_and_says_so():
     # The trace's own, not that of all blocks.
     assert subject.reserved[0] < subject.plan["peak_reserved_bytes"]
     assert "not of all" not in page(_subject("tp"))
+
+
+def test_a_deep_pipeline_is_drawn_with_few_blocks_of_each_stage():
+    job = _deep(40, Layout("fsdp2", 2, {"pp_size": 2}))
+    told = {"ranks": [{"rank": rank, "peak_reserved_bytes": rank} for rank in (0, 1)]}
+    subject = shown(job, _device(), told)
+    assert [found.rank for found in subject.traces] == [0, 1]
+    assert subject.depth == "a model of 8 blocks, not of all 40"
 
 
 PIXELS = {

@@ -17,16 +17,16 @@ from plan_layouts import SIZES
 from meshwright.base.errors import ConfigError, MeshwrightError
 from meshwright.cli.plan import load_job
 from meshwright.mesh.sizes import Degrees
-from meshwright.plan import recommend as recommending
-from meshwright.plan.bounds import Known
-from meshwright.plan.candidates import Candidate, Space
 from meshwright.plan.device import Device, find_device
 from meshwright.plan.job import job_of
-from meshwright.plan.measure import Glance, Line
 from meshwright.plan.planned import plan
-from meshwright.plan.recommend import recommend, tokens_of, write_run
-from meshwright.plan.recommend_report import tables
-from meshwright.plan.search import Search
+from meshwright.plan.search import recommend as recommending
+from meshwright.plan.search.bounds import Known
+from meshwright.plan.search.candidates import Candidate, Space
+from meshwright.plan.search.measure import Glance, Line
+from meshwright.plan.search.recommend import recommend, tokens_of, write_run
+from meshwright.plan.search.recommend_report import tables
+from meshwright.plan.search.search import Search
 
 MODEL = {"model_type": "llama", **SIZES}
 RUN: dict[str, Any] = {"model": MODEL, "data": {"seq_len": 16}, "steps": 1, "batch_size": 8}

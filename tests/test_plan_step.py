@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from plan_layouts import Layout, planned
 
 from meshwright.mesh.sizes import Degrees
 from meshwright.plan.allocator import GATHER, LARGE_GRANULE, REDUCE, reserved, streams
 from meshwright.plan.device import Device, find_device
+from meshwright.plan.meter import StepMeter
 from meshwright.plan.time import COMPUTE, Timeline, play
+from meshwright.plan.touched import touched
 from meshwright.plan.trace import Trace
 
 FAST, SLOW = 1e15, 1e4
@@ -92,3 +95,16 @@ def test_stages_wait_for_each_other():
     alone = max(line.busy() for line in together)
     # Each microbatch crosses the boundary and comes back.
     assert min(line.seconds for line in together) > alone + 2 * 2 * 2 * 16 * 64 * 8 / SLOW / 2
+
+
+def test_parts_of_a_block_that_are_put_together_are_all_read():
+    whole, meter = torch.ones(8, 64), StepMeter()
+    parts = whole.split(2)
+    meter.see([whole])
+    made = torch.cat(parts, 1)
+    meter.see([made])
+    reads, writes = touched(meter, torch.ops.aten.cat.default, (list(parts), 1), {}, made)
+    assert [size for _, size in reads] == [size for _, size in writes] == [whole.nbytes]
+    # Twice the same is read once.
+    reads, _ = touched(meter, torch.ops.aten.mul.Tensor, (whole, whole), {}, made)
+    assert [size for _, size in reads] == [whole.nbytes]

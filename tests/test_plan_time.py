@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from meshwright._compat.torch import arithmetic
 from meshwright.base.errors import ConfigError, MeshError
 from meshwright.mesh.sizes import Degrees
 from meshwright.plan import kernels, links
@@ -174,6 +175,29 @@ def test_devices_are_whole(name):
     assert rates[-1] <= device.flops["bfloat16"]
 
 
+def test_many_devices_compute_as_the_slowest_of_them():
+    device = DEVICE.model_copy(update={"spread": 0.05})
+    assert device.pace(1) == pytest.approx(1.0)
+    assert DEVICE.model_copy(update={"spread": 0.0}).pace(512) == pytest.approx(1.0)
+    # The mean of the lowest of n normally distributed numbers, in standard deviations, from tables.
+    for count, lowest in ((2, 0.564), (8, 1.424), (100, 2.508)):
+        assert device.pace(count) == pytest.approx(1 - 0.05 / 2.847 * lowest, abs=5e-4)
+    product = Operation("aten.mm.default", 2 * 8192**3, 0, ((8192, 8192), (8192, 8192)), torch.bfloat16, None)
+    product = replace(product, writes=((0, 0),))
+    one, many = (play([trace(0, product)], Degrees(dp_shard=ranks), device)[0].seconds for ranks in (1, 512))
+    assert many / one == pytest.approx(1 / device.pace(512), rel=1e-3)
+    # Memory is as fast on all.
+    assert seconds(trace(0, kernel(3, writes=(0,)))) == pytest.approx([3.0], abs=1e-6)
+
+
+def test_products_of_groups_are_counted_by_the_rows_of_each():
+    rows, weights = torch.empty(64, 8), torch.empty(4, 8, 16)
+    given = torch.empty(64, 16)
+    operator = torch.ops.aten._grouped_mm.default
+    assert arithmetic(operator, (rows, weights), given) == 2 * 64 * 8 * 16
+    assert arithmetic(operator, (rows.t(), given), weights) == 2 * 64 * 8 * 16
+
+
 def test_a_device_of_ones_own(tmp_path):
     path = tmp_path / "mine.yaml"
     text = (DEVICES / "cpu.yaml").read_text()
@@ -194,3 +218,8 @@ def test_the_roofline():
     narrow = product(flops=2 * 8192**2, shapes=(square, column), reads=((0, 1 << 27),), writes=((1, 1 << 14),))
     assert kernels.seconds(large, device) == pytest.approx(2 * 8192**3 / device.matmul_rate("bfloat16", 8192))
     assert kernels.seconds(narrow, device) >= (1 << 27) / device.bandwidth
+    # 16 groups of 512 rows, and the gradient of their weights.
+    for shapes in (((8192, 2048), (16, 2048, 4096), (16,)), ((2048, 8192), (8192, 4096), (16,))):
+        groups = product(flops=2 * 8192 * 2048 * 4096, shapes=shapes, reads=((0, 1),), writes=((1, 1),))
+        expected = 2 * 8192 * 2048 * 4096 / device.matmul_rate("bfloat16", 512)
+        assert kernels.seconds(groups, device) == pytest.approx(expected)

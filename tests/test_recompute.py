@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from meshwright._compat.torch import is_attention, is_choice, is_communication, is_matrix_product
+from meshwright._compat.torch import (
+    is_all_gather,
+    is_attention,
+    is_choice,
+    is_communication,
+    is_matrix_product,
+    is_wait,
+)
 from meshwright.base.errors import ConfigError, ModelError
 from meshwright.model.layout import layout_by_structure
 from meshwright.model.recompute import _selective_contexts, checkpoint_blocks
@@ -128,6 +136,31 @@ def test_selective_computes_attention_that_drops_again_so_that_what_is_behind_dr
     assert computed == [1, 0 if is_held else 1]
 
 
+_COLLECTIVES = torch.ops._c10d_functional
+
+
+@pytest.mark.parametrize(
+    ("collective", "arguments", "is_held"),
+    [
+        (_COLLECTIVES.reduce_scatter_tensor.default, ("sum", 2, "group"), True),
+        (_COLLECTIVES.all_reduce.default, ("sum", "group"), True),
+        (_COLLECTIVES.all_gather_into_tensor.default, (2, "group"), False),
+    ],
+    ids=["reduce_scatter", "all_reduce", "all_gather"],
+)
+def test_selective_sends_nothing_twice_but_what_is_larger_than_what_was_sent(
+    collective: Any, arguments: tuple[Any, ...], is_held: bool
+) -> None:
+    forward, again = _selective_contexts()
+    sent = torch.empty(4, 8, device="meta")
+    found = []
+    for context in (forward, again):
+        with Counting() as counting, context:
+            torch.ops._c10d_functional.wait_tensor.default(collective(sent, *arguments))
+        found.append(counting.counts[str(collective)])
+    assert found == [1, 0 if is_held else 1]
+
+
 def test_evaluation_is_not_touched() -> None:
     model, _ = _run("full")
     calls = model.blocks[1].calls
@@ -166,5 +199,9 @@ def test_canary_operators_have_the_names_by_which_they_are_known() -> None:
     assert not is_attention(aten.softmax.int)
     assert all(map(is_communication, (collectives.all_reduce.default, collectives.wait_tensor.default)))
     assert not is_communication(aten.mm.default)
+    assert is_wait(collectives.wait_tensor.default)
+    assert not is_wait(collectives.all_reduce.default)
+    assert is_all_gather(collectives.all_gather_into_tensor.default)
+    assert not any(map(is_all_gather, (collectives.reduce_scatter_tensor.default, collectives.wait_tensor.default)))
     assert is_choice(aten.topk.default)
     assert not is_choice(aten.sort.default)

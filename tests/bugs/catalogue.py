@@ -3691,7 +3691,7 @@ _bug(
 _PICTURES = "tests/test_plan_pictures.py"
 _bug(
     "first_of_equal_peaks",
-    "meshwright.plan.series",
+    "meshwright.plan.pictures.series",
     "max(place for place, each in enumerate(totals) if each == largest)",
     "min(place for place, each in enumerate(totals) if each == largest)",
     f"{_PICTURES}::test_of_moments_that_hold_the_same_the_last_is_the_peak_as_in_the_trace",
@@ -3699,7 +3699,7 @@ _bug(
 )
 _bug(
     "bars_over_phases",
-    "meshwright.plan.series",
+    "meshwright.plan.pictures.series",
     "span.phase != group[0].phase or ",
     "",
     f"{_PICTURES}::test_bars_of_several_spans_have_their_ends_and_their_sum[one-200]",
@@ -3707,7 +3707,7 @@ _bug(
 )
 _bug(
     "groups_cut_by_nodes_are_inside",
-    "meshwright.plan.mesh_map",
+    "meshwright.plan.pictures.mesh_map",
     "(outer <= node and node % outer == 0)",
     "outer <= node",
     f"{_PICTURES}::test_levels_of_the_map_hold_all_ranks_and_are_on_their_links[dp_shard=5 x tp=3-root]",
@@ -3723,7 +3723,7 @@ _bug(
 )
 _bug(
     "memory_as_operators_end",
-    "meshwright.plan.series",
+    "meshwright.plan.pictures.series",
     "yield spans[place].start",
     "yield spans[place].end",
     f"{_PICTURES}::test_moments_are_when_their_operators_begin_to_compute",
@@ -3756,7 +3756,7 @@ _bug(
 )
 _bug(
     "bandwidth_below_what_was_reached",
-    "meshwright.plan.fit",
+    "meshwright.plan.calibration.fit",
     "bandwidth = max(rate, link.bandwidth)",
     "bandwidth = link.bandwidth",
     f"{_CALIBRATE}::test_a_bandwidth_stays_where_less_is_reached",
@@ -3764,7 +3764,7 @@ _bug(
 )
 _bug(
     "streams_by_their_mean_rate",
-    "meshwright.plan.calibrate",
+    "meshwright.plan.calibration.calibrate",
     "stream = len(streams) / sum(1 / rate for rate in streams)",
     "stream = sum(streams) / len(streams)",
     f"{_CALIBRATE}::test_a_file_says_what_was_measured_and_what_was_not",
@@ -3772,9 +3772,9 @@ _bug(
 )
 _bug(
     "groups_across_nodes_are_neighbours",
-    "meshwright.plan.measure_links",
-    "(size, others) if is_across else (others, size)",
-    "(others, size)",
+    "meshwright.plan.calibration.measure_links",
+    "mesh.get_group(0 if is_across else 1)",
+    "mesh.get_group(1)",
     f"{_CALIBRATE}::test_groups_lie_inside_of_nodes_and_across_them",
     kind="links between nodes are never measured",
 )
@@ -3786,9 +3786,45 @@ _bug(
     f"{_CALIBRATE}::test_a_kind_of_collective_takes_as_many_times_as_long_as_a_file_says",
     kind="one of several names of the same is forgotten",
 )
+
+# -- plans against published runs
+
+_SLOWEST = "tests/test_plan_time.py::test_many_devices_compute_as_the_slowest_of_them"
+_bug(
+    "selective_holds_what_was_gathered",
+    "meshwright.model.recompute",
+    "is_communication(op) and not is_all_gather(op) and not is_wait(op)",
+    "is_communication(op)",
+    "tests/test_recompute.py::test_selective_sends_nothing_twice_but_what_is_larger_than_what_was_sent[all_gather]",
+    kind="memory that grows with the ranks of an axis that should divide it",
+)
+_bug(
+    "the_slowest_is_the_fastest",
+    "meshwright.plan.device",
+    "return 1 - self.spread",
+    "return 1 + self.spread",
+    _SLOWEST,
+    kind="a sign",
+)
+_bug(
+    "all_compute_as_one",
+    "meshwright.plan.kernels",
+    "_arithmetic(operation, device) / pace)",
+    "_arithmetic(operation, device))",
+    _SLOWEST,
+    kind="a step that does not wait for the slowest",
+)
+_bug(
+    "one_part_is_read_of_many",
+    "meshwright.plan.touched",
+    "size = found.get(block.number, 0) + tensor.numel()",
+    "size = tensor.numel()",
+    "tests/test_plan_step.py::test_parts_of_a_block_that_are_put_together_are_all_read",
+    kind="what is counted by name is counted once",
+)
 _bug(
     "less_is_bounded_by_more",
-    "meshwright.plan.bounds",
+    "meshwright.plan.search.bounds",
     "at[0] <= work and",
     "at[0] >= work and",
     "tests/test_plan_search.py::test_a_glance_bounds_what_computes_more_and_holds_more",
@@ -3796,7 +3832,7 @@ _bug(
 )
 _bug(
     "who_computes_again_holds_as_much",
-    "meshwright.plan.bounds",
+    "meshwright.plan.search.bounds",
     "_work(seen.recomputation) >= _work(candidate.recomputation)",
     "_work(seen.recomputation) <= _work(candidate.recomputation)",
     "tests/test_plan_search.py::test_a_glance_bounds_what_computes_more_and_holds_more",
@@ -3804,7 +3840,7 @@ _bug(
 )
 _bug(
     "bubbles_are_free",
-    "meshwright.plan.bounds",
+    "meshwright.plan.search.bounds",
     "return share / (1 - waiting)",
     "return share",
     "tests/test_plan_search.py::test_a_pipeline_is_bounded_by_its_bubbles_and_what_it_holds",
@@ -3812,7 +3848,7 @@ _bug(
 )
 _bug(
     "what_is_set_is_searched",
-    "meshwright.plan.candidates",
+    "meshwright.plan.search.candidates",
     'any(each == key or key.startswith(f"{each}.") for each in self.kept)',
     "any(each == key for each in self.kept if not each)",
     "tests/test_plan_search.py::test_kept_settings_stay_and_others_are_searched",
@@ -3820,7 +3856,7 @@ _bug(
 )
 _bug(
     "millions_of_tokens",
-    "meshwright.plan.recommend",
+    "meshwright.plan.search.recommend",
     '"M": 2**20',
     '"M": 10**6',
     "tests/test_plan_search.py::test_tokens_are_counted_as_the_field_does",

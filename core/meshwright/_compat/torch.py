@@ -168,6 +168,16 @@ def is_communication(op: Any) -> bool:
     return str(op).startswith(("_c10d_functional.", "_c10d_functional_autograd.", "c10d_functional."))
 
 
+def is_wait(op: Any) -> bool:
+    """Whether an operator waits for a functional collective, and gives the memory that this has written."""
+    return str(op).removesuffix(".default") in ("_c10d_functional.wait_tensor", "c10d_functional.wait_tensor")
+
+
+def is_all_gather(op: Any) -> bool:
+    """Whether an operator is a functional all-gather, whose result is as large as what all ranks of a group have."""
+    return is_communication(op) and "all_gather" in str(op)
+
+
 def compiled(function: Callable[..., Any], *, backend: str, versions: int) -> Callable[..., Any]:
     """`torch.compile` that may keep so many versions of a function.
 
@@ -258,7 +268,9 @@ def arithmetic(operator: Any, args: Sequence[Any], result: Any) -> int:
         return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
     if name in ("mm", "bmm", "_grouped_mm", "addmm", "baddbmm"):
         left = tensors[1] if name in ("addmm", "baddbmm") else tensors[0]
-        return 2 * int(result.numel()) * left.shape[-1]
+        # What groups have between them, such as rows of experts' weights' gradients, each uses its part of.
+        groups = result.shape[0] if name == "_grouped_mm" and left.dim() == 2 and result.dim() == 3 else 1
+        return 2 * int(result.numel()) * left.shape[-1] // groups
     if name in ("convolution", "_convolution"):
         return 2 * int(result.numel()) * tensors[1][0].numel()
     return 0

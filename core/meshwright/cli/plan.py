@@ -12,6 +12,7 @@ import typer
 from ..base.errors import ConfigError
 from ..base.validation import validated
 from ..data.rows.order import check_batch_size
+from ..launch.join import join
 from ..launch.rank import leave
 from ..model.model_types import check_model_type
 from ..strategy.stack import resolve
@@ -25,7 +26,13 @@ NO_END = 2**31 - 1
 
 RunFile = Annotated[Path | None, typer.Argument(help="A run file (YAML). Its data are not read.", show_default=False)]
 World = Annotated[int | None, typer.Option(min=1, help="Number of ranks.")]
-On = Annotated[str, typer.Option(help="What it runs on: a name, such as h100-80gb, or a YAML file of your own.")]
+On = Annotated[
+    str | None,
+    typer.Option(
+        help="What it runs on: a name, such as h200, or a YAML file of your own; default: h100-80gb. With --calibrate: "
+        "the device whose figures stand for what is not measured."
+    ),
+]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the plan here.")]
 HtmlFile = Annotated[Path | None, typer.Option("--html", help="Write a page of pictures here.")]
 Pngs = Annotated[Path | None, typer.Option("--png", help="Write the pictures into this directory.")]
@@ -53,7 +60,7 @@ Traceback = Annotated[bool, typer.Option("--traceback", help="Show tracebacks of
 def plan(
     run_file: RunFile = None,
     world: World = None,
-    device: On = DEVICE,
+    device: On = None,
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
     png_directory: Pngs = None,
@@ -73,16 +80,17 @@ def plan(
     with told(traceback):
         _check_one_wish(run_file, world=world, gpus=gpus, calibrate=calibrate)
         if calibrate is not None:
-            from ..plan.calibrate import calibrate_to
+            from ..plan.calibration.calibrate import calibrate_to
 
-            leave(calibrate_to(calibrate, ranks=calibrated_ranks, show_traceback=traceback))
+            join()
+            leave(calibrate_to(calibrate, base=device, ranks=calibrated_ranks, show_traceback=traceback))
         file = run_file or Path()
         if gpus is not None:
             _recommended(
                 file,
                 assignments or [],
                 gpus,
-                device,
+                device or DEVICE,
                 {"batch_tokens": batch_tokens, "max_nodes": max_nodes, "expert_imbalance": expert_imbalance},
                 json_file=json_file,
                 run_out=run_out,
@@ -90,7 +98,7 @@ def plan(
             )
         else:
             config = load_job(file, assignments or [])
-            found = _planned(config, world or 1, device, ranks, expert_imbalance, pictures)
+            found = _planned(config, world or 1, device or DEVICE, ranks, expert_imbalance, pictures)
             _write(found, json_file)
 
 
@@ -159,15 +167,15 @@ def _planned(
     _show(tables(found))
     page, directory = pictures
     if page is not None or directory is not None:
-        from ..plan.pictures import shown
+        from ..plan.pictures.shown import shown
 
         subject = shown(job, on, found, layouts)
         if page is not None:
-            from ..plan.page import write_page
+            from ..plan.pictures.page import write_page
 
             write_page(page, subject)
         if directory is not None:
-            from ..plan.pngs import write_pngs
+            from ..plan.pictures.pngs import write_pngs
 
             write_pngs(directory, subject)
     return found
@@ -185,8 +193,8 @@ def _recommended(
     pictures: tuple[Path | None, Path | None],
 ) -> None:
     load_job(run_file, assignments)
-    from ..plan.recommend import recommend, write_run
-    from ..plan.recommend_report import tables
+    from ..plan.search.recommend import recommend, write_run
+    from ..plan.search.recommend_report import tables
 
     found = recommend(run_file, assignments, gpus, device, **wishes)
     _show(tables(found))

@@ -39,7 +39,7 @@ def train(
             from ..launch.local import warm_up
 
             warm_up(["meshwright.train.run"])
-        from ..plan.beside import accompany
+        from ..plan.beside.comparison import accompany
         from ..train.run import start
 
         code = start(config, show_traceback=traceback, accompany=accompany)
@@ -54,7 +54,7 @@ def _plan_only(config: RunConfig) -> None:
     """
     from rich.console import Console
 
-    from ..plan.beside import plan_of
+    from ..plan.beside.comparison import plan_of
     from ..plan.report import tables
     from ..train.plan import processes
 

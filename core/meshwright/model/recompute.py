@@ -5,8 +5,9 @@ instance, is replaced. So no parameter gets another name, hooks of sharding run 
 and what wraps later (compile, then sharding) wraps this.
 
 "full" holds a block's inputs only. "selective" holds, besides, the results that cost most for their size: every second
-matrix product, all of attention, and what came over the network, so that nothing is communicated twice. What is held
-under a budget is chosen in `budget`; what lies in host memory, in `offload`.
+matrix product, all of attention, and what came over the network and is no larger than what went in. What was gathered
+is gathered again: it is as large as the parts of all ranks together, and would undo what dividing sequences saves. What
+is held under a budget is chosen in `budget`; what lies in host memory, in `offload`.
 Source: Chen et al. 2016, arXiv:1604.06174; torch.utils.checkpoint; the policy of torchtitan's selective per-op mode.
 """
 
@@ -25,10 +26,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from .._compat.torch import (
     TorchDispatchMode,
     draws_random_numbers,
+    is_all_gather,
     is_attention,
     is_choice,
     is_communication,
     is_matrix_product,
+    is_wait,
 )
 from ..base.errors import ConfigError, ModelError
 from .activation_options import ActivationCheckpointing, ActivationOptions, told
@@ -140,7 +143,7 @@ def _selective_contexts() -> Any:
     counts: Counter[bool] = Counter()
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if is_communication(op):
+        if is_communication(op) and not is_all_gather(op) and not is_wait(op):
             return CheckpointPolicy.MUST_SAVE
         if is_attention(op):
             # Were its dropout not drawn again, that behind it would get its random numbers.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import Annotated
 
 from pydantic import Field
@@ -20,6 +21,8 @@ DEVICES = Path(__file__).parent / "devices"
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Part = Annotated[float, Field(gt=0, le=1)]
 Speed = Annotated[float, Field(ge=0, le=1)]
+RANGE_OF_EIGHT = 2.847
+"""Of eight normally distributed numbers: the mean of the highest less the lowest, in standard deviations."""
 
 
 class Link(FrozenModel):
@@ -64,6 +67,12 @@ class Device(FrozenModel):
     )
     attention_efficiency: Part = Field(description="The part that fused attention reaches in forward.")
     attention_backward_efficiency: Part = Field(description="Likewise in backward.")
+    spread: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="By what part the slowest of eight devices computes less than the fastest. All wait for it.",
+    )
     kernel_s: Positive = Field(description="The least that a kernel takes.")
     cpu_s: Positive = Field(description="What the host takes to issue an operator.")
     workspace_bytes: int = Field(ge=0, description="Memory that libraries hold, through torch's allocator.")
@@ -81,6 +90,13 @@ class Device(FrozenModel):
     )
     node: Node
     sources: Mapping[str, str] = Field(description="Where figures are from.")
+
+    def pace(self, count: int) -> float:
+        """Of the slowest of so many devices, of that of one; see `spread`.
+
+        Rates are taken as normally distributed; the mean of the lowest of them is Blom's estimate.
+        """
+        return 1 - self.spread / RANGE_OF_EIGHT * NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
     def matmul_rate(self, dtype: str, smallest: int) -> float:
         """Operations a second of a product.

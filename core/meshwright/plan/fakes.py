@@ -29,7 +29,7 @@ from ..tensors.nested import tensors_in
 from ..testing._compat import unwraps_itself
 from .messages import NAMESPACES, received
 
-SMALL = 1 << 22
+SMALL = 1 << 25
 """Bytes up to which an operator's results are computed."""
 
 _COPIES_IN = "fsdp.all_gather_copy_in.default"

@@ -3,6 +3,9 @@
 [Note: causal attention] An attention is taken to be causal: half of its products are computed. Its backward makes five
 products where its forward makes two (Dao, arXiv 2307.08691).
 
+[Note: groups] A product of groups, as experts have it, is given where each ends, and reaches what a product of one of
+them would: the rows of all, which are the largest of its sizes, by their number.
+
 [Note: fusion] Compiled code runs operators without products as one kernel, as far as they follow each other: it reads
 what they have not made themselves, and writes what is read later.
 """
@@ -25,13 +28,17 @@ def is_kernel(operation: Operation) -> bool:
     return bool(operation.writes) and not operation.name.startswith(ALLOCATES)
 
 
-def seconds(operation: Operation, device: Device) -> float:
-    """Of an operator by itself."""
+def seconds(operation: Operation, device: Device, pace: float = 1.0) -> float:
+    """Of an operator by itself.
+
+    Args:
+        pace: of arithmetic, which is what differs between devices of one kind.
+    """
     moved = sum(size for _, size in (*operation.reads, *operation.writes))
     if any(name in operation.name for name in _PICKS):
         moved = min(moved, 2 * sum(size for _, size in operation.writes))
     memory = moved / (device.bandwidth * device.bandwidth_efficiency)
-    return max(device.kernel_s, memory, _arithmetic(operation, device))
+    return max(device.kernel_s, memory, _arithmetic(operation, device) / pace)
 
 
 def _arithmetic(operation: Operation, device: Device) -> float:
@@ -44,8 +51,14 @@ def _arithmetic(operation: Operation, device: Device) -> float:
         if "backward" in operation.name:
             return operation.flops / 2 * 2.5 / (device.flops[known] * device.attention_backward_efficiency)
         return operation.flops / 2 / (device.flops[known] * device.attention_efficiency)
-    smallest = min((size for shape in operation.shapes[-2:] for size in shape[-2:]), default=1)
-    return operation.flops / device.matmul_rate(known, smallest)
+    return operation.flops / device.matmul_rate(known, _smallest(operation.shapes))
+
+
+def _smallest(shapes: Sequence[Sequence[int]]) -> int:
+    """Of the sizes of a product; see [Note: groups]."""
+    sizes = [size for shape in [each for each in shapes if len(each) > 1][-2:] for size in shape[-2:]]
+    groups = next((shape[0] for shape in shapes[2:] if len(shape) == 1), 1)
+    return min([*sizes, max(sizes) // groups], default=1) if sizes else 1
 
 
 def fused(operations: Sequence[Operation]) -> list[Operation]:

@@ -129,7 +129,7 @@ class StepMeter(Meter):
             self._note_messages(result if makes_anew else (), always=True)
             self._note_messages((args, kwargs), always=False)
         # Of equal moments the last, as in `testing.memory`.
-        if self.total >= self.peak:
+        if self.total >= self.peak and operation.namespace != "profiler":
             self.peak, self._peak_at, self._operator = self.total, len(self._blocks), name
 
     def take_up(self, storage: torch.UntypedStorage) -> None:

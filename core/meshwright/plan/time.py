@@ -14,6 +14,9 @@ only when those of the unit before have been reduced. (torch/distributed/fsdp/_f
 computes. Collectives are still carried beside that, by threads of their own, but with the same cores; so it may do
 less, or nothing, while they run. Accelerators, too, may give a part of themselves to collectives.
 
+[Note: the slowest] Devices of one kind do not compute alike, and each step waits for all. So all compute as the slowest
+is expected to, which of many is slower than of few.
+
 [Note: pipelines] All stages are played together. A message leaves when it is made, and is there when the link has
 carried it; who reads it waits. Bubbles are what comes of it.
 """
@@ -131,6 +134,11 @@ class _Rank:
     spans: list[Span] = field(default_factory=list)
 
     @property
+    def pace(self) -> float:
+        """See [Note: the slowest]."""
+        return self.device.pace(self.degrees.world_size)
+
+    @property
     def end(self) -> float:
         return max(self.host, *self.free.values())
 
@@ -164,7 +172,7 @@ class _Rank:
             stream = REDUCE if all(of_stream.get(block) == REDUCE for block in touched) else COMPUTE
         if each.name.startswith("fsdp.chunk_cat") and not self.device.is_host:
             after = self.reduced
-        end = self._put(stream, each, kernels.seconds(each, self.device), after)
+        end = self._put(stream, each, kernels.seconds(each, self.device, self.pace), after)
         if each.name.startswith("fsdp.split_with_sizes_copy"):
             self.copied_out.append(end)
 

@@ -61,6 +61,7 @@ def _blocks(meter: Meter, tensors: Iterable[Tensor]) -> Touched:
     for tensor in tensors:
         block = None if tensor.is_meta else meter.live.get(id(storage_of(tensor)))
         if block is not None:
-            size = min(tensor.numel() * tensor.element_size(), block.size)
-            found[block.number] = max(found.get(block.number, 0), size)
+            # Several parts of one block, as those of a split that are put together again.
+            size = found.get(block.number, 0) + tensor.numel() * tensor.element_size()
+            found[block.number] = min(size, block.size)
     return tuple(found.items())

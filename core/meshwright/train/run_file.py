@@ -250,9 +250,7 @@ def read_values(path: str | Path, assignments: Sequence[str] = ()) -> dict[str, 
         raise ConfigError(f"{file} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file} must hold a mapping of keys to values, not {type(values).__name__}.")
-    for assignment in assignments:
-        _assign(values, assignment)
-    return values
+    return assigned(values, assignments)
 
 
 def assigned(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
@@ -273,10 +271,7 @@ def as_options(assignments: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: an assignment cannot be read.
     """
-    values: dict[str, Any] = {}
-    for assignment in assignments:
-        _assign(values, assignment)
-    return values
+    return assigned({}, assignments)
 
 
 def _assign(values: dict[str, Any], assignment: str) -> None:

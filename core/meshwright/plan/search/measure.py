@@ -13,16 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..base.errors import BatchError, ConfigError, MeshwrightError
-from ..base.validation import validated
-from ..mesh.sizes import VIEWS
-from ..train.run_file import RunConfig
-from .allocator import reserved
-from .device import Device
-from .job import job_of
-from .planned import fits, plan, trace_rank
-from .time import play
-from .trace import Job, Operation, Trace
+from ...base.errors import BatchError, ConfigError, MeshwrightError
+from ...base.validation import validated
+from ...mesh.sizes import VIEWS
+from ...train.run_file import RunConfig
+from ..allocator import reserved
+from ..device import Device
+from ..job import job_of
+from ..planned import fits, plan, trace_rank
+from ..time import play
+from ..trace import Job, Operation, Trace
 
 DEPTHS = (2, 4)
 """Blocks of the models that are traced; even, since some models alternate."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .device import Device, devices, find_device
+from ..device import Device, devices, find_device
 
 LIKE = "h100-80gb"
 """The file whose figures stand for an accelerator that none describes; its times are not told then."""

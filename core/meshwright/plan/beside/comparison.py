@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ..base.errors import MeshwrightError, ModelError
-from ..mesh.world import CONTROL_TAG, find_device
-from ..strategy.contract import StepResult, StrategyManager
-from ..strategy.hooks import hookimpl
-from ..testing.collectives import Recorder
-from ..train.model_trial import memory_of_node
-from ..train.run_file import RunConfig
-from . import device as devices
+from ...base.errors import MeshwrightError, ModelError
+from ...mesh.world import CONTROL_TAG, find_device
+from ...strategy.contract import StepResult, StrategyManager
+from ...strategy.hooks import hookimpl
+from ...testing.collectives import Recorder
+from ...train.model_trial import memory_of_node
+from ...train.run_file import RunConfig
+from .. import device as devices
+from ..device import Device
+from ..job import job_of
+from ..meter import StepMeter
+from ..planned import plan, sums_of
+from ..trace import groups
 from .advice import advice
-from .device import Device
 from .here import device_here
-from .job import job_of
-from .meter import StepMeter
-from .planned import plan, sums_of
-from .trace import groups
 
 LOOKED_AT = 2
 """The step that is compared, from 0: the first makes what is kept, and the second may still settle."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..mesh.sizes import Degrees
+from ...mesh.sizes import Degrees
 from .candidates import CHECKPOINTING, Candidate, Space
 from .measure import Glance
 

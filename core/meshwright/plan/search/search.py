@@ -28,13 +28,13 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..base.errors import MeshwrightError
-from ..strategy.registry import get_registry
+from ...base.errors import MeshwrightError
+from ...strategy.registry import get_registry
+from ..depth import DEPTHS
+from ..planned import fits
 from .bounds import Known
 from .candidates import Candidate, Space, assigned, sizes_of
-from .depth import DEPTHS
 from .measure import Glance, Refusal, Request, answer
-from .planned import fits
 
 Entry = tuple[float, int, Candidate]
 """Of the heap: the bound when it was last known, a number that tells equal ones apart, and whose it is."""

@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..base.errors import MeshwrightError
-from ..mesh.sizes import Degrees
-from .allocator import reserved
-from .depth import DEPTHS
-from .device import Device
-from .links import members, passed
-from .planned import trace_rank
+from ...base.errors import MeshwrightError
+from ...mesh.sizes import Degrees
+from ..allocator import reserved
+from ..depth import DEPTHS
+from ..device import Device
+from ..links import members, passed
+from ..planned import trace_rank
+from ..time import Timeline, play, stage_ranks
+from ..trace import Job, Trace
 from .series import BETWEEN, INSIDE, SENDS, Lane, Memory, hidden, lanes, link, memory
-from .time import Timeline, play, stage_ranks
-from .trace import Job, Trace
 
 WHOLE = 32
 """Blocks of a model that is drawn as it is; of a deeper one fewer are."""

@@ -16,12 +16,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..mesh.world import World
-from ..testing.meter import Meter
-from ..testing.observe import Observer
-from .kernels import VIEW_COST, is_kernel
-from .touched import touched
-from .trace import Operation
+from ...mesh.world import World
+from ...testing.meter import Meter
+from ...testing.observe import Observer
+from ..kernels import VIEW_COST, is_kernel
+from ..touched import touched
+from ..trace import Operation
 
 CLASSES = (64, 128, 256, 512, 1024, 2048, 4096)
 """Of the smallest size of a product."""

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..mesh.sizes import Degrees
-from .device import Device
-from .links import members
-from .meter import OWNERS
-from .time import COMPUTE, Span, Timeline
-from .trace import Trace
+from ...mesh.sizes import Degrees
+from ..device import Device
+from ..links import members
+from ..meter import OWNERS
+from ..time import COMPUTE, Span, Timeline
+from ..trace import Trace
 
 INSIDE, BETWEEN = "inside", "between"
 """Links: within a node, and between nodes."""

@@ -12,15 +12,15 @@ from typing import Any
 
 import yaml
 
-from ..base.errors import ConfigError
-from ..base.validation import validated
-from ..parallel.expert.find import find_experts
-from ..strategy.ask import model_size
-from ..train.run_file import RunConfig, read_values
+from ...base.errors import ConfigError
+from ...base.validation import validated
+from ...parallel.expert.find import find_experts
+from ...strategy.ask import model_size
+from ...train.run_file import RunConfig, read_values
+from ..device import Device, find_device
+from ..job import job_of
 from .bounds import Known
 from .candidates import SIZES, Candidate, Space, assigned
-from .device import Device, find_device
-from .job import job_of
 from .search import Found, Search
 
 WANTED = 10

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 
-from ..mesh.sizes import EXPERT_AXES
+from ...mesh.sizes import EXPERT_AXES
+from ..meter import OWNERS
 from . import drawings
 from .mesh_map import boxes, groups
-from .meter import OWNERS
-from .pictures import LINK_NAMES, Shown, Traffic, frontier
-from .pictures import traffic as traffic_of
 from .series import LINKS, PHASES
+from .shown import LINK_NAMES, Shown, Traffic, frontier
+from .shown import traffic as traffic_of
 from .units import DASH, MINUS, TIMES, size_text, time_text
 
 MOST_ROWS = 60

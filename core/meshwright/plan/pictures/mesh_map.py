@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..mesh.sizes import ROOT_AXES, VIEWS, Degrees
-from .device import Device
-from .links import members
+from ...mesh.sizes import ROOT_AXES, VIEWS, Degrees
+from ..device import Device
+from ..links import members
 from .series import BETWEEN, INSIDE, link
 from .units import DASH, TIMES
 

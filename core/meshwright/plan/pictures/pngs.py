@@ -7,14 +7,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import ConfigError
+from ...base.errors import ConfigError
+from ..time import COMPUTE
 from .colours import FIT, GROUND, LINK, OWNER, PHASE
 from .drawings import drawn_layouts
 from .mesh_map import HEAD, boxes
-from .pictures import LINK_NAMES, Shown, frontier, traffic
 from .sections import busiest
 from .series import LINKS, PHASES, Lane
-from .time import COMPUTE
+from .shown import LINK_NAMES, Shown, frontier, traffic
 from .units import size_text, time_text
 
 PICTURES = ("memory", "timeline", "mesh", "traffic", "layouts")

@@ -14,13 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import ConfigError
-from ..mesh.sizes import EXPERT_AXES, ROOT_AXES
+from ...base.errors import ConfigError
+from ...mesh.sizes import EXPERT_AXES, ROOT_AXES
+from ..meter import ROUND_TO
 from . import sections
 from .colours import variables
-from .meter import ROUND_TO
-from .pictures import Shown
 from .series import PHASES, Lane, Memory
+from .shown import Shown
 
 WEB = Path(__file__).parent / "web"
 NANO = 1e9

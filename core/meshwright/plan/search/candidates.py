@@ -25,15 +25,15 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from ..base.errors import MeshwrightError
-from ..base.validation import as_data, validated
-from ..data.rows.order import check_batch_size
-from ..mesh.sizes import ROOT_AXES, Degrees, MeshSizes
-from ..strategy.ask import ModelSize
-from ..strategy.registry import get_registry
-from ..strategy.spec import StrategySpec
-from ..strategy.stack import Stack, resolve
-from .device import Device
+from ...base.errors import MeshwrightError
+from ...base.validation import as_data, validated
+from ...data.rows.order import check_batch_size
+from ...mesh.sizes import ROOT_AXES, Degrees, MeshSizes
+from ...strategy.ask import ModelSize
+from ...strategy.registry import get_registry
+from ...strategy.spec import StrategySpec
+from ...strategy.stack import Stack, resolve
+from ..device import Device
 
 RECOMPUTATION = "activation_checkpointing"
 CHECKPOINTING: tuple[Any, ...] = (False, "selective", "full")

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..base.errors import MeshError
-from . import links
-from .device import Link, Node
+from ...base.errors import MeshError
+from .. import links
+from ..device import Link, Node
 
 ROUNDS = 200
 _STEP = 1e-6

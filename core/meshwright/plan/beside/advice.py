@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..base.errors import MeshwrightError
-from ..base.validation import validated
-from ..train.run_file import RunConfig, as_plain, assigned
-from .device import Device
-from .job import job_of
-from .planned import plan
+from ...base.errors import MeshwrightError
+from ...base.validation import validated
+from ...train.run_file import RunConfig, as_plain, assigned
+from ..device import Device
+from ..job import job_of
+from ..planned import plan
 
 CHANGES: tuple[tuple[str, ...], ...] = (
     ("strategy_config.activation_checkpointing=full",),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..mesh.world import World, same_timeout
+from ...mesh.world import World, same_timeout
 from .fit import Sample
 from .measure_compute import Clock, Effort
 

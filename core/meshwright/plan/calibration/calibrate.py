@@ -16,15 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..base.errors import ConfigError, MeshError
-from ..base.validation import validated
-from ..files.parsing import as_yaml
-from ..launch.local import launch
-from ..launch.rank import guarded, started_by_launcher
-from ..mesh.world import World, find_device, open_world
+from ...base.errors import ConfigError, MeshError
+from ...base.validation import validated
+from ...files.parsing import as_yaml
+from ...launch.local import launch
+from ...launch.rank import guarded, started_by_launcher
+from ...mesh.world import World, find_device, open_world
+from ..device import Device, Node, devices
+from ..device import find_device as find_file
 from . import measure_compute as measure
-from .device import Device, Node, devices
-from .device import find_device as find_file
 from .fit import Sample, deviation, fit
 from .measure_compute import Clock, Effort
 from .measure_links import samples

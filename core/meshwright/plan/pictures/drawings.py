@@ -11,8 +11,8 @@ from html import escape
 from typing import Any
 
 from .mesh_map import HEAD, Box
-from .pictures import LINK_NAMES, Traffic, frontier
 from .series import BETWEEN, INSIDE
+from .shown import LINK_NAMES, Traffic, frontier
 from .units import size_text, ticks, time_text
 
 WIDTH = 960

@@ -1,0 +1,1 @@
+"""A plan beside its run."""

@@ -1,0 +1,1 @@
+"""Device files, measured on the machine that they describe."""

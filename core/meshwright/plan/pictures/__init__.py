@@ -1,0 +1,1 @@
+"""Pictures of a plan, on a page and as PNG files."""

@@ -1,0 +1,1 @@
+"""The fastest layouts that fit."""
