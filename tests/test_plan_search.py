@@ -253,6 +253,8 @@ def test_a_glance_bounds_what_computes_more_and_holds_more(tmp_path):
     assert known.bytes(found[Degrees(dp_replicate=2, dp_shard=2), 1, "selective"]) == 400
     assert known.bytes(found[Degrees(dp_shard=4), 2, "selective"]) == 400 + 40
     assert known.bytes(found[Degrees(dp_shard=4), 1, "full"]) == 0
+    assert known.bytes(found[Degrees(dp_shard=4), 1, False]) == 400
+    assert known.bytes(found[Degrees(dp_shard=2, tp=2), 2, "selective"]) == (400 + 40) / 2
 
 
 def test_a_pipeline_is_bounded_by_its_bubbles_and_what_it_holds(tmp_path):

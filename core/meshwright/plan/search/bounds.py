@@ -24,14 +24,14 @@ class Known:
     refused: dict[tuple[Any, ...], str] = field(default_factory=dict)
     too_large: dict[tuple[Any, ...], int] = field(default_factory=dict)
     forecasts: dict[tuple[Any, ...], tuple[float, float]] = field(default_factory=dict)
-    _seen: dict[tuple[Any, ...], list[tuple[Degrees, int, Glance]]] = field(default_factory=dict)
+    _seen: dict[str, list[tuple[Candidate, Glance]]] = field(default_factory=dict)
     _same_rows: dict[tuple[Any, ...], dict[tuple[int, ...], float]] = field(default_factory=dict)
     _any_rows: dict[tuple[Any, ...], dict[tuple[int, ...], float]] = field(default_factory=dict)
 
     def learn(self, candidate: Candidate, found: Glance) -> None:
         """Keep what a glance at a candidate without a pipeline has told."""
         self.glances.setdefault(candidate.unit, {})[candidate.degrees] = found
-        self._seen.setdefault(_but_rows(candidate), []).append((candidate.degrees, candidate.rows, found))
+        self._seen.setdefault(candidate.family, []).append((candidate, found))
         split = candidate.degrees.tp * candidate.degrees.cp
         family, recomputation, rows, *axes = candidate.unit
         place = (_work(recomputation), *axes)
@@ -61,11 +61,16 @@ class Known:
         degrees, layers = candidate.degrees, self.space.layers
         _, live = self.forecast(candidate)
         least = 0.0
-        for at, rows, glance in self._seen.get(_but_rows(candidate), []):
-            if rows <= candidate.rows and at.dp_shard >= degrees.dp_shard and at.dp >= degrees.dp:
+        for seen, glance in self._seen.get(candidate.family, []):
+            at, rows = seen.degrees, seen.rows
+            divides = degrees.tp % at.tp == 0 and degrees.cp % at.cp == 0 and degrees.ep == at.ep
+            shards_more = at.dp_shard >= degrees.dp_shard and at.dp >= degrees.dp
+            holds_less = rows <= candidate.rows and _work(seen.recomputation) >= _work(candidate.recomputation)
+            if divides and shards_more and holds_less:
                 more = (candidate.rows / rows - 1) * glance.activations.at(layers)
                 waiting = max(0.0, live - 1) * glance.activations.slope * layers
-                least = max(least, (glance.peak.at(layers) + more + waiting) / degrees.pp)
+                ranks = degrees.pp * degrees.tp * degrees.cp / (at.tp * at.cp)
+                least = max(least, (glance.peak.at(layers) + more + waiting) / ranks)
         return least
 
     def forecast(self, candidate: Candidate) -> tuple[float, float]:
@@ -108,11 +113,6 @@ class Known:
     def refusal(self, candidate: Candidate) -> str | None:
         """Why it, or one like it, was refused."""
         return next((self.refused[key] for key in _refusal_keys(candidate) if key in self.refused), None)
-
-
-def _but_rows(candidate: Candidate) -> tuple[Any, ...]:
-    family, recomputation, _, *axes = candidate.unit
-    return (family, recomputation, *axes)
 
 
 def _work(recomputation: Any) -> int:

@@ -11,7 +11,8 @@ them, they are the best. Then they are planned, the first before others, as time
 - a step of two microbatches, and the computation of the others.
 
 Memory is bounded likewise: by the parameters, divided by all ranks that can share them, and by the peak of a glance at
-a layout that shards more, with its activations for further sequences. Bounds take blocks as alike, stages as equal.
+a layout that shards more and divides less, in equal parts, with its activations for further sequences. Bounds take
+blocks as alike, and stages as equal.
 
 [Note: what is too costly] A plan traces all microbatches of a step. One of more than `AFFORDABLE` blocks is not made:
 the numbers of `measure.near` stay, and a pipeline, which has none, is told as a layout that could be faster.
