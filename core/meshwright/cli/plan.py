@@ -192,7 +192,6 @@ def _recommended(
     run_out: Path | None,
     pictures: tuple[Path | None, Path | None],
 ) -> None:
-    load_job(run_file, assignments)
     from ..plan.search.recommend import recommend, write_run
     from ..plan.search.recommend_report import tables
 

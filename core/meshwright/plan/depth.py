@@ -1,7 +1,8 @@
 """What a deep model holds, sends and takes, from models of fewer blocks that are otherwise the same.
 
 Blocks are alike, so what a rank holds and sends grows by the same for each. Two depths tell by how much, and a third
-whether it is so; where it is not (blocks differ), the model is traced at its full depth. Seconds, and what an allocator
+whether it is so; where it is not (blocks differ), the model is traced at its full depth. So it is where another part of
+the step would hold the most in a deep model than in shallow ones. Seconds, and what an allocator
 reserves, grow by nearly the same: their line is taken through the deepest two, and not checked.
 """
 
@@ -11,9 +12,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-DEPTHS = ((2, 4, 6), (6, 8, 10))
-"""Blocks of the models that are traced, the last of each to check; even, since some models alternate. The second where
-the first do not tell: in a shallow model the peak may lie elsewhere."""
+DEPTHS = ((2, 4, 6), (4, 6, 8), (6, 8, 10))
+"""Blocks of the models that are traced, the last of each to check; even, since some models alternate. The next where
+one does not tell: in a shallow model the peak may lie elsewhere."""
+PEAK, PHASES = "peak_allocated_bytes", "peak_by_phase"
 NEARLY = ("peak_reserved_bytes", "step_seconds", "busy_seconds")
 
 
@@ -33,6 +35,8 @@ def at_full_depth(found: Callable[[int], dict[str, Any]], layers: int) -> dict[s
         exact, nearly = zip(*(_apart(known(depth)) for depth in depths), strict=True)
         if _between(exact[0], exact[1], depths[:2], depths[2]) == exact[2]:
             made: dict[str, Any] = _between(exact[0], exact[1], depths[:2], layers)
+            if made[PEAK] != max(made[PHASES].values()):
+                continue
             return made | {key: _near(nearly[1][key], nearly[2][key], depths[1:], layers) for key in nearly[0]}
     return None
 

@@ -51,6 +51,8 @@ class Planning(UncompiledMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten.new_empty.default and 0 in args[1] and self._fakes.knows(args[0]):
+            return self._empty(func, types, args, kwargs)
         if any(map(unwraps_itself, types)):
             return NotImplemented
         if func is torch.ops.prim.device.default:
@@ -82,8 +84,6 @@ class Planning(UncompiledMode):
         """What an operator gives where some of what it is given has no memory."""
         if (same := handed_on(func, given)) is not None:
             return same
-        if func is torch.ops.aten.new_empty.default and 0 in args[1]:
-            return self._empty(func, types, args, kwargs)
         if str(func) == "aten._local_scalar_dense.default":
             return _zero(given[0].dtype)
         if func is torch.ops.aten.equal.default:

@@ -60,12 +60,14 @@ class Held:
         owners: bytes by owner; see [Note: owners].
         operator: the one that has made it so much.
         activations: bytes of these by the module that made them, numbers of blocks left out.
+        phases: the most bytes in each part of the step, of a peak.
     """
 
     bytes: int
     owners: Mapping[str, int]
     operator: str
     activations: Mapping[str, int] = field(default_factory=dict)
+    phases: Mapping[str, int] = field(default_factory=dict)
 
 
 class StepMeter(Meter):
@@ -75,6 +77,7 @@ class StepMeter(Meter):
         log: (block, change in bytes) in their order, since `begin`, what was held then first.
         phase: whose memory is made now, where no rule of [Note: owners] before "activations" holds.
         module: which module's forward runs now.
+        peaks: the most that was held in each `step_phase`.
     """
 
     def __init__(self) -> None:
@@ -87,6 +90,7 @@ class StepMeter(Meter):
         self._foreign: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._blocks, self._changes = array("q"), array("q")
         self.peak, self._peak_at, self._operator = 0, 0, ""
+        self.peaks: dict[str, int] = {}
 
     @property
     def log(self) -> Iterator[tuple[int, int]]:
@@ -102,6 +106,7 @@ class StepMeter(Meter):
         self._blocks = array("q", (block.number for block in self.live.values()))
         self._changes = array("q", (block.size for block in self.live.values()))
         self.peak, self._peak_at, self._operator = self.total, len(self._blocks), ""
+        self.peaks = {}
         alive = {block.number for block in self.live.values()}
         self._made = {number: owner for number, owner in self._made.items() if number in alive}
         self._forwards = {number: module for number, module in self._forwards.items() if number in alive}
@@ -117,6 +122,9 @@ class StepMeter(Meter):
                 self._owned.setdefault(block.number, owner)
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        if operation is torch.ops.aten.new_empty.default and not result.numel():
+            # Parts of nothing, of which there may be one for each rank.
+            return
         before, name = len(self._blocks), str(operation)
         if self.phase != "other" and not name.startswith(_MAKES_OF_NUMBERS):
             self._note_foreign(tensors_in((args, kwargs)))
@@ -128,6 +136,8 @@ class StepMeter(Meter):
             self._empty.update(self._blocks[before:])
             self._note_messages(result if makes_anew else (), always=True)
             self._note_messages((args, kwargs), always=False)
+        phase = self.step_phase
+        self.peaks[phase] = max(self.total, self.peaks.get(phase, 0))
         # Of equal moments the last, as in `testing.memory`.
         if self.total >= self.peak and operation.namespace != "profiler":
             self.peak, self._peak_at, self._operator = self.total, len(self._blocks), name
@@ -167,7 +177,8 @@ class StepMeter(Meter):
                     self._made[block.number] = "communication"
 
     def at_peak(self) -> Held:
-        return Held(self.peak, self._owners(self._peak_at), self._operator, self._activations(self._peak_at))
+        activations = self._activations(self._peak_at)
+        return Held(self.peak, self._owners(self._peak_at), self._operator, activations, dict(self.peaks))
 
     def now(self) -> Held:
         return Held(self.total, self._owners(len(self._blocks)), "")

@@ -135,6 +135,7 @@ def _of_rank(found: Trace, line: Timeline, device: Device) -> dict[str, Any]:
         "peak_reserved_bytes": taken,
         "held_bytes": found.after.bytes,
         "peak_operator": found.peak.operator,
+        "peak_by_phase": dict(found.peak.phases),
         "peak_by_owner": dict(found.peak.owners),
         "held_by_owner": dict(found.after.owners),
         "activations_by_module": dict(found.peak.activations),

@@ -91,7 +91,8 @@ class Meter(Observer):
                     self._watch(storage)
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        self.see(tensors_in((args, kwargs, result)))
+        # Views are of memory that is seen already.
+        self.see(tensors_in((args, kwargs) if operation.is_view else (args, kwargs, result)))
 
     def changed(self, block: Block, change: int) -> None:
         """Called when a block has grown or shrunk by so many bytes, its first and its last included."""
