@@ -158,13 +158,17 @@ def test_few_blocks_tell_what_many_hold_and_send():
     assert _deep(lambda layers: 50) == 20 * 126
     assert _deep(lambda layers: 90 + layers) == 20 * 126
     assert _deep(lambda layers: 300) is None
+    # What does not grow evenly.
+    assert _deep(lambda layers: 0, held_bytes=lambda layers: layers**2) is None
+    assert _deep(lambda layers: 0, held_bytes=lambda layers: 7 * layers) == 20 * 126
     assert at_full_depth(lambda layers: {}, 12) is None
 
 
-def _deep(elsewhere: Callable[[int], int]) -> int | None:
+def _deep(elsewhere: Callable[[int], int], **more: Callable[[int], int]) -> int | None:
     def found(layers: int) -> dict[str, Any]:
         phases = {"forward": 20 * layers, "optimizer": elsewhere(layers)}
-        return {"peak_allocated_bytes": max(phases.values()), "peak_by_phase": phases}
+        others = {name: of(layers) for name, of in more.items()}
+        return {"peak_allocated_bytes": max(phases.values()), "peak_by_phase": phases, **others}
 
     made = at_full_depth(found, 126)
     return None if made is None else made["peak_allocated_bytes"]

@@ -127,13 +127,11 @@ def test_what_does_not_fit_whole_is_sharded_and_the_lines_lead_to_the_plan_that_
     best, on = found["best"][0], find_device(device)
     assert best["peak_reserved_bytes"] < whole
     assert "engine=torch" not in best["options"]
-    assert any("do not fit" in row["reason"] for row in found["lost"])
     again = plan(job_of(load_job(file, best["assignments"]), 2), on)
     for key in ("step_seconds", "peak_reserved_bytes", "mesh", "strategy", "tokens_per_second_per_device"):
         assert best[key] == again[key]
     assert found["is_certain"]
     told = tables(found)
-    assert any("do not fit" in text for text in told[1].columns[1]._cells)
     assert best["assignments"][0] in told[-2]
 
 

@@ -3649,11 +3649,11 @@ _bug(
     kind="what cannot be is found out in the middle of a run",
 )
 _bug(
-    "nobody_is_refused",
+    "ranks_of_a_launcher_are_not_refused",
     "meshwright.train.run",
-    "    if companion is not None and companion.refusal is not None:\n        raise companion.refusal\n",
+    "            world.raise_together(companion.refusal if companion is not None else None)\n",
     "",
-    "tests/test_plan_beside.py::test_a_run_that_does_not_fit_is_refused_with_what_would",
+    "tests/test_plan_beside.py::test_ranks_of_a_launcher_are_refused_together",
     kind="what cannot fit is begun",
 )
 _bug(
