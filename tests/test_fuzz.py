@@ -276,14 +276,15 @@ class Started(Exception):
         self.config = config
 
 
-def _start(main: Any, arguments: tuple[RunConfig], **_: Any) -> None:
-    raise Started(*arguments)
+def _start(main: Any, arguments: tuple[Any, ...], **_: Any) -> None:
+    raise Started(arguments[0])
 
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OddRunFiles:
     """Odd run files on small data, for `meshwright train` in this process, which raises Started instead of starting."""
-    good = {**yaml.safe_load(write_run(tmp_path).read_text()), "steps": 1}
+    # Tracing each would take a second; some turn it on.
+    good = {**yaml.safe_load(write_run(tmp_path).read_text()), "steps": 1, "plan": {"enabled": False}}
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr(launch, "warm_up", lambda *_: None)
     monkeypatch.setattr(launch, "launch", _start)

@@ -96,7 +96,7 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would(tmp_path):
     assert refused.stderr.startswith("error: the run does not fit: a rank would take ")
     assert "--set strategy_config.activation_checkpointing=full" in refused.stderr
     assert not (tmp_path / "run").exists()
-    warned = _train(tmp_path, "--set", "plan.too_large=warn", plan={"device": device})
+    warned = _train(tmp_path, "--set", "plan.when_too_large=warn", plan={"device": device})
     assert warned.returncode == 0, warned.stderr
     assert "warning: the run does not fit" in warned.stderr
 

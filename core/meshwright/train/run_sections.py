@@ -56,7 +56,7 @@ class PlanConfig(FrozenModel):
         description="What the run is on: a name, such as h100-80gb, or a YAML file of your own; null: what is found. "
         "Times are told of devices that are known or named.",
     )
-    too_large: Literal["refuse", "warn"] = Field(
+    when_too_large: Literal["refuse", "warn"] = Field(
         "refuse", description="What becomes of a run that would not fit into the memory of its device."
     )
 

@@ -147,7 +147,7 @@ def accompany(config: RunConfig, world_size: int) -> Comparison | None:
     comparison = Comparison(found, has_time=has_time, sees_operators=not job.is_compiled)
     if not found["fits"]:
         refusal = _too_large(found, advice(config, world_size, device))
-        if asked.too_large == "refuse":
+        if asked.when_too_large == "refuse":
             comparison.refusal = refusal
         else:
             Console(stderr=True).print(f"warning: {refusal}", highlight=False, soft_wrap=True)
@@ -174,7 +174,7 @@ def _too_large(found: dict[str, Any], how: str) -> ModelError:
     needed, has = (found[key] / 2**30 for key in ("peak_reserved_bytes", "memory_bytes"))
     return ModelError(
         f"the run does not fit: a rank would take {needed:,.1f} GiB, and {found['device']} has {has:,.1f} GiB for it. "
-        f"{how} Or set plan.too_large=warn to try it all the same."
+        f"{how} Or set plan.when_too_large=warn to try it all the same."
     )
 
 
