@@ -140,10 +140,12 @@ def test_kept_settings_stay_and_others_are_searched(tmp_path):
         tmp_path, strategy="fsdp2", tp_size=2, strategy_config={"loss_chunk_rows": 0, "cp_attention": "ulysses"}
     )
     space = _space(file, ["tp_size=1", "strategy_config.activation_checkpointing=full"], 4, find_device("h100-80gb"))
-    found = list(space.candidates())
+    # Other tests may have brought strategies of their own.
+    ours = {"ddp", "fsdp2", "megatron_fsdp"}
+    found = [each for each in space.candidates() if each.values["strategy"] in ours]
     assert {each.degrees.tp for each in found} == {1}
     assert {each.recomputation for each in found} == {"full"}
-    assert {each.values["strategy"] for each in found} == {"ddp", "fsdp2", "megatron_fsdp"}
+    assert {each.values["strategy"] for each in found} == ours
     assert any("single" in each for each in space.examples.values())
     for each in found:
         assert each.values["strategy_config"]["loss_chunk_rows"] == 0
