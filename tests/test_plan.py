@@ -29,6 +29,7 @@ from meshwright.plan.trace import Trace
 from meshwright.plan.world import planned_world
 from meshwright.testing.pool import pool
 
+ROOT = Path(__file__).parents[1]
 EXACT = [
     Layout("fsdp2", 2),
     Layout("fsdp2", 4, {"dp_replicate_size": 2}),
@@ -95,6 +96,30 @@ def test_a_run_file_is_planned_for_more_ranks_than_there_are(tmp_path):
         assert sum(each["peak_by_owner"].values()) == each["peak_allocated_bytes"]
     assert {"dp_shard", "tp"} <= {row["group"] for row in found["collectives"]}
     assert "all_gather" in done.stdout
+
+
+def test_plans_that_the_readme_prints_are_made():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    printed = [line.split("#")[0].split() for line in lines if line.startswith("    meshwright plan ")]
+    assert printed
+    for _, *arguments in printed:
+        command = [sys.executable, "-m", "meshwright", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "give one of --world"),
+        (["--world", "2", "--gpus", "2"], "not --world and --gpus"),
+        (["--world", "2", "--max-nodes", "1"], "--max-nodes belongs to --gpus"),
+        (["--gpus", "2", "--ranks", "2"], "--ranks belongs to --calibrate"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(arguments, text, tmp_path):
+    done = _command(tmp_path, *arguments)
+    assert (done.returncode, text in done.stderr) == (2, True), done.stderr
 
 
 def test_sizes_and_a_length_are_enough(tmp_path):

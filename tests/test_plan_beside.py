@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.plan.beside.comparison import Comparison
+from meshwright.plan.beside.comparison import Comparison, accompany
 from meshwright.plan.device import DEVICES
+from meshwright.train.run_file import load_run
 
 RUN: dict[str, Any] = {
     "strategy": "fsdp2",
@@ -120,6 +121,16 @@ def test_a_plan_alone_starts_nothing(tmp_path):
     assert silent.returncode == 0, silent.stderr
     assert "planned:" not in silent.stdout
     assert "plan beside" not in silent.stdout
+
+
+def test_a_plan_of_the_token_loss_refuses_no_run_of_another_objective(tmp_path):
+    file = tmp_path / "run.yaml"
+    device = _device(tmp_path, memory_bytes=1)
+    file.write_text(yaml.safe_dump({**RUN, "plan": {"device": device}, "objective": "dpo"}), encoding="utf-8")
+    found = accompany(load_run(file), 2)
+    assert found is not None
+    assert (found.plan, found.refusal) == (None, None)
+    assert "objective='dpo'" in found.lines()[0]
 
 
 def test_where_a_plan_was_off_is_told():

@@ -3683,8 +3683,8 @@ _bug(
 _bug(
     "averages_weigh_nothing",
     "meshwright.plan.trace",
-    "EMA(manager, job.ema) if job.ema is not None else None",
-    "None",
+    "            EMA(manager, job.ema)\n",
+    "            pass\n",
     "tests/test_plan_beside.py::test_a_run_holds_and_sends_what_was_planned[bucketed]",
     kind="a part of what a run holds is left out of its plan",
 )
@@ -3853,4 +3853,20 @@ _bug(
     '"M": 10**6',
     "tests/test_plan_search.py::test_tokens_are_counted_as_the_field_does",
     kind="a unit is another than is said",
+)
+_bug(
+    "a_plan_of_another_objective",
+    "meshwright.plan.beside.comparison",
+    "    if config.objective is not None:\n",
+    "    if False:\n",
+    "tests/test_plan_beside.py::test_a_plan_of_the_token_loss_refuses_no_run_of_another_objective",
+    kind="a run is refused for what it does not do",
+)
+_bug(
+    "options_without_their_wish",
+    "meshwright.cli.plan",
+    "if given is not None and value is None:",
+    "if given is not None and value == '':",
+    "tests/test_plan.py::test_options_that_do_not_go_together_are_refused[arguments2---max-nodes belongs to --gpus]",
+    kind="an option that has no effect is taken without a word",
 )

@@ -11,18 +11,14 @@ import typer
 
 from ..base.errors import ConfigError
 from ..base.validation import validated
-from ..data.rows.order import check_batch_size
 from ..launch.join import join
 from ..launch.rank import leave
 from ..model.model_types import check_model_type
-from ..strategy.stack import resolve
-from ..train.run_file import RunConfig, read_values
+from ..plan.asked import laid_out, read_job
+from ..train.run_file import RunConfig
 from .errors import told
 
 DEVICE = "h100-80gb"
-NO_END = 2**31 - 1
-"""Steps of a run that does not say how many."""
-
 
 RunFile = Annotated[Path | None, typer.Argument(help="A run file (YAML). Its data are not read.", show_default=False)]
 World = Annotated[int | None, typer.Option(min=1, help="Number of ranks.")]
@@ -79,6 +75,9 @@ def plan(
     pictures = (html_file, png_directory)
     with told(traceback):
         _check_one_wish(run_file, world=world, gpus=gpus, calibrate=calibrate)
+        _check_belonging("gpus", gpus, batch_tokens=batch_tokens, max_nodes=max_nodes, write=run_out)
+        _check_belonging("calibrate", calibrate, ranks=calibrated_ranks)
+        _check_belonging("world", world, rank=ranks)
         if calibrate is not None:
             from ..plan.calibration.calibrate import calibrate_to
 
@@ -108,10 +107,7 @@ def load_job(run_file: Path, assignments: list[str]) -> RunConfig:
     Raises:
         ConfigError: as training does.
     """
-    values = read_values(run_file, assignments)
-    if values.get("steps") is None and values.get("epochs") is None:
-        values["steps"] = NO_END
-    return validated(RunConfig, values, where=str(run_file))
+    return validated(RunConfig, read_job(run_file, assignments), where=str(run_file))
 
 
 def check_job(config: RunConfig, world: int) -> None:
@@ -120,11 +116,7 @@ def check_job(config: RunConfig, world: int) -> None:
     Raises:
         MeshwrightError: as training does.
     """
-    _, degrees = resolve(
-        config.strategy, config, world, config=config.strategy_config, wrapper_config=config.wrapper_config
-    )
-    rows = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
-    check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=rows)
+    laid_out(config, world)
     if "model_type" in config.model:
         check_model_type(str(config.model["model_type"]))
 
@@ -143,6 +135,12 @@ def _check_one_wish(run_file: Path | None, **wishes: Any) -> None:
             if run_file is None
             else f"--calibrate measures a machine, and needs no run file; leave {run_file} out."
         )
+
+
+def _check_belonging(wish: str, value: Any, **options: Any) -> None:
+    for name, given in options.items():
+        if given is not None and value is None:
+            raise ConfigError(f"--{name.replace('_', '-')} belongs to --{wish}. Leave it out, or give that.")
 
 
 def _planned(
@@ -164,7 +162,7 @@ def _planned(
     on = find_device(device)
     job = replace(job_of(config, world), expert_imbalance=expert_imbalance)
     found = planned(job, on, ranks)
-    _show(tables(found))
+    show(tables(found))
     page, directory = pictures
     if page is not None or directory is not None:
         from ..plan.pictures.shown import shown
@@ -196,7 +194,7 @@ def _recommended(
     from ..plan.search.recommend_report import tables
 
     found = recommend(run_file, assignments, gpus, device, **wishes)
-    _show(tables(found))
+    show(tables(found))
     _write(found, json_file)
     best = found["best"][0]
     if run_out is not None:
@@ -212,7 +210,8 @@ def _write(found: dict[str, Any], json_file: Path | None) -> None:
         json_file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
-def _show(parts: list[Any]) -> None:
+def show(parts: list[Any]) -> None:
+    """Print tables."""
     from rich.console import Console
 
     console = Console()

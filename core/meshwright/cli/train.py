@@ -13,6 +13,7 @@ from ..launch.rank import leave, started_by_launcher
 from ..strategy.registry import get_registry
 from ..train.run_file import RunConfig, load_run
 from .errors import told
+from .plan import show
 
 
 def train(
@@ -50,10 +51,8 @@ def _plan_only(config: RunConfig) -> None:
     """Show the plan of a run, once for all ranks that a launcher has started.
 
     Raises:
-        MeshwrightError: what is wrong with the run; or it does not fit, where the run would be refused for that.
+        MeshwrightError: what is wrong with the run.
     """
-    from rich.console import Console
-
     from ..plan.beside.comparison import plan_of
     from ..plan.report import tables
     from ..train.plan import processes
@@ -61,6 +60,4 @@ def _plan_only(config: RunConfig) -> None:
     count = int(os.environ["WORLD_SIZE"]) if started_by_launcher() else processes(config)
     if os.environ.get("RANK", "0") != "0":
         return
-    found = plan_of(config, count)
-    for table in tables(found):
-        Console().print(table)
+    show(tables(plan_of(config, count)))

@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from .._compat.peft import adapted_on_meta
-from ..data import check_batch_size
 from ..model.adapter_options import check_names
 from ..model.build import model_config, new_model
-from ..strategy.stack import resolve
 from ..train.optim import optimizer_factory, try_optimization
 from ..train.plan import data_and_model_config
 from ..train.run_file import RunConfig
 from ..train.run_model import RunModel, find_model
+from .asked import laid_out
 from .trace import Job
 
 
@@ -27,11 +26,7 @@ def job_of(config: RunConfig, world_size: int) -> Job:
     Raises:
         MeshwrightError: what `train` would find wrong with it.
     """
-    stack, degrees = resolve(
-        config.strategy, config, world_size, config=config.strategy_config, wrapper_config=config.wrapper_config
-    )
-    rows = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
-    check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=rows)
+    stack, degrees, rows = laid_out(config, world_size)
     steps = config.steps or 1
     try_optimization(config.optimizer, config.schedule.over(steps), steps, device=torch.device("cpu"))
     found = find_model(config.model)

@@ -167,7 +167,9 @@ def trace(job: Job, mesh: Mesh) -> Trace:
         del model
         meter.own((p for part in manager.model_parts for p in part.parameters()), "parameters")
         optimizer = manager.build_optimizer(job.optimizer)
-        average = EMA(manager, job.ema) if job.ema is not None else None
+        if job.ema is not None:
+            # Its optimizer keeps it.
+            EMA(manager, job.ema)
     # The first make what is kept, such as the state of the optimizer, from few tokens; the last is as all others.
     for given in (*[batches[:1]] * manager.settles_after, batches):
         meter.begin()
@@ -176,9 +178,7 @@ def trace(job: Job, mesh: Mesh) -> Trace:
             _step(manager, job, given, meter)
         meter.own(tensors_in([*optimizer.state.values()]), "optimizer")
     calls, operations = tuple(timeline.calls), tuple(timeline.operations)
-    found = Trace(mesh.rank, meter.at_peak(), meter.now(), calls, operations, tuple(meter.log), meter.owners())
-    del average
-    return found
+    return Trace(mesh.rank, meter.at_peak(), meter.now(), calls, operations, tuple(meter.log), meter.owners())
 
 
 @contextmanager

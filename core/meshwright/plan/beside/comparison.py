@@ -134,6 +134,8 @@ def accompany(config: RunConfig, world_size: int) -> Comparison | None:
     asked = config.plan
     if not asked.enabled:
         return None
+    if config.objective is not None:
+        return Comparison(None, f"plans are of the token loss, and not of objective={config.objective!r}")
     try:
         device, has_time = _device(config, world_size)
         job = job_of(config, world_size)

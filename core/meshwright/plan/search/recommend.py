@@ -16,7 +16,8 @@ from ...base.errors import ConfigError
 from ...base.validation import validated
 from ...parallel.expert.find import find_experts
 from ...strategy.ask import model_size
-from ...train.run_file import RunConfig, read_values
+from ...train.run_file import RunConfig
+from ..asked import NO_END, read_job
 from ..device import Device, find_device
 from ..job import job_of
 from .bounds import Known
@@ -28,8 +29,6 @@ LIMIT_S = 105.0
 PROCESSES = 2
 SHOWN = 5
 """Of what is open."""
-NO_END = 2**31 - 1
-"""Steps of a run that does not say how many."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -115,9 +114,7 @@ def _world(gpus: int, max_nodes: int | None, device: Device) -> int:
 
 
 def _values(run_file: Path, assignments: Sequence[str], batch_tokens: str | None) -> dict[str, Any]:
-    values = read_values(run_file, assignments)
-    if values.get("steps") is None and values.get("epochs") is None:
-        values["steps"] = NO_END
+    values = read_job(run_file, assignments)
     if batch_tokens is not None:
         values.setdefault("batch_size", 1)
         length = validated(RunConfig, values, where=str(run_file)).data.seq_len
