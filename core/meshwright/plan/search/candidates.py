@@ -5,8 +5,8 @@
 `layers` the model's blocks, `rows` the sequences of a microbatch. Where `is_dtype_open`, the run file leaves the
 precision to the strategy, and options may name `model.dtype`, too. A class without it is tried as the run file has it.
 An option `activation_checkpointing` is tried by its name. Of a wrapping strategy, a method
-`forecast(*, layers, ranks, sequences)` tells the share of time in which ranks wait, and how many microbatches a rank
-holds at once.
+`forecast(*, layers, ranks, sequences, head)` tells the share of time in which ranks wait, and how many microbatches a
+rank holds at once.
 
 [Note: what stays] What the command line sets is kept; what the run file says of layout is where the search begins. Its
 other options are kept by all strategies that have them.
@@ -36,6 +36,7 @@ from ...strategy.stack import Stack, resolve
 from ..device import Device
 
 RECOMPUTATION = "activation_checkpointing"
+WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 CHECKPOINTING: tuple[Any, ...] = (False, "selective", "full")
 SIZES = ("pp_size", "dp_size", "dp_replicate_size", "cp_size", "tp_size", "ep_size")
 _LAYOUT = (*SIZES, "strategy", "strategy_config", "wrapper_config", "micro_batch_size")
@@ -48,7 +49,7 @@ class Candidate:
     Attributes:
         rows: sequences of a microbatch.
         microbatches: of each data-parallel rank in a step.
-        family: the strategy with the options that a variant has on one rank, as text.
+        family: the strategy with the options that a variant has where nothing but data is divided, as text.
         recomputation: of activations; None: the strategy has no such option.
         values: keys of the run file, dotted, with their values.
         wrapper: of a pipeline, the options of the wrapping strategy.
@@ -65,20 +66,9 @@ class Candidate:
     schedule: str = ""
 
     @property
-    def unit(self) -> tuple[Any, ...]:
-        """Candidates of one unit compute the same in each microbatch, whatever their data-parallel ranks."""
-        degrees = self.degrees
-        return (self.family, self.recomputation, self.rows, degrees.tp, degrees.cp, degrees.ep)
-
-    @property
     def key(self) -> tuple[Any, ...]:
         """No other candidate has the same."""
-        return (*self.unit, self.degrees, self.schedule)
-
-    @property
-    def glanced(self) -> int:
-        """Microbatches of the step of a glance: gradients are added up from the second on."""
-        return min(2, self.microbatches)
+        return (self.family, self.recomputation, self.rows, self.degrees, self.schedule)
 
     @property
     def lines(self) -> list[str]:
@@ -102,6 +92,7 @@ class Space:
         kept: keys that the command line sets, dotted.
         world: ranks, all of which are used.
         layers: blocks of the model.
+        length: tokens of a sequence.
         experts: whether it has any.
         refused: how often what was refused, digits left out, with one such text.
         enumerated: layouts looked at.
@@ -112,6 +103,7 @@ class Space:
     world: int
     device: Device
     layers: int
+    length: int
     size: ModelSize
     experts: bool
     refused: Counter[str] = field(default_factory=Counter)
@@ -163,7 +155,8 @@ class Space:
         if self.keeps("micro_batch_size"):
             rows = [int(self.values["micro_batch_size"])]
         made = variants(spec.config_cls, degrees, self.layers, rows[0], is_dtype_open=self.is_dtype_open)
-        alone = variants(spec.config_cls, Degrees(), self.layers, rows[0], is_dtype_open=self.is_dtype_open)
+        shards = Degrees(dp_shard=degrees.dp_shard * degrees.cp)
+        alone = variants(spec.config_cls, shards, self.layers, rows[0], is_dtype_open=self.is_dtype_open)
         named = zip(made, alone if len(alone) == len(made) else made, strict=True)
         options = [(*each, recomputed) for each in named for recomputed in self._recomputations(spec)]
         self.enumerated += len(options) * len(rows)
@@ -250,6 +243,28 @@ class Space:
                 values = {**candidate.values, "wrapper_config": {spec.name: options}}
                 found.append(replace(candidate, values=values, wrapper=config, schedule=repr(of_one_row)))
         return list({repr(each.values["wrapper_config"]): each for each in found}.values())
+
+    def least(self, candidate: Candidate) -> float:
+        """Bytes that a rank holds at least: its parameters, divided by all axes that divide such."""
+        degrees = candidate.degrees
+        width = WIDTHS.get(candidate.values.get("model.dtype", ""), self.size.bytes_per_element)
+        return self.size.parameters * width / (degrees.pp * degrees.dp_shard * degrees.cp * degrees.tp)
+
+    def forecast(self, candidate: Candidate, head: float) -> tuple[float, float]:
+        """Of a pipeline under a schedule, the share of waiting and the microbatches that are held; else 0 and 1.
+
+        Args:
+            head: the time of what the last stage computes beside its blocks, as a number of blocks.
+
+        Raises:
+            ConfigError: blocks or sequences do not divide so.
+        """
+        ask = getattr(candidate.wrapper, "forecast", None)
+        if ask is None:
+            return 0.0, 1.0
+        sequences = candidate.microbatches * candidate.rows
+        told: tuple[float, float] = ask(layers=self.layers, ranks=candidate.degrees.pp, sequences=sequences, head=head)
+        return told
 
 
 def sizes_of(degrees: Degrees) -> MeshSizes:

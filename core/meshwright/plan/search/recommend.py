@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
@@ -20,7 +21,6 @@ from ...train.run_file import RunConfig
 from ..asked import NO_END, read_job
 from ..device import Device, find_device
 from ..job import job_of
-from .bounds import Known
 from .candidates import SIZES, Candidate, Space, assigned
 from .search import Found, Search
 
@@ -61,7 +61,8 @@ def recommend(
     Returns:
         Plain values: `best`, each with `assignments` (lines for --set), `run` (of a run file) and `plan`, which is None
         where time allowed none and the numbers are nearly those of one; `open`, what could be as good for all that is
-        known, with the least seconds of each; and `lost`, why others are not.
+        known, with the seconds that are expected of each; `lost`, why others are not; and `deviation`, how far what was
+        expected lay from what was then traced, as a part (root of the mean square).
 
     Raises:
         ConfigError: nothing fits, or what is given is not valid.
@@ -72,7 +73,7 @@ def recommend(
     values = _values(run_file, assignments, batch_tokens)
     with _executor(processes) as executor:
         space = _space(values, assignments, world, on)
-        search = Search(space, Known(space), executor, processes, wanted, limit_s, expert_imbalance)
+        search = Search(space, executor, processes, wanted, limit_s, expert_imbalance)
         search.run()
         search.settle()
     if not search.found:
@@ -136,7 +137,7 @@ def _space(values: Mapping[str, Any], assignments: Sequence[str], world: int, de
     job = job_of(validated(RunConfig, whole, where="the run file"), 1)
     model = job.model()
     kept = tuple(each.partition("=")[0] for each in assignments)
-    return Space(values, kept, world, device, job.layers, model_size(model), bool(find_experts(model)))
+    return Space(values, kept, world, device, job.layers, job.length, model_size(model), bool(find_experts(model)))
 
 
 @contextmanager
@@ -180,8 +181,9 @@ def _report(search: Search, assignments: Sequence[str], batch_tokens: str | None
         "best": [_told(each, space, assignments, batch_tokens) for each in best],
         "lost": _lost(search, best, len(still_open)),
         "is_certain": not still_open,
-        "open": [_left(bound, each, assignments) for bound, each in still_open[:SHOWN]],
+        "open": [_left(seconds, each, assignments) for seconds, each in still_open[:SHOWN]],
         "open_layouts": len(still_open),
+        "deviation": math.sqrt(sum(each**2 for each in search.surprises) / max(1, len(search.surprises))),
         "enumerated": space.enumerated,
         "traced": search.traced,
         "planned": search.planned,
@@ -207,9 +209,9 @@ def _told(found: Found, space: Space, assignments: Sequence[str], batch_tokens: 
     }
 
 
-def _left(bound: float, candidate: Candidate, assignments: Sequence[str]) -> dict[str, Any]:
+def _left(seconds: float, candidate: Candidate, assignments: Sequence[str]) -> dict[str, Any]:
     return {
-        "least_seconds": bound,
+        "expected_seconds": seconds,
         "mesh": str(candidate.degrees),
         "micro_batch_size": candidate.rows,
         "recomputation": candidate.recomputation,
@@ -224,9 +226,15 @@ def _lost(search: Search, best: Sequence[Found], still_open: int) -> list[dict[s
     rows = [{"layouts": count, "reason": space.examples[key]} for key, count in space.refused.items()]
     if search.too_large:
         rows.append({"layouts": search.too_large, "reason": f"do not fit: {_too_much(search)} too much at best"})
-    slower = len(search.heap) + len(search.costly) - still_open + len(search.found) - len(best)
+    without = search.left_out()
+    if without:
+        rows.append({"layouts": without, "reason": "are expected not to fit, by the traces of others"})
+    slower = len(search.found) - len(best)
     if slower > 0:
-        rows.append({"layouts": slower, "reason": f"slower: {best[-1].seconds:.4g} s at least"})
+        rows.append({"layouts": slower, "reason": f"slower: {search.ranked()[len(best)].seconds:.4g} s at least"})
+    expected = search.left() - still_open
+    if expected > 0:
+        rows.append({"layouts": expected, "reason": "are expected to be slower, by the traces of others"})
     return sorted(rows, key=lambda row: -int(row["layouts"]))
 
 

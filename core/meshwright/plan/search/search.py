@@ -1,47 +1,45 @@
 """Find the fastest layouts that fit, tracing as few as possible.
 
-[Note: the search] Each candidate has a bound: its step takes no less. The one with the least bound is looked at next:
-first at a glance (`measure.glance`), which raises its bound and that of all that compute alike, then more nearly
-(`measure.near`), or of a pipeline by its whole plan. When as many are known so as are wanted, and no bound is below
-them, they are the best. Then they are planned, the first before others, as time allows. Bounds, from loose to tight:
+[Note: the search] Of all candidates the seconds and bytes are estimated (`estimate`). The one that could be the fastest, one
+standard deviation below what is expected, is traced on few blocks (`glance`): that tells its numbers nearly, and those of
+all that it is alike to a little. Then all are estimated anew, until no other could be among the best, or the time is up.
+Those that could not fit, one deviation below what is expected, are left out; how wrong estimates were is told. Of a
+pipeline the model on one stage is traced, with which each of its schedules is told. The best are then planned, the first
+before others, as time allows. This is Bayesian optimisation by a lower confidence bound (N. Srinivas et al., Gaussian
+Process Optimization in the Bandit Setting, 2010), on a linear model.
 
-- what a device computes for its share where the model is divided less over tp and cp, or less is computed again, or, on
-  a device without latencies, where microbatches are of another size: dividing further saves no work;
-- what a microbatch computes, times their number; of a pipeline, divided by its ranks, with the bubbles of its schedule;
-- a step of two microbatches, and the computation of the others.
-
-Memory is bounded likewise: by the parameters, divided by all ranks that can share them, and by the peak of a glance at
-a layout that shards more and divides less, in equal parts, with its activations for further sequences. Bounds take
-blocks as alike, and stages as equal.
-
-[Note: what is too costly] A plan traces all microbatches of a step. One of more than `AFFORDABLE` blocks is not made:
-the numbers of `measure.near` stay, and a pipeline, which has none, is told as a layout that could be faster.
+[Note: what is too costly] A plan of more than `AFFORDABLE` blocks times microbatches is not made: its numbers stay as they
+are nearly.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
+import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ...base.errors import MeshwrightError
-from ...strategy.registry import get_registry
 from ..depth import DEPTHS
 from ..planned import fits
-from .bounds import Known
+from . import estimate
 from .candidates import Candidate, Space, assigned, sizes_of
-from .measure import Glance, Refusal, Request, answer
+from .estimate import Estimate
+from .glance import Glance, Refusal, Request, answer
 
-Entry = tuple[float, int, Candidate]
-"""Of the heap: the bound when it was last known, a number that tells equal ones apart, and whose it is."""
 AFFORDABLE = 120
 """Blocks times microbatches; see [Note: what is too costly]."""
 FEW_BLOCKS = sum(DEPTHS[-1])
 """That a plan without a pipeline traces of a deep model."""
+CHANCE = 0.02
+"""Who fits less likely is left out."""
+UNLIKELY = 0.3
+"""What a candidate's seconds are multiplied by, to this power, for one that fits e times less likely."""
 LOOKING = 0.65
 """The part of the time in which layouts are looked for; the rest is for whole plans of the best."""
 
@@ -51,7 +49,7 @@ class Found:
     """A layout whose step is known, at least nearly.
 
     Attributes:
-        plan: of `plan`, or the few values of `measure.near`.
+        plan: of `plan`, or the few values that a glance tells.
     """
 
     candidate: Candidate
@@ -66,20 +64,6 @@ class Found:
         return float(self.plan["step_seconds"])
 
 
-@dataclass(frozen=True)
-class _Task:
-    """Something to ask of a process.
-
-    Attributes:
-        entry: of the heap, whose candidate it is for.
-        asked: what is looked at; of a pipeline first the model without it.
-    """
-
-    kind: str
-    entry: Entry
-    asked: Candidate
-
-
 @dataclass
 class Search:
     """See [Note: the search].
@@ -89,97 +73,244 @@ class Search:
         workers: requests at once.
         wanted: layouts.
         limit_s: after so many seconds nothing new is looked at.
+        surprises: how far estimates of seconds were off, as logarithms, of what was then traced.
     """
 
     space: Space
-    known: Known
     executor: Executor
     workers: int
     wanted: int
     limit_s: float
     expert_imbalance: float = 1.0
+    candidates: list[Candidate] = field(default_factory=list)
     found: list[Found] = field(default_factory=list)
-    heap: list[Entry] = field(default_factory=list)
-    costly: list[Entry] = field(default_factory=list)
     too_large: int = 0
     nearest: tuple[float, Candidate | None] = (float("inf"), None)
     traced: int = 0
     planned: int = 0
+    surprises: list[float] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _seeds: list[int] = field(default_factory=list)
+    _glances: dict[tuple[Any, ...], Glance | Refusal] = field(default_factory=dict)
+    _done: set[int] = field(default_factory=set)
+    _alike: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Until the best are certain, or time is up."""
-        for candidate in self.space.candidates():
-            if self._fits(candidate, self.known.held(candidate)):
-                self.heap.append((0.0, next(self._numbers), candidate))
-        heapq.heapify(self.heap)
-        pending: dict[Future[Any], _Task] = {}
+        """Until no other could be among the best, or time is up."""
+        self.candidates = [each for each in self.space.candidates() if self._fits(each, self.space.least(each))]
+        if not self.candidates:
+            return
+        for number, each in enumerate(self.candidates):
+            for key in _refusal_keys(each):
+                self._alike.setdefault(key, []).append(number)
+        work, state = estimate.of_work(self.candidates), estimate.of_state(self.candidates)
+        self._seconds = Estimate(estimate.SECONDS, work)
+        self._bytes = (
+            Estimate(estimate.HELD, state),
+            Estimate(estimate.ACTIVATIONS, work),
+            Estimate(estimate.REST, work),
+        )
+        self._seeds = self._begin()
+        pending: dict[Future[Any], int] = {}
         while True:
-            while len(pending) < self.workers and (task := self._next(pending.values())) is not None:
-                pending[self.executor.submit(answer, self._request(task))] = task
+            while len(pending) < self.workers and (number := self._next(pending.values())) is not None:
+                request = self._request(self._alone(self.candidates[number]))
+                pending[self.executor.submit(answer, request)] = number
             if not pending:
                 break
             for done in wait(pending, return_when=FIRST_COMPLETED).done:
-                self._take(pending.pop(done), done.result())
-        self._fill_up()
-
-    def _fill_up(self) -> None:
-        """Where too few are known nearly, go on with the best of what was glanced at; one at least."""
-        for entry in sorted((entry for entry in self.heap if self._is_seen(entry[2])), key=lambda entry: entry[:2]):
-            enough = len(self.found) >= self.wanted or (self.found and self.elapsed > self.limit_s)
-            if enough:
-                return
-            self.heap.remove(entry)
-            if self._stays(entry):
-                task = _Task("near", entry, entry[2])
-                self._take(task, self.executor.submit(answer, self._request(task)).result())
-
-    def _is_seen(self, candidate: Candidate) -> bool:
-        return candidate.degrees.pp == 1 and candidate.degrees in self.known.glances.get(candidate.unit, {})
+                self._learn(pending.pop(done), done.result())
 
     def settle(self) -> None:
         """Plan the best in their order, as time allows, but the first in any case; who does not fit is lost."""
-        pending: dict[Future[Any], _Task] = {}
+        pending: dict[Future[Any], Found] = {}
         while True:
-            waiting = {task.asked.key for task in pending.values()}
+            waiting = {each.candidate.key for each in pending.values()}
             for number, each in enumerate(self.best()):
-                is_open = (
-                    not each.is_planned and each.candidate.key not in waiting and self._is_affordable(each.candidate)
-                )
+                is_open = not each.is_planned and each.candidate.key not in waiting and self._is_affordable(each.candidate)
                 if is_open and len(pending) < self.workers and (number == 0 or self.elapsed < self.limit_s):
-                    task = _Task("plan", (each.seconds, 0, each.candidate), each.candidate)
-                    pending[self.executor.submit(answer, self._request(task))] = task
+                    pending[self.executor.submit(answer, self._request(each.candidate, is_whole=True))] = each
             if not pending:
                 return
             for done in wait(pending, return_when=FIRST_COMPLETED).done:
-                task = pending.pop(done)
-                self.found = [each for each in self.found if each.candidate.key != task.asked.key]
-                self._take(task, done.result())
+                each, result = pending.pop(done), done.result()
+                self.planned += 1
+                self.found.remove(each)
+                if isinstance(result, Refusal):
+                    self.space.refuse(result.reason)
+                elif self._fits(each.candidate, result["peak_reserved_bytes"]):
+                    self.found.append(Found(each.candidate, result))
 
     def best(self) -> list[Found]:
+        """The fastest of those found."""
+        return self.ranked()[: self.wanted]
+
+    def ranked(self) -> list[Found]:
         """Those found, the fastest first."""
-        return sorted(self.found, key=lambda each: each.seconds)[: self.wanted]
+        return sorted(self.found, key=lambda each: each.seconds)
 
     def open(self) -> list[tuple[float, Candidate]]:
-        """Those that could be among the best for all that is known, with their bounds; none: the best are certain."""
-        entries = [entry for entry in self.heap if entry[0] < self.worst]
-        self.heap = [entry for entry in self.heap if entry[0] >= self.worst]
-        for entry in entries:
-            if self._stays(entry):
-                heapq.heappush(self.heap, entry)
-        entries = sorted([*self.heap, *self.costly], key=lambda entry: entry[:2])
-        return [(bound, candidate) for bound, _, candidate in entries if bound < self.worst]
+        """Those that could be among the best for all that is known, with the seconds that are expected of them, the
+        fastest first."""
+        if not self.candidates:
+            return []
+        least, expected = self._bounds({})
+        found = (least < math.log(self.worst)).nonzero().flatten().tolist()
+        rows = [(math.exp(expected[number]), number) for number in found]
+        return [(seconds, self.candidates[number]) for seconds, number in sorted(rows)]
 
     @property
     def worst(self) -> float:
         """The seconds of the last of the best; infinite while there are too few."""
-        seconds = sorted(each.seconds for each in self.found)
-        return seconds[self.wanted - 1] if len(seconds) >= self.wanted else float("inf")
+        best = self.best()
+        return best[-1].seconds if len(best) == self.wanted else float("inf")
 
     @property
     def elapsed(self) -> float:
         return time.monotonic() - self.started
+
+    def left_out(self) -> int:
+        """How many have not been traced, as they are expected not to fit."""
+        return int((self._open & (self._chance() <= CHANCE)).sum()) if self.candidates else 0
+
+    def left(self) -> int:
+        """How many have not been traced that could fit."""
+        return int((self._open & (self._chance() > CHANCE)).sum()) if self.candidates else 0
+
+    def _next(self, pending: Iterable[int]) -> int | None:
+        """Whom to trace next; of pipelines whose model has been traced, all that follows is told at once."""
+        if self._seeds:
+            return self._seeds.pop(0)
+        while self.elapsed < LOOKING * self.limit_s:
+            busy = {number: 0.0 for number in pending}
+            least, expected = self._bounds({number: float("nan") for number in busy})
+            for number in busy:
+                least[number] = math.inf
+            number = int(least.argmin())
+            if not least[number] < math.log(self.worst):
+                return None
+            known = self._glances.get(_work(self._alone(self.candidates[number])))
+            if known is None:
+                return number
+            self._learn(number, known)
+        return None
+
+    def _begin(self) -> list[int]:
+        """With whom to begin: of the first strategy, with all that there is of recomputation, divided over tp least and
+        most."""
+        alone = [each for each in self.candidates if each.degrees.pp == 1] or self.candidates
+        sizes = {each.degrees.tp for each in alone}
+        found: dict[tuple[Any, ...], int] = {}
+        for number, each in enumerate(self.candidates):
+            if each.family == alone[0].family and each.degrees.pp == alone[0].degrees.pp:
+                if each.rows == alone[0].rows and each.degrees.tp in (min(sizes), max(sizes)):
+                    found.setdefault((each.degrees.tp, each.recomputation), number)
+        return list(found.values())
+
+    @property
+    def _open(self) -> Tensor:
+        found = torch.ones(len(self.candidates), dtype=torch.bool)
+        found[list(self._done)] = False
+        return found
+
+    def _bounds(self, pending: Mapping[int, float]) -> tuple[Tensor, Tensor]:
+        """Logarithms of the least seconds of a step, and of those that are expected; infinite for who is done, or could
+        not fit.
+
+        Args:
+            pending: taken to be as is expected.
+        """
+        mean, deviation = self._seconds.all()
+        if pending:
+            mean, deviation = self._seconds.all({number: float(mean[number]) for number in pending})
+        tokens = int(self.space.values["batch_size"]) * self.space.length
+        expected = mean + math.log(tokens / self.space.world)
+        least = expected - deviation
+        chance = self._chance()
+        could = self._open & (chance > CHANCE)
+        return torch.where(could, least - UNLIKELY * chance.clamp_min(CHANCE).log(), math.inf), expected
+
+    def _chance(self) -> Tensor:
+        """How likely each candidate fits."""
+        told = [each.all() for each in self._bytes]
+        parts = [mean.exp() for mean, _ in told]
+        parts[0] *= self.space.size.parameters
+        size, device = sum(parts), self.space.device
+        spread = sum(part * deviation for part, (_, deviation) in zip(parts, told, strict=True)) / size
+        room = torch.tensor(device.memory_bytes - device.context_bytes, dtype=torch.float64)
+        return torch.special.ndtr((room.log() - size.log()) / spread.clamp_min(1e-3))
+
+    def _learn(self, number: int, result: Glance | Refusal) -> None:
+        """Take what a candidate's trace has told."""
+        candidate = self.candidates[number]
+        alone = self._alone(candidate)
+        if _work(alone) not in self._glances:
+            self.traced += 1
+            self._glances[_work(alone)] = result
+        if isinstance(result, Refusal):
+            self._refuse(candidate, result)
+            self._refuse(alone, result)
+            return
+        self._done.add(number)
+        seconds, size = self._told(candidate, result) if candidate.degrees.pp == 1 else self._schedules(candidate, result)
+        if math.isfinite(size):
+            self._learn_bytes(number, result, size)
+        if math.isfinite(seconds):
+            tokens = int(self.space.values["batch_size"]) * self.space.length
+            told = math.log(seconds * self.space.world / tokens)
+            if self._seconds.known:
+                self.surprises.append(told - float(self._seconds.all()[0][number]))
+            self._seconds.known[number] = told
+
+    def _learn_bytes(self, number: int, found: Glance, size: float) -> None:
+        """Take what is held of so many bytes for what."""
+        layers = self.space.layers / self.candidates[number].degrees.pp
+        held, activations = found.held.at(layers), found.activations.at(layers)
+        values = (held / self.space.size.parameters, activations, size - held - activations)
+        for each, value in zip(self._bytes, values, strict=True):
+            each.known[number] = math.log(max(1e-3, value))
+
+    def _told(self, candidate: Candidate, glance: Glance) -> tuple[float, float]:
+        """What a glance tells of a candidate without a pipeline."""
+        layers = self.space.layers
+        seconds, size = glance.seconds(layers, candidate.microbatches), glance.reserved(layers)
+        self._keep(candidate, seconds, size)
+        return seconds, size
+
+    def _schedules(self, candidate: Candidate, glance: Glance) -> tuple[float, float]:
+        """What a glance at the model on one stage tells of a pipeline under each schedule; the least seconds."""
+        ranks, layers, count = candidate.degrees.pp, self.space.layers, candidate.microbatches
+        best = (math.inf, math.inf)
+        for each in self.space.wrapped(candidate):
+            try:
+                waiting, live = self.space.forecast(each, glance.head)
+            except MeshwrightError as error:
+                self.space.refuse(str(error))
+                continue
+            seconds, size = glance.piped_seconds(layers, count, ranks, waiting), glance.piped_reserved(layers, ranks, live)
+            self._keep(each, seconds, size)
+            best = min(best, (seconds, size))
+        return best
+
+    def _keep(self, candidate: Candidate, seconds: float, size: float) -> None:
+        if not self._fits(candidate, size):
+            return
+        tokens = int(self.space.values["batch_size"]) * self.space.length
+        told = {
+            "strategy": str(self.space.stack(candidate)),
+            "mesh": str(candidate.degrees),
+            "step_seconds": seconds,
+            "tokens_per_second_per_device": tokens / seconds / self.space.world,
+            "peak_reserved_bytes": round(size),
+        }
+        self.found.append(Found(candidate, told))
+
+    def _refuse(self, candidate: Candidate, refusal: Refusal) -> None:
+        """Nor those that are refused for the same: whatever their batch, unless that was the reason."""
+        alike = [*self._alike.get(_refusal_keys(candidate)[refusal.of_batch], ())]
+        new = set(alike) - self._done
+        self.space.refuse(refusal.reason, len(new))
+        self._done |= new
 
     def _fits(self, candidate: Candidate, size: float) -> bool:
         if fits(int(size), self.space.device):
@@ -187,112 +318,37 @@ class Search:
         self.too_large += 1
         if size < self.nearest[0]:
             self.nearest = (size, candidate)
-        if candidate.degrees.pp == 1 or candidate.wrapper is not None:
-            rows = self.known.too_large.get(_but_rows(candidate), candidate.rows)
-            self.known.too_large[_but_rows(candidate)] = min(rows, candidate.rows)
         return False
-
-    def _next(self, pending: Iterable[_Task]) -> _Task | None:
-        """What is to be done next; what waits for another's glance comes back later."""
-        busy = {_place(task.asked) for task in pending if task.kind == "glance"}
-        aside: list[Entry] = []
-        task = None
-        while task is None and self.heap and self.heap[0][0] < self.worst and self.elapsed < LOOKING * self.limit_s:
-            entry = heapq.heappop(self.heap)
-            task = self._step(entry) if self._stays(entry) else None
-            if task is not None and task.kind == "glance" and _place(task.asked) in busy:
-                aside.append(entry)
-                task = None
-        for entry in aside:
-            heapq.heappush(self.heap, entry)
-        return task
-
-    def _stays(self, entry: Entry) -> bool:
-        """Whether a candidate's bound is as it was; others go back, or are counted as lost."""
-        bound, number, candidate = entry
-        known = self.known
-        reason = known.refusal(candidate)
-        if reason is not None:
-            self.space.refuse(reason)
-            return False
-        if candidate.rows >= known.too_large.get(_but_rows(candidate), candidate.rows + 1):
-            self.too_large += 1
-            return False
-        try:
-            now, size = known.seconds(candidate), known.bytes(candidate)
-        except MeshwrightError as error:
-            self.space.refuse(str(error))
-            return False
-        if not self._fits(candidate, size):
-            return False
-        if now > bound * (1 + 1e-9):
-            heapq.heappush(self.heap, (now, number, candidate))
-            return False
-        return True
-
-    def _step(self, entry: Entry) -> _Task | None:
-        """How to learn more of a candidate; None: it has been taken apart."""
-        candidate = entry[2]
-        glances = self.known.glances.get(candidate.unit, {})
-        if candidate.degrees.pp == 1:
-            return _Task("near" if candidate.degrees in glances else "glance", entry, candidate)
-        if not glances:
-            return _Task("glance", entry, self._without_pipeline(candidate))
-        if candidate.wrapper is not None:
-            if self._is_affordable(candidate):
-                return _Task("plan", entry, candidate)
-            self.costly.append(entry)
-            return None
-        for each in self.space.wrapped(candidate):
-            heapq.heappush(self.heap, (0.0, next(self._numbers), each))
-        return None
 
     def _is_affordable(self, candidate: Candidate) -> bool:
         """See [Note: what is too costly]."""
         layers = self.space.layers
         return candidate.microbatches * (layers if candidate.degrees.pp > 1 else min(layers, FEW_BLOCKS)) <= AFFORDABLE
 
-    def _without_pipeline(self, candidate: Candidate) -> Candidate:
-        """The same model on one stage, with more data-parallel ranks where the strategy takes such."""
-        axes, degrees = get_registry().get(candidate.values["strategy"]).axes, candidate.degrees
-        more = next((axis for axis in ("dp_shard", "dp_replicate") if axis in axes), None)
-        alone = replace(degrees, pp=1, **({} if more is None else {more: getattr(degrees, more) * degrees.pp}))
+    def _alone(self, candidate: Candidate) -> Candidate:
+        """The same model on one stage, on as many ranks as a stage has, with the microbatches of a glance."""
+        count = min(2, candidate.microbatches)
+        if candidate.degrees.pp == 1:
+            return replace(candidate, microbatches=count)
+        alone = replace(candidate.degrees, pp=1)
         sizes = sizes_of(alone).model_dump()
         values = {key: sizes.get(key, value) for key, value in candidate.values.items()}
         values |= {"wrapper_config": {}}
-        return replace(candidate, degrees=alone, microbatches=1, values=values, wrapper=None, schedule="")
+        return replace(candidate, degrees=alone, microbatches=count, values=values, wrapper=None, schedule="")
 
-    def _request(self, task: _Task) -> Request:
-        asked = task.asked
+    def _request(self, asked: Candidate, *, is_whole: bool = False) -> Request:
         values = assigned(self.space.values, asked.values.items())
-        if task.kind == "glance":
-            values["batch_size"] = asked.degrees.dp * asked.rows * asked.glanced
-        two = self.known.glances[asked.unit][asked.degrees] if task.kind == "near" else None
-        return Request(values, asked.degrees.world_size, self.space.device, self.expert_imbalance, task.kind, two)
-
-    def _take(self, task: _Task, result: Glance | dict[str, Any] | Refusal) -> None:
-        """Learn from an answer; what is not settled comes back."""
-        candidate = task.entry[2]
-        self.traced += task.kind != "plan"
-        self.planned += task.kind == "plan"
-        if isinstance(result, Refusal):
-            for each in (candidate, task.asked):
-                self.known.refuse(each, result.reason, of_batch=result.of_batch)
-            self.space.refuse(result.reason)
-        elif isinstance(result, Glance):
-            self.known.learn(task.asked, result)
-            heapq.heappush(self.heap, task.entry)
-        elif result["fits"]:
-            self.found.append(Found(candidate, result))
-        else:
-            self._fits(candidate, result["peak_reserved_bytes"])
+        values["batch_size"] = asked.degrees.dp * asked.rows * asked.microbatches
+        return Request(values, asked.degrees.world_size, self.space.device, self.expert_imbalance, is_whole)
 
 
-def _but_rows(candidate: Candidate) -> tuple[Any, ...]:
-    return (candidate.family, candidate.recomputation, candidate.degrees, candidate.schedule)
+def _work(candidate: Candidate) -> tuple[Any, ...]:
+    """Candidates that compute the same in a step."""
+    return (candidate.family, candidate.recomputation, candidate.rows, candidate.degrees, candidate.microbatches)
 
 
-def _place(candidate: Candidate) -> tuple[Any, ...]:
-    """Of candidates that tell much of each other: they are not looked at together."""
-    family, recomputation, _, *axes = candidate.unit
-    return (family, recomputation, *axes)
+def _refusal_keys(candidate: Candidate) -> list[tuple[Any, ...]]:
+    degrees = candidate.degrees
+    are_above_one = (degrees.pp > 1, degrees.dp_replicate > 1, degrees.dp_shard > 1)
+    alike = (candidate.family, degrees.tp, degrees.cp, degrees.ep, *are_above_one)
+    return [alike, (*alike, candidate.recomputation, candidate.rows, degrees, candidate.schedule)]

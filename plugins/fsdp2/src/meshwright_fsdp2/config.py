@@ -137,7 +137,10 @@ class FSDP2Config(StrategyConfig):
         if is_dtype_open:
             options |= {"model.dtype": "float32"}
             options |= {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
-        return [options]
+        if degrees.dp_shard * degrees.cp == 1:
+            return [options]
+        # Whole gradients between microbatches, or shards; and blocks that stay gathered between forward and backward.
+        return [options, options | {"defer_fsdp_grad_sync": False}, options | {"reshard_after_forward": False}]
 
     @field_validator("reshard_after_forward", mode="before")
     @classmethod

@@ -106,13 +106,14 @@ class PipelineConfig(FrozenModel):
                 found.append(options)
         return found
 
-    def forecast(self, *, layers: int, ranks: int, sequences: int) -> tuple[float, float]:
-        """What a schedule costs, as far as its order tells, if all stages are equal.
+    def forecast(self, *, layers: int, ranks: int, sequences: int, head: float = 0.0) -> tuple[float, float]:
+        """What a schedule costs, as far as its order tells, if all stages have the same number of blocks.
 
         Args:
             layers: blocks of the model.
             ranks: size of the pipeline axis.
             sequences: of a step, on each data-parallel rank.
+            head: the time of what the last stage computes beside its blocks, as a number of blocks.
 
         Returns:
             The share of time in which ranks wait, and the most microbatches at once whose activations some rank holds
@@ -124,7 +125,8 @@ class PipelineConfig(FrozenModel):
         stages = number_of_stages(self, layers=layers, ranks=ranks)
         microbatches = number_of_microbatches(self, sequences=sequences)
         schedule = schedule_of(self, ranks=ranks, stages=stages, microbatches=microbatches)
-        return bubble_fraction(schedule), max(peak_live(schedule)) * ranks / stages
+        costs = [layers / stages] * (stages - 1) + [layers / stages + head]
+        return bubble_fraction(schedule, stage_costs=costs), max(peak_live(schedule)) * ranks / stages
 
     @property
     def run_size(self) -> int | None:
