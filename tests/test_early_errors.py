@@ -25,12 +25,6 @@ RUN: dict[str, Any] = {
 }
 HEAVY = ("torch", "transformers")
 TRAINS = ("transformers.modeling_utils", "peft", "meshwright.mesh.world", "meshwright.model.build")
-    "transformers.modeling_utils",
-    "peft",
-    "meshwright.mesh.world",
-    "meshwright.model.build",
-    "meshwright.plan.job",
-)
 """Of what a plan or a run imports."""
 
 

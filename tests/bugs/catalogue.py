@@ -3870,3 +3870,28 @@ _bug(
     "tests/test_plan.py::test_options_that_do_not_go_together_are_refused[arguments2---max-nodes belongs to --gpus]",
     kind="an option that has no effect is taken without a word",
 )
+_bug(
+    "model_types_past_their_list",
+    "meshwright._compat.model_types",
+    '.partition("\\n__all__")[0]',
+    "",
+    "tests/test_early_errors.py::test_model_types_are_read_as_transformers_has_them",
+    kind="a name that is no model type is taken for one",
+)
+_bug(
+    "types_of_the_user_forgotten",
+    "meshwright._compat.model_types",
+    "found = [] if loaded else _read()",
+    "found = _read()",
+    "tests/test_early_errors.py::test_model_types_are_read_as_transformers_has_them",
+    kind="what a user has registered is refused",
+)
+_bug(
+    "a_plan_without_the_model_of_train",
+    "meshwright.train.early",
+    "seq_len=config.data.seq_len",
+    "seq_len=1",
+    "tests/test_early_errors.py::test_all_commands_say_the_same_before_they_import_what_trains"
+    "[model.max_position_embeddings=8-the model holds 8 positions-without3]",
+    kind="what is wrong is told late",
+)
