@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -201,6 +202,26 @@ def _deep(elsewhere: Callable[[int], int], **more: Callable[[int], int]) -> int 
 
 def _with_layers(layers: int) -> nn.Module:
     return model("llama", "float64", layers)
+
+
+@pytest.mark.parametrize("way", ["allgather", "ulysses"])
+def test_ranks_of_context_parallelism_attend_together_as_one_does_alone(way):
+    alone = _attended(planned(Layout("single", 1), 0))
+    ranks = 4
+    layout = Layout("fsdp2", ranks, {"cp_size": ranks}, {"cp_attention": way})
+    parts = [_attended(planned(layout, rank)) for rank in range(ranks)]
+    assert alone
+    # Each has its part of the pairs, and together they have all.
+    for name, whole in alone.items():
+        assert [part[name] for part in parts] == [whole // ranks] * ranks
+
+
+def _attended(found: Trace) -> Counter[str]:
+    flops: Counter[str] = Counter()
+    for each in found.operations:
+        if "attention" in each.name:
+            flops[each.name] += each.flops
+    return flops
 
 
 def test_busy_experts_get_as_many_rows_as_is_said():
