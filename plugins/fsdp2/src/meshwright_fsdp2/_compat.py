@@ -47,6 +47,22 @@ def _parameter_groups(unit: FSDPModule) -> list[Any]:
     return list(unit._get_fsdp_state()._fsdp_param_groups)
 
 
+def add_up(units: list[FSDPModule]) -> None:
+    """Add gradients that wait for a reduction to the sums in its dtype, as the end of each unit's backward does.
+
+    For weights whose gradients come later than that: they would be summed in their own dtype, and a unit with sums of
+    two dtypes is not reduced. What FSDP calls for each parameter has no public name.
+
+    Args:
+        units: modules on which `fully_shard` was called, one for each unit.
+    """
+    for group in (each for unit in units for each in _parameter_groups(unit)):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+
+
 def reduce_now(root: FSDPModule) -> None:
     """Reduce the gradients that have been accumulated, as the end of a backward does.
 

@@ -36,7 +36,7 @@ from meshwright.parallel.tensor import TensorParallel
 from meshwright.strategy.contract import Batch, OptimizerFactory
 from meshwright.train.optim import split_by_mesh
 
-from ._compat import overlap_tensor_parallel, reduce_now
+from ._compat import add_up, overlap_tensor_parallel, reduce_now
 from .config import AXES, FSDP2Config
 from .forward import surround_forward
 from .packed import check_not_packed, without_packed_check
@@ -221,6 +221,14 @@ class FSDP2Manager(DataParallelManager):
         root.set_requires_all_reduce(is_last or defer != "reduce_scatter")
         yield
 
+    def after_weights(self) -> None:
+        # FSDP has done with this microbatch; what comes now would be summed with the next one's in its own dtype.
+        if self.reduces_once:
+            add_up(self._sharding.modules)
+        else:
+            with self.sync_gradients(is_last=False):
+                reduce_now(self._sharding.root)
+
     @property
     def sums_dtype(self) -> str | None:
         return sums_dtype(self.config)
@@ -234,6 +242,8 @@ class FSDP2Manager(DataParallelManager):
         return self.reduces_once
 
     def reduce_gradients(self) -> None:
+        if self.reduces_once:
+            add_up(self._sharding.modules)
         with self.sync_gradients(is_last=True):
             reduce_now(self._sharding.root)
 
