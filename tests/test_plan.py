@@ -31,6 +31,7 @@ from meshwright.plan.world import planned_world
 from meshwright.testing.pool import pool
 
 ROOT = Path(__file__).parents[1]
+MIXED = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
 EXACT = [
     Layout("fsdp2", 2),
     Layout("fsdp2", 4, {"dp_replicate_size": 2}),
@@ -47,6 +48,7 @@ EXACT = [
     Layout("fsdp2", 2, is_adapted=True),
     Layout("fsdp2", 2, {"pp_size": 2}),
     Layout("fsdp2", 2, {"pp_size": 2}, wrapper={"pp_schedule": "InterleavedZeroBubble"}, microbatches=4),
+    Layout("fsdp2", 2, {"pp_size": 2}, MIXED, {"pp_schedule": "InterleavedZeroBubble"}, "float32", microbatches=4),
     Layout("ddp", 4, {"pp_size": 2}),
     Layout("fsdp2", 2, {}, model="qwen3_moe"),
     Layout("fsdp2", 2, {"ep_size": 2}, model="qwen3_moe"),

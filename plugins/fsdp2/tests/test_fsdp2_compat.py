@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import modeling_flash_attention_utils as flash
 
 from meshwright.testing import Case, pool
@@ -27,6 +28,36 @@ def _infos() -> list[bool]:
 
 def test_what_reshards_after_forward_can_be_kept_and_put_back() -> None:
     assert pool(4).run(_infos) == [[True] * 4] * 4
+
+
+def _added_up() -> None:
+    mixed = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
+    manager = build_manager("fsdp2", mixed, {}, Case(dtype="float32"))
+    (root,) = manager.model_parts
+    assert isinstance(root, FSDPModule)
+    root.unshard()
+    parameter = next(root.parameters(recurse=False), None) or next(root.parameters())
+    small = 2.0**-12
+    for gradient in (1.0, small):
+        parameter.grad = torch.full_like(parameter, gradient)
+        assert parameter.grad.dtype == torch.bfloat16
+        _compat.add_up([each for each in root.modules() if isinstance(each, FSDPModule)])
+        assert parameter.grad is None
+    sums = [
+        each.unsharded_accumulated_grad
+        for unit in root.modules()
+        if isinstance(unit, FSDPModule)
+        for group in _compat._parameter_groups(unit)
+        for each in group.fsdp_params
+        if each.unsharded_accumulated_grad is not None
+    ]
+    assert [(each.dtype, float(each.min()), float(each.max())) for each in sums] == [
+        (torch.float32, 1.0 + small, 1.0 + small)
+    ]
+
+
+def test_gradients_that_wait_are_added_up_in_the_dtype_of_reductions() -> None:
+    pool(1).run(_added_up)
 
 
 def test_the_check_for_packed_sequences_is_found_and_put_back_after_an_error() -> None:
