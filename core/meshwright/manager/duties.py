@@ -50,6 +50,10 @@ class Duties(StatefulManager):
     def after_backward(self, *, is_last: bool) -> None:
         """Called after each microbatch's backward, and after each part of it that a pipeline runs by itself."""
 
+    def without_weights(self) -> AbstractContextManager[None]:
+        """Around a backward of which a pipeline puts off gradients of weights."""
+        return self.sync_gradients(is_last=False)
+
     def after_weights(self) -> None:
         """Called after weights' gradients that a pipeline has put off, but those after which it reduces them all."""
         self.after_backward(is_last=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -43,17 +44,17 @@ def _added_up() -> None:
         assert parameter.grad.dtype == torch.bfloat16
         _compat.add_up([each for each in root.modules() if isinstance(each, FSDPModule)])
         assert parameter.grad is None
-    sums = [
-        each.unsharded_accumulated_grad
-        for unit in root.modules()
-        if isinstance(unit, FSDPModule)
-        for group in _compat._parameter_groups(unit)
-        for each in group.fsdp_params
-        if each.unsharded_accumulated_grad is not None
-    ]
-    assert [(each.dtype, float(each.min()), float(each.max())) for each in sums] == [
-        (torch.float32, 1.0 + small, 1.0 + small)
-    ]
+    units = [group.fsdp_params for each in root.modules() if isinstance(each, FSDPModule) for group in _groups(each)]
+    sums = [[each.unsharded_accumulated_grad for each in unit] for unit in units]
+    (unit,) = [each for each in sums if each[0] is not None]
+    # Others of its unit have zeros, and other units nothing.
+    assert all(each.dtype == torch.float32 for each in unit)
+    assert sorted({value for each in unit for value in each.flatten().tolist()}) == [0.0, 1.0 + small]
+    assert all(each is None for other in sums if other is not unit for each in other)
+
+
+def _groups(unit: FSDPModule) -> list[Any]:
+    return _compat._parameter_groups(unit)
 
 
 def test_gradients_that_wait_are_added_up_in_the_dtype_of_reductions() -> None:

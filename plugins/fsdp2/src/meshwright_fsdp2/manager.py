@@ -219,6 +219,16 @@ class FSDP2Manager(DataParallelManager):
         root.set_is_last_backward(is_last)
         root.set_requires_gradient_sync(is_last or defer is not True)
         root.set_requires_all_reduce(is_last or defer != "reduce_scatter")
+        if is_last or defer is not True:
+            add_up(self._sharding.modules)
+        yield
+
+    @contextmanager
+    def without_weights(self) -> Iterator[None]:
+        # What is left out is reduced together with what is there.
+        root = self._sharding.root
+        root.set_is_last_backward(False)
+        root.set_requires_gradient_sync(False)
         yield
 
     def after_weights(self) -> None:
@@ -242,8 +252,6 @@ class FSDP2Manager(DataParallelManager):
         return self.reduces_once
 
     def reduce_gradients(self) -> None:
-        if self.reduces_once:
-            add_up(self._sharding.modules)
         with self.sync_gradients(is_last=True):
             reduce_now(self._sharding.root)
 

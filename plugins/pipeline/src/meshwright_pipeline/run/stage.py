@@ -188,7 +188,7 @@ class PipelineStage:
 
     def backward_input(self, work: Callable[[], object]) -> Callable[[], None]:
         """See `actions.Stage`; what is left are the weights of linear layers in blocks."""
-        with self.manager.sync_gradients(is_last=False), self._store.collecting() as rest:
+        with self.manager.without_weights(), self._store.collecting() as rest:
             work()
         self.manager.after_backward(is_last=False)
 
