@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from meshwright.plan.world import planned_world
 from meshwright.testing.pool import pool
 
 ROOT = Path(__file__).parents[1]
+MIXED = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
 EXACT = [
     Layout("fsdp2", 2),
     Layout("fsdp2", 4, {"dp_replicate_size": 2}),
@@ -46,6 +48,7 @@ EXACT = [
     Layout("fsdp2", 2, is_adapted=True),
     Layout("fsdp2", 2, {"pp_size": 2}),
     Layout("fsdp2", 2, {"pp_size": 2}, wrapper={"pp_schedule": "InterleavedZeroBubble"}, microbatches=4),
+    Layout("fsdp2", 2, {"pp_size": 2}, MIXED, {"pp_schedule": "InterleavedZeroBubble"}, "float32", microbatches=4),
     Layout("ddp", 4, {"pp_size": 2}),
     Layout("fsdp2", 2, {}, model="qwen3_moe"),
     Layout("fsdp2", 2, {"ep_size": 2}, model="qwen3_moe"),
@@ -201,6 +204,26 @@ def _deep(elsewhere: Callable[[int], int], **more: Callable[[int], int]) -> int 
 
 def _with_layers(layers: int) -> nn.Module:
     return model("llama", "float64", layers)
+
+
+@pytest.mark.parametrize("way", ["allgather", "ulysses"])
+def test_ranks_of_context_parallelism_attend_together_as_one_does_alone(way):
+    alone = _attended(planned(Layout("single", 1), 0))
+    ranks = 4
+    layout = Layout("fsdp2", ranks, {"cp_size": ranks}, {"cp_attention": way})
+    parts = [_attended(planned(layout, rank)) for rank in range(ranks)]
+    assert alone
+    # Each has its part of the pairs, and together they have all.
+    for name, whole in alone.items():
+        assert [part[name] for part in parts] == [whole // ranks] * ranks
+
+
+def _attended(found: Trace) -> Counter[str]:
+    flops: Counter[str] = Counter()
+    for each in found.operations:
+        if "attention" in each.name:
+            flops[each.name] += each.flops
+    return flops
 
 
 def test_busy_experts_get_as_many_rows_as_is_said():

@@ -69,7 +69,7 @@ class Operation:
 
     Attributes:
         name: such as "aten.mm.default".
-        flops: of matrix products and attentions; 0 for others.
+        flops: of matrix products and attentions, see [Note: causal attention] in `kernels`; 0 for others.
         bytes: that it reads and writes.
         shapes: of the tensors that it is given, where it has flops.
         dtype: of the first of them; None: it is given none.
@@ -135,7 +135,7 @@ class _Timeline(Recorder):
         super().observe(operation, args, kwargs, result)
         call = known if len(self.calls) > known else None
         given = list(tensors_in((args, kwargs)))
-        flops = arithmetic(operation, args, result)
+        flops = arithmetic(operation, args, kwargs, result)
         size = sum(each.numel() * each.element_size() for each in (*given, *tensors_in(result)))
         shapes = tuple(tuple(each.shape) for each in given) if flops else ()
         dtype = given[0].dtype if given else None
