@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..base.errors import MeshwrightError, StrategyError
@@ -12,11 +13,11 @@ from ..mesh.mesh import Mesh
 from ..tensors.known_values import with_values
 from ..testing.collectives import Collective
 from .allocator import reserved
-from .depth import at_full_depth
+from .depth import Numbers, Point, at_full_size
 from .device import Device
 from .ranks import representatives
 from .time import Timeline, play, stage_ranks
-from .trace import Job, Trace, trace
+from .trace import Job, Trace, traces
 from .world import planned_world
 
 LARGEST = ("peak_allocated_bytes", "peak_reserved_bytes", "held_bytes")
@@ -81,8 +82,12 @@ def planned_mesh(job: Job, rank: int) -> Iterator[Mesh]:
 
 
 def _traced(job: Job, mesh: Mesh) -> Trace:
+    return _all_traced(job, mesh, [job.microbatches])[0]
+
+
+def _all_traced(job: Job, mesh: Mesh, counts: Sequence[int]) -> list[Trace]:
     try:
-        return trace(job, mesh)
+        return traces(job, mesh, counts)
     except MeshwrightError:
         raise
     except Exception as error:
@@ -95,18 +100,35 @@ def _traced(job: Job, mesh: Mesh) -> Trace:
 
 
 def _report(job: Job, device: Device, rank: int) -> dict[str, Any]:
-    """Of one rank; from models of fewer blocks where that is enough."""
-    make = job.with_layers
+    """Of one rank; from fewer blocks and microbatches where that is enough."""
     with planned_mesh(job, rank) as mesh:
-        if make is not None:
-
-            def found(layers: int) -> dict[str, Any]:
-                return _alone(_traced(replace(job, model=lambda: make(layers)), mesh), job, device)
-
-            report = at_full_depth(found, job.layers)
-            if report is not None:
-                return {**report, "rank": rank}
+        small = _Small(job, device, mesh)
+        report = at_full_size(small.found, job.layers if job.with_layers is not None and job.layers else None, job.microbatches)
+        if report is not None:
+            return {**report, "rank": rank}
         return _alone(_traced(job, mesh), job, device)
+
+
+@dataclass(frozen=True)
+class _Small:
+    """Jobs that are alike but for their sizes, on one rank; each is traced once."""
+
+    job: Job
+    device: Device
+    mesh: Mesh
+    known: dict[Point, dict[str, Any]] = field(default_factory=dict)
+
+    def found(self, points: Sequence[Point]) -> Mapping[Point, dict[str, Any]]:
+        """Reports of steps of so many blocks and microbatches."""
+        missing: dict[Numbers, list[int]] = {}
+        for blocks, (count,) in sorted(set(points) - self.known.keys()):
+            missing.setdefault(blocks, []).append(count)
+        make = self.job.with_layers
+        for blocks, counts in missing.items():
+            job = self.job if make is None or not blocks else replace(self.job, model=functools.partial(make, *blocks))
+            for count, each in zip(counts, _all_traced(job, self.mesh, counts), strict=True):
+                self.known[blocks, (count,)] = _alone(each, job, self.device)
+        return self.known
 
 
 def _alone(found: Trace, job: Job, device: Device) -> dict[str, Any]:
