@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from plan_layouts import SIZES, Layout, done, model, planned
-from torch import nn
+from plan_layouts import SIZES, Layout, check_alike, done, planned
 
 from meshwright._compat.torch import all_to_all
+from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
-from meshwright.plan.allocator import LARGE_GRANULE
-from meshwright.plan.depth import NEARLY, Point, Report, at_full_size
+from meshwright.plan import planned as planned_module
+from meshwright.plan.depth import Point, Report, at_full_size
 from meshwright.plan.device import find_device
 from meshwright.plan.fakes import choices
 from meshwright.plan.planned import plan
 from meshwright.plan.ranks import representatives
-from meshwright.plan.trace import Trace
+from meshwright.plan.trace import Job, Trace, traces
 from meshwright.plan.world import planned_world
 from meshwright.testing.pool import pool
 
@@ -167,27 +166,35 @@ def test_what_is_wrong_with_a_run_file_is_said_as_by_train(arguments, text, tmp_
     assert text in done.stderr.lower()
 
 
+LEAST = [(2, [2, 3]), (4, [2, 3]), (6, [4])]
 MANY = [
     (Layout("fsdp2", 4), 24, 2, [(2, [2]), (4, [2]), (6, [2])]),
     (Layout("fsdp2", 4), 3, 12, [(3, [2, 3, 4])]),
-    (Layout("fsdp2", 2, {"tp_size": 2}, {"activation_checkpointing": "full"}), 16, 12, LEAST),
-    (Layout("ddp", 2), 16, 12, LEAST),
-    (Layout("ddp", 2, {}, {"engine": "bucketed", "use_distributed_optimizer": True}), 16, 12, LEAST),
-    (Layout("megatron_fsdp", 2), 16, 12, LEAST),
-    (Layout("fsdp2", 2, {}, {"defer_fsdp_grad_sync": False}), 16, 12, LEAST),
-    (Layout("fsdp2", 2, {"ep_size": 2}, model="qwen3_moe"), 16, 12, LEAST),
+    (Layout("fsdp2", 2, {"tp_size": 2}, {"activation_checkpointing": "full"}), 13, 5, LEAST),
+    (Layout("ddp", 2), 13, 5, LEAST),
+    (Layout("ddp", 2, {}, {"engine": "bucketed", "use_distributed_optimizer": True}), 13, 5, LEAST),
+    (Layout("megatron_fsdp", 2), 13, 5, LEAST),
+    (Layout("fsdp2", 2, {}, {"defer_fsdp_grad_sync": False}), 13, 5, LEAST),
+    (Layout("fsdp2", 2, {"ep_size": 2}, model="qwen3_moe"), 13, 5, LEAST),
 ]
 
 
-@pytest.mark.parametrize(("layout", "layers", "microbatches", "traced"), MANY, ids=str)
-def test_few_blocks_and_microbatches_tell_what_many_hold_and_send(layout, layers, microbatches, traced, monkeypatch):
-    make = functools.partial(model, layout.model, layout.dtype)
-    job = replace(layout.job(), layers=layers, with_layers=make, model=lambda: make(layers), microbatches=microbatches)
-    device, rank = find_device("h100-80gb"), layout.ranks - 1
-    whole = plan(replace(job, with_layers=None, microbatches=1), device, [rank])
-    made: list[tuple[int, list[int]]] = []
-    assert counted(job, made, monkeypatch)(device, rank) == whole, whole
-    assert made == traced
+@pytest.mark.parametrize(("layout", "layers", "microbatches", "steps"), MANY, ids=str)
+def test_few_blocks_and_microbatches_tell_what_many_hold_and_send(layout, layers, microbatches, steps, monkeypatch):
+    traced = []
+
+    def noting(job: Job, mesh: Mesh, counts: Sequence[int]) -> list[Trace]:
+        traced.append((len(job.model().model.layers), list(counts)))
+        return traces(job, mesh, counts)
+
+    monkeypatch.setattr(planned_module, "traces", noting)
+    job, device, rank = layout.deep_job(layers, microbatches), find_device("h100-80gb"), layout.ranks - 1
+    (few,) = plan(job, device, [rank])["ranks"]
+    assert traced == steps
+    monkeypatch.setattr(planned_module, "at_full_size", lambda *_: None)
+    (whole,) = plan(job, device, [rank])["ranks"]
+    assert traced[len(steps) :] == [(layers, [microbatches])]
+    check_alike(few, whole)
 
 
 def test_what_does_not_grow_evenly_is_not_told():
@@ -211,10 +218,6 @@ def _deep(elsewhere: Callable[[int], int], **more: Callable[[int], int]) -> int 
 
     made = at_full_size(found, 126, 2)
     return None if made is None else made["peak_allocated_bytes"]
-
-
-def _with_layers(layers: int) -> nn.Module:
-    return model("llama", "float64", layers)
 
 
 def test_busy_experts_get_as_many_rows_as_is_said():

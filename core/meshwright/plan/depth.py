@@ -31,7 +31,8 @@ one does not tell: in a shallow model the peak may lie elsewhere."""
 MICROBATCHES = (2, 3, 4)
 """Likewise; the first alone is not as the others are."""
 PEAK, PHASES = "peak_allocated_bytes", "peak_by_phase"
-NEARLY = ("peak_reserved_bytes", "step_seconds", "busy_seconds")
+NEARLY = ("peak_reserved_bytes", "step_seconds", "busy_seconds", PHASES)
+"""What need not grow evenly; of parts of a step those in which less is held."""
 
 
 class NotLinear(Exception):
@@ -74,13 +75,13 @@ class Net:
         if exact != checked:
             raise NotLinear
         made, near = self._between(point, found)
-        if made[PEAK] != max(made[PHASES].values()):
-            raise NotLinear
         beyond = self._beyond(point)
         factors = Fraction(1), -beyond, beyond
-        return made | {
-            key: nearly_combined(list(zip(factors, (near[key], nearly[key], off[key]), strict=True))) for key in near
-        }
+        for key in near:
+            made[key] = nearly_combined(list(zip(factors, (near[key], nearly[key], off[key]), strict=True)))
+        if made[PEAK] != max(made[PHASES].values()):
+            raise NotLinear
+        return made
 
     def _between(self, point: Point, found: Mapping[Point, Report]) -> tuple[Report, Report]:
         pairs = itertools.product(weights(self.blocks, point[0]), weights(self.microbatches, point[1]))
@@ -170,12 +171,20 @@ def combined(terms: Terms) -> Any:
         total = sum(factor * value for factor, value in terms)
         if total.denominator == 1:
             return int(total)
-    elif all(isinstance(value, dict) and value.keys() == first.keys() for value in values):
-        return {key: combined([(factor, value[key]) for factor, value in terms]) for key in first}
+    elif all(isinstance(value, dict) for value in values):
+        return _combined_by_name(terms)
     elif all(isinstance(value, list) and len(value) == len(first) for value in values):
         factors = [factor for factor, _ in terms]
         return [combined(list(zip(factors, row, strict=True))) for row in zip(*values, strict=True)]
     raise NotLinear
+
+
+def _combined_by_name(terms: Terms) -> dict[str, Any]:
+    """Of numbers by name, what one does not name is 0, and what is 0 is not named."""
+    names = dict.fromkeys(name for _, value in terms for name in value)
+    everywhere = {name for name in names if all(name in value for _, value in terms)}
+    made = {name: combined([(factor, value.get(name, 0)) for factor, value in terms]) for name in names}
+    return {name: value for name, value in made.items() if name in everywhere or value}
 
 
 def nearly_combined(terms: Terms) -> Any:

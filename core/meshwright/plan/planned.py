@@ -68,8 +68,24 @@ def trace_rank(job: Job, rank: int) -> Trace:
     Raises:
         MeshwrightError: as training does; or what runs looks at values that a plan does not have.
     """
+    return trace_steps(job, rank, [job.microbatches])[0]
+
+
+def trace_steps(job: Job, rank: int, counts: Sequence[int]) -> list[Trace]:
+    """As `trace_rank`, of a step with each number of microbatches, ascending."""
+    # A mesh of its own: what is made once for a mesh belongs to the first job on it.
     with planned_mesh(job, rank) as mesh:
-        return _traced(job, mesh)
+        try:
+            return traces(job, mesh, counts)
+        except MeshwrightError:
+            raise
+        except Exception as error:
+            # Whatever a package's own code does with tensors that have no values, or with ranks that are all alike.
+            reason = (str(error).strip().splitlines() or [""])[0]
+            raise StrategyError(
+                f"{job.stack} on {job.degrees} cannot be planned: it looks at what is known on real ranks alone "
+                f"({type(error).__name__}: {reason}). Use another strategy, or train a step on real ranks."
+            ) from error
 
 
 @contextmanager
@@ -81,32 +97,11 @@ def planned_mesh(job: Job, rank: int) -> Iterator[Mesh]:
         yield mesh
 
 
-def _traced(job: Job, mesh: Mesh) -> Trace:
-    return _all_traced(job, mesh, [job.microbatches])[0]
-
-
-def _all_traced(job: Job, mesh: Mesh, counts: Sequence[int]) -> list[Trace]:
-    try:
-        return traces(job, mesh, counts)
-    except MeshwrightError:
-        raise
-    except Exception as error:
-        # Whatever a package's own code does with tensors that have no values, or with ranks that are all alike.
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise StrategyError(
-            f"{job.stack} on {job.degrees} cannot be planned: it looks at what is known on real ranks alone "
-            f"({type(error).__name__}: {reason}). Use another strategy, or train a step on real ranks."
-        ) from error
-
-
 def _report(job: Job, device: Device, rank: int) -> dict[str, Any]:
     """Of one rank; from fewer blocks and microbatches where that is enough."""
-    with planned_mesh(job, rank) as mesh:
-        small = _Small(job, device, mesh)
-        report = at_full_size(small.found, job.layers if job.with_layers is not None and job.layers else None, job.microbatches)
-        if report is not None:
-            return {**report, "rank": rank}
-        return _alone(_traced(job, mesh), job, device)
+    small = _Small(job, device, rank)
+    layers = job.layers if job.with_layers is not None and job.layers else None
+    return at_full_size(small.found, layers, job.microbatches) or _alone(trace_rank(job, rank), job, device)
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,7 @@ class _Small:
 
     job: Job
     device: Device
-    mesh: Mesh
+    rank: int
     known: dict[Point, dict[str, Any]] = field(default_factory=dict)
 
     def found(self, points: Sequence[Point]) -> Mapping[Point, dict[str, Any]]:
@@ -126,7 +121,7 @@ class _Small:
         make = self.job.with_layers
         for blocks, counts in missing.items():
             job = self.job if make is None or not blocks else replace(self.job, model=functools.partial(make, *blocks))
-            for count, each in zip(counts, _all_traced(job, self.mesh, counts), strict=True):
+            for count, each in zip(counts, trace_steps(job, self.rank, counts), strict=True):
                 self.known[blocks, (count,)] = _alone(each, job, self.device)
         return self.known
 
