@@ -65,32 +65,29 @@ class Net:
         """What follows for a job.
 
         Args:
-            found: numbers, texts, and mappings and lists of these, of each of `points`.
+            found: numbers, texts, and mappings and lists of these, of each of `points`; what the check does not have
+                is not checked.
 
         Raises:
             NotLinear: the check fails, or the job is out of reach.
         """
-        exact, nearly = self._between(self.check, found)
-        checked, off = _apart(found[self.check])
-        if exact != checked:
+        told, checked = self.between(self.check, found), found[self.check]
+        if not are_alike(told, checked):
             raise NotLinear
-        made, near = self._between(point, found)
+        made = self.between(point, found)
         beyond = self._beyond(point)
-        factors = Fraction(1), -beyond, beyond
-        for key in near:
-            made[key] = nearly_combined(list(zip(factors, (near[key], nearly[key], off[key]), strict=True)))
+        for key in NEARLY:
+            if key in checked:
+                terms = (Fraction(1), made[key]), (-beyond, told[key]), (beyond, checked[key])
+                made[key] = nearly_combined(terms)
         if made[PEAK] != max(made[PHASES].values()):
             raise NotLinear
         return made
 
-    def _between(self, point: Point, found: Mapping[Point, Report]) -> tuple[Report, Report]:
+    def between(self, point: Point, found: Mapping[Point, Report]) -> Report:
+        """As `at`, without the check."""
         pairs = itertools.product(weights(self.blocks, point[0]), weights(self.microbatches, point[1]))
-        factors = [one * other for one, other in pairs]
-        exact, near = zip(*(_apart(found[corner]) for corner in self.corners), strict=True)
-        return combined(list(zip(factors, exact, strict=True))), {
-            key: nearly_combined([(factor, each[key]) for factor, each in zip(factors, near, strict=True)])
-            for key in near[0]
-        }
+        return mixed([(one * other, found[corner]) for (one, other), corner in zip(pairs, self.corners, strict=True)])
 
     def _beyond(self, point: Point) -> Fraction:
         """How far it lies behind the frame of blocks, where the check lies at 1."""
@@ -157,6 +154,23 @@ def weights(frame: Sequence[Numbers], point: Numbers) -> list[Fraction]:
     return [row[-1] for row in rows]
 
 
+def mixed(terms: Sequence[tuple[Fraction, Report]]) -> Report:
+    """The sum of reports: to the last digit, but for what need not grow evenly.
+
+    Raises:
+        NotLinear: see `combined`.
+    """
+    return {
+        key: (nearly_combined if key in NEARLY else combined)([(factor, report[key]) for factor, report in terms])
+        for key in terms[0][1]
+    }
+
+
+def are_alike(one: Report, other: Report) -> bool:
+    """Whether two reports are the same in all that grows evenly."""
+    return all(one[key] == other[key] for key in one.keys() | other.keys() if key not in NEARLY)
+
+
 def combined(terms: Terms) -> Any:
     """The sum of values, to the last digit.
 
@@ -194,10 +208,3 @@ def nearly_combined(terms: Terms) -> Any:
         return {key: nearly_combined([(factor, value.get(key, 0.0)) for factor, value in terms]) for key in first}
     total = sum(float(factor) * value for factor, value in terms)
     return round(total) if isinstance(first, int) else total
-
-
-def _apart(values: Report) -> tuple[Report, Report]:
-    return (
-        {key: value for key, value in values.items() if key not in NEARLY},
-        {key: value for key, value in values.items() if key in NEARLY},
-    )

@@ -16,6 +16,7 @@ from .allocator import reserved
 from .depth import Numbers, Point, at_full_size
 from .device import Device
 from .ranks import representatives
+from .stages import InStages, Tracer, from_small
 from .time import Timeline, play, stage_ranks
 from .trace import Job, Trace, traces
 from .world import planned_world
@@ -131,6 +132,27 @@ def _alone(found: Trace, job: Job, device: Device) -> dict[str, Any]:
 
 
 def _stages(job: Job, device: Device, asked: Sequence[int]) -> list[dict[str, Any]]:
+    """Of ranks of a pipeline: from small ones where that is enough."""
+    stages = _in_stages(job)
+    if stages is not None:
+        tracer = Tracer(device, trace_steps, lambda found, line: _of_rank(found, line, device))
+        reports = from_small(job, stages, asked, tracer)
+        if reports is not None:
+            return reports
+    return _all_stages(job, device, asked)
+
+
+def _in_stages(job: Job) -> InStages | None:
+    """What the strategy tells of its stages, if they can have fewer blocks."""
+    if job.with_layers is None or not job.layers:
+        return None
+    with planned_mesh(job, 0) as mesh, with_values():
+        ask = getattr(job.stack.build(mesh), "in_stages", None)
+        found: InStages | None = None if ask is None else ask(job.model())
+    return found if found is not None and sum(found.blocks) == job.layers else None
+
+
+def _all_stages(job: Job, device: Device, asked: Sequence[int]) -> list[dict[str, Any]]:
     """Of ranks of a pipeline, whose stages are played together; those of one stage take the same time."""
     together = stage_ranks(asked[0], job.degrees)
     traces = {rank: trace_rank(job, rank) for rank in sorted({*together, *asked})}
