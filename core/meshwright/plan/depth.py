@@ -166,9 +166,18 @@ def mixed(terms: Sequence[tuple[Fraction, Report]]) -> Report:
     }
 
 
-def are_alike(one: Report, other: Report) -> bool:
-    """Whether two reports are the same in all that grows evenly."""
-    return all(one[key] == other[key] for key in one.keys() | other.keys() if key not in NEARLY)
+def are_alike(one: Report, other: Report, *, within: int = 0) -> bool:
+    """Whether two reports are the same in all that grows evenly; numbers up to so much."""
+    keys = one.keys() | other.keys()
+    return all(_is_like(one[key], other[key], within) for key in keys if key not in NEARLY)
+
+
+def _is_like(one: Any, other: Any, within: int) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_like(one[key], other[key], within) for key in one)
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return all(_is_like(*pair, within) for pair in zip(one, other, strict=True))
+    return bool(one == other or (type(one) is type(other) is int and abs(one - other) <= within))
 
 
 def combined(terms: Terms) -> Any:

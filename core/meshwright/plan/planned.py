@@ -16,7 +16,8 @@ from .allocator import reserved
 from .depth import Numbers, Point, at_full_size
 from .device import Device
 from .ranks import representatives
-from .stages import InStages, Tracer, from_small
+from .small_pipelines import InStages, Tracer
+from .stages import from_small
 from .time import Timeline, play, stage_ranks
 from .trace import Job, Trace, traces
 from .world import planned_world
