@@ -24,7 +24,7 @@ from .small_pipelines import InStages, SmallPipelines, Tracer, parts
 from .time import COMPUTE
 from .trace import Job, Trace
 
-DEPTHS = ((3, 4, 5), (4, 6, 8))
+DEPTHS = ((2, 3, 4), (4, 6, 8))
 """Blocks of a stage, the last to check."""
 FEW, MORE, CHECK = 3, 4, 5
 """Ranks of small pipelines, the last to check."""
