@@ -19,7 +19,7 @@ def options(schedule: str) -> dict[str, object]:
 
 PIPELINES = [
     (Layout("fsdp2", 2, {"pp_size": 2}, wrapper=options("1F1B")), 11, 6, [(4, (3, 4)), (6, (3, 4)), (8, (5,))]),
-    (Layout("ddp", 2, {"pp_size": 2}, wrapper=options("GPipe")), 11, 5, [(4, (2, 3)), (6, (2, 3)), (8, (4,))]),
+    (Layout("ddp", 2, {"pp_size": 2}, wrapper=options("GPipe")), 11, 6, [(4, (3, 4)), (6, (3, 4)), (8, (5,))]),
 ]
 
 

@@ -3870,3 +3870,19 @@ _bug(
     "tests/test_plan.py::test_options_that_do_not_go_together_are_refused[arguments2---max-nodes belongs to --gpus]",
     kind="an option that has no effect is taken without a word",
 )
+_bug(
+    "unchecked_growth",
+    "meshwright.plan.depth",
+    "if not are_alike(told, checked):",
+    "if False:",
+    "tests/test_plan.py::test_what_does_not_grow_evenly_is_not_told",
+    kind="what is extrapolated is not checked",
+)
+_bug(
+    "a_peak_elsewhere",
+    "meshwright.plan.depth",
+    "if made[PEAK] != max(made[PHASES].values()):",
+    "if False:",
+    "tests/test_plan.py::test_what_does_not_grow_evenly_is_not_told",
+    kind="what is extrapolated is not checked",
+)

@@ -45,7 +45,7 @@ def split_model(
         ConfigError: see `split_by_names` and `split_blocks`.
     """
     if isinstance(config, CountedBlocks):
-        return [range(*ends) for ends in pairwise([0, *accumulate(config.blocks_per_stage)])]
+        return [range(*each) for each in pairwise([0, *accumulate(config.blocks_per_stage)])]
     if config.module_fqns_per_model_part is not None:
         named = dict(model.named_modules())
         return split_by_names(

@@ -122,7 +122,7 @@ class ScheduleRule:
     last_first: bool = False
     """Backward takes the microbatches from the last to the first."""
     v_shaped: bool = False
-    steady: Callable[[int], tuple[int, int]] = lambda ranks: (2, 1)
+    steady: Callable[[int], tuple[int, int]] = lambda ranks: (3, 1)
     """By the number of ranks: from how many microbatches on, and in steps of how many, each further step adds the same
     actions to each rank's order, between the same."""
 
