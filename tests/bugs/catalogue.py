@@ -3963,3 +3963,19 @@ _bug(
     "plugins/fsdp2/tests/test_fsdp2_sums.py::test_parameters_that_some_microbatches_do_not_use[True-steps]",
     kind="a unit of two dtypes cannot be reduced",
 )
+_bug(
+    "unchecked_growth",
+    "meshwright.plan.depth",
+    "if not are_alike(told, checked):",
+    "if False:",
+    "tests/test_plan.py::test_what_does_not_grow_evenly_is_not_told",
+    kind="what is extrapolated is not checked",
+)
+_bug(
+    "a_peak_elsewhere",
+    "meshwright.plan.depth",
+    "if made[PEAK] != max(made[PHASES].values()):",
+    "if False:",
+    "tests/test_plan.py::test_what_does_not_grow_evenly_is_not_told",
+    kind="what is extrapolated is not checked",
+)
