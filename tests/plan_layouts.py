@@ -7,12 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.mesh.world import open_world
+from meshwright.plan.allocator import LARGE_GRANULE
+from meshwright.plan.depth import NEARLY
 from meshwright.plan.planned import trace_rank
 from meshwright.plan.trace import Job, Trace, trace
 from meshwright.strategy.stack import resolve
@@ -68,6 +71,29 @@ class Layout:
             microbatches=self.microbatches,
             rows=2,
         )
+
+    def deep_job(self, layers: int, microbatches: int) -> Job:
+        """The job with so many blocks and microbatches, which knows how to have fewer."""
+        make = functools.partial(model, self.model, self.dtype, is_adapted=self.is_adapted)
+        sizes = {"layers": layers, "microbatches": microbatches}
+        return replace(self.job(), model=functools.partial(make, layers), with_layers=make, **sizes)
+
+
+def check_alike(told: dict[str, Any], whole: dict[str, Any], *, seconds: float = 0.01) -> None:
+    """That a report of few blocks and microbatches is that of many: to the byte, but for what need not be.
+
+    Args:
+        seconds: how far times may be off.
+    """
+    assert told.keys() == whole.keys()
+    assert {key: told[key] for key in told if key not in NEARLY} == {
+        key: whole[key] for key in told if key not in NEARLY
+    }
+    # Memory is taken by granules.
+    assert told["peak_reserved_bytes"] == pytest.approx(whole["peak_reserved_bytes"], rel=0.03, abs=LARGE_GRANULE)
+    assert told["step_seconds"] == pytest.approx(whole["step_seconds"], rel=seconds)
+    assert told["busy_seconds"] == pytest.approx(whole["busy_seconds"], rel=seconds)
+    assert told["peak_by_phase"] == pytest.approx(whole["peak_by_phase"], rel=0.02)
 
 
 def model(model_type: str, dtype: str, layers: int = 4, is_adapted: bool = False) -> nn.Module:

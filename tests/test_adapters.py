@@ -225,7 +225,7 @@ def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
 
 def _opened_with(base: str, adapter: str, options: dict[str, Any]) -> None:
     from meshwright.model.adapter import with_adapter
-    from meshwright.model.build import config_from_directory
+    from meshwright.model.configuration import config_from_directory
     from meshwright.model.pretrained import open_pretrained
 
     model, weights = open_pretrained(Path(base), config_from_directory(Path(base), {}))

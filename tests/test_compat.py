@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
@@ -270,16 +271,60 @@ def test_operators_that_draw_random_numbers_are_known() -> None:
 def test_arithmetic_is_that_of_products_attention_and_convolutions() -> None:
     aten = torch.ops.aten
     left, right = torch.ones(2, 3), torch.ones(3, 5)
-    assert arithmetic(aten.mm.default, (left, right), left @ right) == 2 * 2 * 3 * 5
-    assert arithmetic(aten.addmm.default, (torch.ones(5), left, right), left @ right) == 2 * 2 * 3 * 5
-    assert arithmetic(aten.bmm.default, (left[None], right[None]), (left @ right)[None]) == 2 * 2 * 3 * 5
-    query, key, value = torch.ones(1, 2, 3, 4), torch.ones(1, 2, 5, 4), torch.ones(1, 2, 5, 6)
-    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
-    assert arithmetic(attention, (query, key, value), None) == 2 * 2 * 3 * 5 * (4 + 6)
+    assert arithmetic(aten.mm.default, (left, right), {}, left @ right) == 2 * 2 * 3 * 5
+    assert arithmetic(aten.addmm.default, (torch.ones(5), left, right), {}, left @ right) == 2 * 2 * 3 * 5
+    assert arithmetic(aten.bmm.default, (left[None], right[None]), {}, (left @ right)[None]) == 2 * 2 * 3 * 5
     image, kernel = torch.ones(1, 2, 8), torch.ones(4, 2, 3)
     made = torch.nn.functional.conv1d(image, kernel)
-    assert arithmetic(aten.convolution.default, (image, kernel), made) == 2 * 4 * 6 * (2 * 3)
-    assert arithmetic(aten.silu.default, (left,), left) == 0
+    assert arithmetic(aten.convolution.default, (image, kernel), {}, made) == 2 * 4 * 6 * (2 * 3)
+    assert arithmetic(aten.silu.default, (left,), {}, left) == 0
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(5, 5), (3, 7), (7, 3), (1, 6)])
+def test_arithmetic_of_attention_is_that_of_pairs_that_act_on_each_other(queries: int, keys: int) -> None:
+    aten = torch.ops.aten
+    query, key, value = torch.ones(2, 4, queries, 8), torch.ones(2, 2, keys, 8), torch.ones(2, 2, keys, 6)
+    every = torch.ones(queries, keys)
+    from_begin, from_end = every.tril(), every.tril(keys - queries)
+    given, rows = (query, key, value), torch.empty(0)
+    cpu, efficient = aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_efficient_attention
+    flash = aten._scaled_dot_product_flash_attention
+    for operator, args, kwargs, acting in (
+        (cpu.default, given, {}, every),
+        (cpu.default, (*given, 0.0, True), {}, from_begin),
+        (cpu.default, given, {"is_causal": True}, from_begin),
+        (cpu.default, given, {"attn_mask": from_end.bool()}, from_end),
+        (efficient.default, (*given, None, True), {}, every),
+        (efficient.default, (*given, None, True, 0.0, True), {}, from_begin),
+        (efficient.default, (*given, from_end, True), {}, from_end),
+        (flash.default, given, {}, every),
+        (flash.default, (*given, 0.0, True), {}, from_end),
+        (aten.scaled_dot_product_attention.default, given, {"is_causal": True}, from_begin),
+        ("flex_attention", (*given, None, None), {}, from_end),
+    ):
+        pairs = 2 * 4 * int(acting.sum())
+        assert arithmetic(operator, args, kwargs, None) == pairs * 2 * (8 + 6)
+    backward = (query, *given, query, rows)
+    for operator, args, kwargs, acting in (
+        (aten._scaled_dot_product_flash_attention_for_cpu_backward, (*backward, 0.0, False), {}, every),
+        (aten._scaled_dot_product_flash_attention_for_cpu_backward, (*backward, 0.0, True), {}, from_begin),
+        (
+            aten._scaled_dot_product_flash_attention_for_cpu_backward,
+            (*backward, 0.0, False),
+            {"attn_mask": 1},
+            from_end,
+        ),
+        (aten._scaled_dot_product_flash_attention_backward, (*backward, rows, rows, 5, 5, 0.0, True), {}, from_end),
+        (
+            aten._scaled_dot_product_efficient_attention_backward,
+            (query, *given, None, query, rows, rows, rows, 0.0, [True] * 4, True),
+            {},
+            from_begin,
+        ),
+    ):
+        # Scores again, and the gradients of values, of probabilities, of queries and of keys.
+        pairs = 2 * 4 * int(acting.sum())
+        assert arithmetic(operator.default, args, kwargs, None) == pairs * 2 * (8 + 6 + 6 + 8 + 8)
 
 
 def test_writing_into_a_tensor_or_its_view_raises_its_version() -> None:

@@ -39,7 +39,7 @@ from meshwright.data.reading import sources
 from meshwright.files.parsing import as_yaml, parse_yaml
 from meshwright.launch import local as launch
 from meshwright.mesh.sizes import Degrees
-from meshwright.model.build import model_config
+from meshwright.model.configuration import model_config
 from meshwright.strategy.registry import get_registry
 from meshwright.strategy.stack import resolve
 from meshwright.train import run

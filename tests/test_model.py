@@ -12,7 +12,8 @@ import torch
 from meshwright import Mesh, MeshSizes, open_world, resolve
 from meshwright.base.errors import ModelError
 from meshwright.model import drawn_weights as deferred
-from meshwright.model.build import build_model, dtype_of, model_config
+from meshwright.model.build import build_model, dtype_of
+from meshwright.model.configuration import model_config
 from meshwright.model.weights import fill, materialize
 from meshwright.testing import pool
 from meshwright.testing.memory import measure_memory

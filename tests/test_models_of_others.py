@@ -25,7 +25,7 @@ from meshwright.checkpoint import export_checkpoint
 from meshwright.checkpoint.merged_model import merge_adapter
 from meshwright.cli import main as cli
 from meshwright.model.adapter_base import read_base
-from meshwright.model.build import config_from_directory
+from meshwright.model.configuration import config_from_directory
 from meshwright.model.pretrained import find_directory
 from meshwright.model.remote_code import digest_of_code
 from meshwright.testing import Case, pool

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,23 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from plan_layouts import SIZES, Layout, done, model, planned
-from torch import nn
+from plan_layouts import SIZES, Layout, check_alike, done, planned
 
 from meshwright._compat.torch import all_to_all
+from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
-from meshwright.plan.allocator import LARGE_GRANULE
-from meshwright.plan.depth import NEARLY, at_full_depth
+from meshwright.plan import planned as planned_module
+from meshwright.plan.depth import Point, Report, at_full_size
 from meshwright.plan.device import find_device
 from meshwright.plan.fakes import choices
 from meshwright.plan.planned import plan
 from meshwright.plan.ranks import representatives
-from meshwright.plan.trace import Trace
+from meshwright.plan.trace import Job, Trace, traces
 from meshwright.plan.world import planned_world
 from meshwright.testing.pool import pool
 
 ROOT = Path(__file__).parents[1]
+MIXED = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
 EXACT = [
     Layout("fsdp2", 2),
     Layout("fsdp2", 4, {"dp_replicate_size": 2}),
@@ -46,6 +47,7 @@ EXACT = [
     Layout("fsdp2", 2, is_adapted=True),
     Layout("fsdp2", 2, {"pp_size": 2}),
     Layout("fsdp2", 2, {"pp_size": 2}, wrapper={"pp_schedule": "InterleavedZeroBubble"}, microbatches=4),
+    Layout("fsdp2", 2, {"pp_size": 2}, MIXED, {"pp_schedule": "InterleavedZeroBubble"}, "float32", microbatches=4),
     Layout("ddp", 4, {"pp_size": 2}),
     Layout("fsdp2", 2, {}, model="qwen3_moe"),
     Layout("fsdp2", 2, {"ep_size": 2}, model="qwen3_moe"),
@@ -167,40 +169,78 @@ def test_what_is_wrong_with_a_run_file_is_said_as_by_train(arguments, text, tmp_
     assert text in done.stderr.lower()
 
 
-def test_few_blocks_tell_what_many_hold_and_send():
-    job = replace(Layout("fsdp2", 4).job(), layers=24, with_layers=_with_layers, model=lambda: _with_layers(24))
-    device = find_device("h100-80gb")
-    whole = plan(replace(job, with_layers=None), device, [1])
-    few = plan(job, device, [1])
-    for key in NEARLY:
-        nearly, exactly = few["ranks"][0].pop(key), whole["ranks"][0].pop(key)
-        # Memory is taken by granules.
-        assert nearly == pytest.approx(exactly, rel=0.03, abs=LARGE_GRANULE if key == "peak_reserved_bytes" else 0)
-    # Parts of the step in which less is held need not grow evenly.
-    assert few["ranks"][0].pop("peak_by_phase").keys() == whole["ranks"][0].pop("peak_by_phase").keys()
-    assert few["ranks"] == whole["ranks"]
-    # A peak that lies elsewhere in a shallow model, is found where it is still so in the shallowest.
+LEAST = [(2, [2, 3]), (4, [2, 3]), (6, [4])]
+MANY = [
+    (Layout("fsdp2", 4), 24, 2, [(2, [2]), (4, [2]), (6, [2])]),
+    (Layout("fsdp2", 4), 3, 12, [(3, [2, 3, 4])]),
+    (Layout("fsdp2", 2, {"tp_size": 2}, {"activation_checkpointing": "full"}), 13, 5, LEAST),
+    (Layout("ddp", 2), 13, 5, LEAST),
+    (Layout("ddp", 2, {}, {"engine": "bucketed", "use_distributed_optimizer": True}), 13, 5, LEAST),
+    (Layout("megatron_fsdp", 2), 13, 5, LEAST),
+    (Layout("fsdp2", 2, {}, {"defer_fsdp_grad_sync": False}), 13, 5, LEAST),
+    (Layout("fsdp2", 2, {"ep_size": 2}, model="qwen3_moe"), 13, 5, LEAST),
+]
+
+
+@pytest.mark.parametrize(("layout", "layers", "microbatches", "steps"), MANY, ids=str)
+def test_few_blocks_and_microbatches_tell_what_many_hold_and_send(layout, layers, microbatches, steps, monkeypatch):
+    traced = []
+
+    def noting(job: Job, mesh: Mesh, counts: Sequence[int]) -> list[Trace]:
+        traced.append((len(job.model().model.layers), list(counts)))
+        return traces(job, mesh, counts)
+
+    monkeypatch.setattr(planned_module, "traces", noting)
+    job, device, rank = layout.deep_job(layers, microbatches), find_device("h100-80gb"), layout.ranks - 1
+    (few,) = plan(job, device, [rank])["ranks"]
+    assert traced == steps
+    monkeypatch.setattr(planned_module, "at_full_size", lambda *_: None)
+    (whole,) = plan(job, device, [rank])["ranks"]
+    assert traced[len(steps) :] == [(layers, [microbatches])]
+    check_alike(few, whole)
+
+
+def test_what_does_not_grow_evenly_is_not_told():
+    # A peak that lies elsewhere in a shallow model is found where it is still so in the shallowest.
     assert _deep(lambda layers: 50) == 20 * 126
     assert _deep(lambda layers: 90 + layers) == 20 * 126
     assert _deep(lambda layers: 300) is None
-    # What does not grow evenly.
     assert _deep(lambda layers: 0, held_bytes=lambda layers: layers**2) is None
     assert _deep(lambda layers: 0, held_bytes=lambda layers: 7 * layers) == 20 * 126
-    assert at_full_depth(lambda layers: {}, 12) is None
+    assert at_full_size(lambda points: {}, 12, 4) is None
 
 
 def _deep(elsewhere: Callable[[int], int], **more: Callable[[int], int]) -> int | None:
-    def found(layers: int) -> dict[str, Any]:
+    def found(points: Sequence[Point]) -> dict[Point, Report]:
+        return {point: one(*point[0]) for point in points}
+
+    def one(layers: int) -> Report:
         phases = {"forward": 20 * layers, "optimizer": elsewhere(layers)}
         others = {name: of(layers) for name, of in more.items()}
         return {"peak_allocated_bytes": max(phases.values()), "peak_by_phase": phases, **others}
 
-    made = at_full_depth(found, 126)
+    made = at_full_size(found, 126, 2)
     return None if made is None else made["peak_allocated_bytes"]
 
 
-def _with_layers(layers: int) -> nn.Module:
-    return model("llama", "float64", layers)
+@pytest.mark.parametrize("way", ["allgather", "ulysses"])
+def test_ranks_of_context_parallelism_attend_together_as_one_does_alone(way):
+    alone = _attended(planned(Layout("single", 1), 0))
+    ranks = 4
+    layout = Layout("fsdp2", ranks, {"cp_size": ranks}, {"cp_attention": way})
+    parts = [_attended(planned(layout, rank)) for rank in range(ranks)]
+    assert alone
+    # Each has its part of the pairs, and together they have all.
+    for name, whole in alone.items():
+        assert [part[name] for part in parts] == [whole // ranks] * ranks
+
+
+def _attended(found: Trace) -> Counter[str]:
+    flops: Counter[str] = Counter()
+    for each in found.operations:
+        if "attention" in each.name:
+            flops[each.name] += each.flops
+    return flops
 
 
 def test_busy_experts_get_as_many_rows_as_is_said():

@@ -194,8 +194,8 @@ def test_products_of_groups_are_counted_by_the_rows_of_each():
     rows, weights = torch.empty(64, 8), torch.empty(4, 8, 16)
     given = torch.empty(64, 16)
     operator = torch.ops.aten._grouped_mm.default
-    assert arithmetic(operator, (rows, weights), given) == 2 * 64 * 8 * 16
-    assert arithmetic(operator, (rows.t(), given), weights) == 2 * 64 * 8 * 16
+    assert arithmetic(operator, (rows, weights), {}, given) == 2 * 64 * 8 * 16
+    assert arithmetic(operator, (rows.t(), given), {}, weights) == 2 * 64 * 8 * 16
 
 
 def test_a_device_of_ones_own(tmp_path):

@@ -3870,3 +3870,112 @@ _bug(
     "tests/test_plan.py::test_options_that_do_not_go_together_are_refused[arguments2---max-nodes belongs to --gpus]",
     kind="an option that has no effect is taken without a word",
 )
+_bug(
+    "model_types_past_their_list",
+    "meshwright._compat.model_types",
+    '.partition("\\n__all__")[0]',
+    "",
+    "tests/test_early_errors.py::test_model_types_are_read_as_transformers_has_them",
+    kind="a name that is no model type is taken for one",
+)
+_bug(
+    "types_of_the_user_forgotten",
+    "meshwright._compat.model_types",
+    "found = [] if loaded else _read()",
+    "found = _read()",
+    "tests/test_early_errors.py::test_model_types_are_read_as_transformers_has_them",
+    kind="what a user has registered is refused",
+)
+_bug(
+    "a_plan_without_the_model_of_train",
+    "meshwright.train.early",
+    "seq_len=config.data.seq_len",
+    "seq_len=1",
+    "tests/test_early_errors.py::test_all_commands_say_the_same_before_they_import_what_trains"
+    "[model.max_position_embeddings=8-the model holds 8 positions-without3]",
+    kind="what is wrong is told late",
+)
+_PAIRS = "tests/test_compat.py::test_arithmetic_of_attention_is_that_of_pairs_that_act_on_each_other"
+_bug(
+    "parts_as_if_they_began",
+    "meshwright._compat.torch",
+    "        keys_before = keys - queries\n",
+    "        keys_before = 0\n",
+    f"{_PAIRS}[3-7]",
+    kind="a part of an attention is planned to cost less than it does",
+)
+_bug(
+    "backward_as_forward",
+    "meshwright._compat.torch",
+    '    if "backward" in str(operator):\n',
+    "    if False:\n",
+    f"{_PAIRS}[5-5]",
+    kind="a backward is planned to cost less than it does",
+)
+_bug(
+    "masked_attention_of_all_pairs",
+    "meshwright._compat.torch",
+    "is_causal or mask is not None or not names",
+    "is_causal or not names",
+    "tests/test_plan.py::test_ranks_of_context_parallelism_attend_together_as_one_does_alone[allgather]",
+    kind="a part of an attention is planned to cost more than it does",
+)
+_SUMS = "plugins/pipeline/tests/test_pipeline_sums.py"
+_MIXED = "{'mp_policy': {'param_dtype': 'bfloat16', 'reduce_dtype': 'float32'}}"
+_bug(
+    "norms_summed_in_their_own_dtype",
+    "meshwright_pipeline.run.stage",
+    "        self.manager.after_backward(is_last=False)\n\n        def finish",
+    "\n        def finish",
+    f"{_SUMS}::test_sums_over_microbatches_are_those_of_one_process"
+    "[ddp-bfloat16-{'reduce_dtype': 'float32'}-InterleavedZeroBubble]",
+    kind="sums over microbatches are rounded each time",
+)
+_bug(
+    "weights_summed_in_their_own_dtype",
+    "meshwright_pipeline.run.stage",
+    "            self.manager.after_weights()\n",
+    "            self.manager.after_backward(is_last=False)\n",
+    f"{_SUMS}::test_sums_over_microbatches_are_those_of_one_process[fsdp2-float32-{_MIXED}-ZBVZeroBubble]",
+    kind="sums over microbatches are rounded each time",
+)
+_bug(
+    "sums_that_stay_narrow",
+    "meshwright_fsdp2._compat",
+    "            parameter.to_accumulated_grad_if_needed()\n",
+    "",
+    "plugins/fsdp2/tests/test_fsdp2_compat.py::test_gradients_that_wait_are_added_up_in_the_dtype_of_reductions",
+    kind="sums over microbatches are rounded each time",
+)
+_bug(
+    "late_weights_beside_sums",
+    "meshwright_fsdp2.manager",
+    "        if is_last or defer is not True:\n            add_up(self._sharding.modules)\n",
+    "",
+    f"{_SUMS}::test_a_step_of_one_microbatch[ZBVZeroBubble]",
+    kind="a unit of two dtypes cannot be reduced",
+)
+_bug(
+    "unused_parameters_beside_sums",
+    "meshwright_fsdp2._compat",
+    "if len(without) < len(gathered) else ()",
+    "if not gathered else ()",
+    "plugins/fsdp2/tests/test_fsdp2_sums.py::test_parameters_that_some_microbatches_do_not_use[True-steps]",
+    kind="a unit of two dtypes cannot be reduced",
+)
+_bug(
+    "unchecked_growth",
+    "meshwright.plan.depth",
+    "if not are_alike(told, checked):",
+    "if False:",
+    "tests/test_plan.py::test_what_does_not_grow_evenly_is_not_told",
+    kind="what is extrapolated is not checked",
+)
+_bug(
+    "a_peak_elsewhere",
+    "meshwright.plan.depth",
+    "if made[PEAK] != max(made[PHASES].values()):",
+    "if False:",
+    "tests/test_plan.py::test_what_does_not_grow_evenly_is_not_told",
+    kind="what is extrapolated is not checked",
+)

@@ -24,7 +24,7 @@ from .._compat.peft import active_copies, adapted_on_meta, base_name, wrappers
 from ..base.errors import CheckpointError, ConfigError, ModelError
 from ..model.adapter import files_of, read_adapter_config
 from ..model.adapter_base import ADAPTER_CONFIG, Base, fingerprint_of, read_base
-from ..model.build import config_from_directory
+from ..model.configuration import config_from_directory
 from ..model.merge import merged_layer
 from ..model.pretrained import PretrainedWeights, find_directory, open_pretrained
 from ..model.pretrained.files import Source

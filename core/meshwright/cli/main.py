@@ -10,6 +10,7 @@ from typing import Any
 import typer
 from typer.main import get_group
 
+from ..launch.rank import leave
 from ..strategy.registry import Failure, Registry, get_registry
 from . import data
 from .check import check
@@ -47,9 +48,15 @@ app.command()(schema)
 def main() -> None:
     """Entry point of the command `meshwright`."""
     add_commands(app, get_registry())
-    # For the commands of plugins.
-    with told(traceback=False):
-        app()
+    try:
+        # For the commands of plugins.
+        with told(traceback=False):
+            app()
+    except SystemExit as end:
+        if not isinstance(end.code, int):
+            raise
+        # An interpreter that takes down torch piece by piece needs as long for it as for importing it.
+        leave(end.code)
 
 
 def add_commands(app: typer.Typer, registry: Registry) -> None:

@@ -13,10 +13,11 @@ from ..base.errors import ConfigError
 from ..base.validation import validated
 from ..launch.join import join
 from ..launch.rank import leave
-from ..model.model_types import check_model_type
 from ..plan.asked import laid_out, read_job
+from ..train.early import check_model
 from ..train.run_file import RunConfig
 from .errors import told
+from .imports import uncollected
 
 DEVICE = "h100-80gb"
 
@@ -111,14 +112,13 @@ def load_job(run_file: Path, assignments: list[str]) -> RunConfig:
 
 
 def check_job(config: RunConfig, world: int) -> None:
-    """What can be told of a run on so many ranks without torch.
+    """What can be told of a run on so many ranks without what trains it.
 
     Raises:
         MeshwrightError: as training does.
     """
     laid_out(config, world)
-    if "model_type" in config.model:
-        check_model_type(str(config.model["model_type"]))
+    check_model(config)
 
 
 def _check_one_wish(run_file: Path | None, **wishes: Any) -> None:
@@ -152,12 +152,13 @@ def _planned(
     pictures: tuple[Path | None, Path | None],
     layouts: tuple[Any, ...] = (),
 ) -> dict[str, Any]:
-    # What is often wrong, before all that is imported to trace a step.
-    check_job(config, world)
-    from ..plan.device import find_device
-    from ..plan.job import job_of
-    from ..plan.planned import plan as planned
-    from ..plan.report import tables
+    with uncollected():
+        # What is often wrong, before all that is imported to trace a step.
+        check_job(config, world)
+        from ..plan.device import find_device
+        from ..plan.job import job_of
+        from ..plan.planned import plan as planned
+        from ..plan.report import tables
 
     on = find_device(device)
     job = replace(job_of(config, world), expert_imbalance=expert_imbalance)

@@ -11,8 +11,10 @@ import typer
 from ..launch.join import join
 from ..launch.rank import leave, started_by_launcher
 from ..strategy.registry import get_registry
+from ..train.early import check_model
 from ..train.run_file import RunConfig, load_run
 from .errors import told
+from .imports import uncollected
 from .plan import show
 
 
@@ -33,6 +35,8 @@ def train(
     with told(traceback):
         config = load_run(run_file, assignments or [])
         if plan_only:
+            with uncollected():
+                check_model(config)
             _plan_only(config)
             return
         if not started_by_launcher() and config.processes(get_registry().get(config.strategy).axes, 0) > 1:
@@ -40,8 +44,11 @@ def train(
             from ..launch.local import warm_up
 
             warm_up(["meshwright.train.run"])
-        from ..plan.beside.comparison import accompany
-        from ..train.run import start
+        with uncollected():
+            if not started_by_launcher():
+                check_model(config)
+            from ..plan.beside.comparison import accompany
+            from ..train.run import start
 
         code = start(config, show_traceback=traceback, accompany=accompany)
     leave(code)

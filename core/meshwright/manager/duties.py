@@ -48,7 +48,15 @@ class Duties(StatefulManager):
         return nullcontext()
 
     def after_backward(self, *, is_last: bool) -> None:
-        """Called after each microbatch's backward."""
+        """Called after each microbatch's backward, and after each part of it that a pipeline runs by itself."""
+
+    def without_weights(self) -> AbstractContextManager[None]:
+        """Around a backward of which a pipeline puts off gradients of weights."""
+        return self.sync_gradients(is_last=False)
+
+    def after_weights(self) -> None:
+        """Called after weights' gradients that a pipeline has put off, but those after which it reduces them all."""
+        self.after_backward(is_last=False)
 
     def check_batches(self, microbatches: Sequence[Batch]) -> None:
         """Refuse microbatches of this rank that the strategy cannot train on; no collective.

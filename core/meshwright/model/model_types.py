@@ -1,7 +1,8 @@
-"""The model types of transformers, known without what builds models."""
+"""The model types of transformers, known without torch."""
 
 from __future__ import annotations
 
+from .._compat.model_types import model_types
 from ..base.errors import ModelError, nearest
 
 
@@ -14,8 +15,7 @@ def check_model_type(model_type: str, *, where: str = "model") -> None:
     Raises:
         ModelError: with the nearest that it has.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    if model_type not in CONFIG_MAPPING:
-        hint = nearest(model_type, CONFIG_MAPPING.keys())
+    known = model_types()
+    if model_type not in known:
+        hint = nearest(model_type, known)
         raise ModelError(f"{where}.model_type={model_type!r} is not a model type of transformers.{hint}")

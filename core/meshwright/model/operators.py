@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):
         for tensor in given:
             self._note(storage_in(tensor), None)
         result = func(*args, **kwargs)
-        operations = arithmetic(func, args, result)
+        operations = arithmetic(func, args, kwargs, result)
         if not torch.is_grad_enabled() and not operations:
             self._gathers.add(func)
         index = len(self._seen)

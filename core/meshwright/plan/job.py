@@ -11,7 +11,8 @@ from torch import nn
 
 from .._compat.peft import adapted_on_meta
 from ..model.adapter_options import check_names
-from ..model.build import model_config, new_model
+from ..model.build import new_model
+from ..model.configuration import model_config
 from ..train.optim import optimizer_factory, try_optimization
 from ..train.plan import data_and_model_config
 from ..train.run_file import RunConfig
@@ -54,7 +55,7 @@ def _hf_config(config: RunConfig, found: RunModel) -> Any:
     if found.directory is None and "vocab_size" not in config.model:
         # The tokenizer has the number.
         return data_and_model_config(config, found)[1]
-    return model_config(config.model, tokenizer=_NoTokenizer(), seq_len=config.data.seq_len, directory=found.directory)
+    return model_config(config.model, tokenizer=None, seq_len=config.data.seq_len, directory=found.directory)
 
 
 def _model(found: RunModel, hf_config: Any, dtype: torch.dtype, layers: int | None) -> nn.Module:
@@ -71,12 +72,3 @@ def _model(found: RunModel, hf_config: Any, dtype: torch.dtype, layers: int | No
     check_names(found.adapters.config, model, where="model.peft")
     adapted: nn.Module = adapted_on_meta(model, {"default": copy.deepcopy(found.adapters.config)})
     return adapted
-
-
-class _NoTokenizer:
-    """In the place of a tokenizer, where the model's section tells the size of the vocabulary."""
-
-    eos_token_id = bos_token_id = pad_token_id = None
-
-    def __len__(self) -> int:
-        return 0

@@ -1,7 +1,8 @@
 """What an operator costs on a device, by a roofline.
 
-[Note: causal attention] An attention is taken to be causal: half of its products are computed. Its backward makes five
-products where its forward makes two (Dao, arXiv 2307.08691).
+[Note: causal attention] An attention has two products of each pair of a query and a key that act on each other, and its
+backward five (Dao, arXiv 2307.08691). With neither a mask nor `is_causal` all pairs act. A mask is taken for the causal
+one whose last query is that of the last key, as parts of a sequence have it under context parallelism.
 
 [Note: groups] A product of groups, as experts have it, is given where each ends, and reaches what a product of one of
 them would: the rows of all, which are the largest of its sizes, by their number.
@@ -48,9 +49,9 @@ def _arithmetic(operation: Operation, device: Device) -> float:
     dtype = "float8" if dtype.startswith("float8") else dtype
     known = dtype if dtype in device.flops else "float32"
     if "attention" in operation.name:
-        if "backward" in operation.name:
-            return operation.flops / 2 * 2.5 / (device.flops[known] * device.attention_backward_efficiency)
-        return operation.flops / 2 / (device.flops[known] * device.attention_efficiency)
+        is_backward = "backward" in operation.name
+        reached = device.attention_backward_efficiency if is_backward else device.attention_efficiency
+        return operation.flops / (device.flops[known] * reached)
     return operation.flops / device.matmul_rate(known, _smallest(operation.shapes))
 
 

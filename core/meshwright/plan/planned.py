@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..base.errors import MeshwrightError, StrategyError
@@ -12,11 +13,13 @@ from ..mesh.mesh import Mesh
 from ..tensors.known_values import with_values
 from ..testing.collectives import Collective
 from .allocator import reserved
-from .depth import at_full_depth
+from .depth import Numbers, Point, at_full_size
 from .device import Device
 from .ranks import representatives
+from .small_pipelines import InStages, Tracer
+from .stages import from_small
 from .time import Timeline, play, stage_ranks
-from .trace import Job, Trace, trace
+from .trace import Job, Trace, traces
 from .world import planned_world
 
 LARGEST = ("peak_allocated_bytes", "peak_reserved_bytes", "held_bytes")
@@ -67,8 +70,24 @@ def trace_rank(job: Job, rank: int) -> Trace:
     Raises:
         MeshwrightError: as training does; or what runs looks at values that a plan does not have.
     """
+    return trace_steps(job, rank, [job.microbatches])[0]
+
+
+def trace_steps(job: Job, rank: int, counts: Sequence[int]) -> list[Trace]:
+    """As `trace_rank`, of a step with each number of microbatches, ascending."""
+    # A mesh of its own: what is made once for a mesh belongs to the first job on it.
     with planned_mesh(job, rank) as mesh:
-        return _traced(job, mesh)
+        try:
+            return traces(job, mesh, counts)
+        except MeshwrightError:
+            raise
+        except Exception as error:
+            # Whatever a package's own code does with tensors that have no values, or with ranks that are all alike.
+            reason = (str(error).strip().splitlines() or [""])[0]
+            raise StrategyError(
+                f"{job.stack} on {job.degrees} cannot be planned: it looks at what is known on real ranks alone "
+                f"({type(error).__name__}: {reason}). Use another strategy, or train a step on real ranks."
+            ) from error
 
 
 @contextmanager
@@ -80,33 +99,33 @@ def planned_mesh(job: Job, rank: int) -> Iterator[Mesh]:
         yield mesh
 
 
-def _traced(job: Job, mesh: Mesh) -> Trace:
-    try:
-        return trace(job, mesh)
-    except MeshwrightError:
-        raise
-    except Exception as error:
-        # Whatever a package's own code does with tensors that have no values, or with ranks that are all alike.
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise StrategyError(
-            f"{job.stack} on {job.degrees} cannot be planned: it looks at what is known on real ranks alone "
-            f"({type(error).__name__}: {reason}). Use another strategy, or train a step on real ranks."
-        ) from error
-
-
 def _report(job: Job, device: Device, rank: int) -> dict[str, Any]:
-    """Of one rank; from models of fewer blocks where that is enough."""
-    make = job.with_layers
-    with planned_mesh(job, rank) as mesh:
-        if make is not None:
+    """Of one rank; from fewer blocks and microbatches where that is enough."""
+    small = _Small(job, device, rank)
+    layers = job.layers if job.with_layers is not None and job.layers else None
+    return at_full_size(small.found, layers, job.microbatches) or _alone(trace_rank(job, rank), job, device)
 
-            def found(layers: int) -> dict[str, Any]:
-                return _alone(_traced(replace(job, model=lambda: make(layers)), mesh), job, device)
 
-            report = at_full_depth(found, job.layers)
-            if report is not None:
-                return {**report, "rank": rank}
-        return _alone(_traced(job, mesh), job, device)
+@dataclass(frozen=True)
+class _Small:
+    """Jobs that are alike but for their sizes, on one rank; each is traced once."""
+
+    job: Job
+    device: Device
+    rank: int
+    known: dict[Point, dict[str, Any]] = field(default_factory=dict)
+
+    def found(self, points: Sequence[Point]) -> Mapping[Point, dict[str, Any]]:
+        """Reports of steps of so many blocks and microbatches."""
+        missing: dict[Numbers, list[int]] = {}
+        for blocks, (count,) in sorted(set(points) - self.known.keys()):
+            missing.setdefault(blocks, []).append(count)
+        make = self.job.with_layers
+        for blocks, counts in missing.items():
+            job = self.job if make is None or not blocks else replace(self.job, model=functools.partial(make, *blocks))
+            for count, each in zip(counts, trace_steps(job, self.rank, counts), strict=True):
+                self.known[blocks, (count,)] = _alone(each, job, self.device)
+        return self.known
 
 
 def _alone(found: Trace, job: Job, device: Device) -> dict[str, Any]:
@@ -114,6 +133,27 @@ def _alone(found: Trace, job: Job, device: Device) -> dict[str, Any]:
 
 
 def _stages(job: Job, device: Device, asked: Sequence[int]) -> list[dict[str, Any]]:
+    """Of ranks of a pipeline: from small ones where that is enough."""
+    stages = _in_stages(job)
+    if stages is not None:
+        tracer = Tracer(device, trace_steps, lambda found, line: _of_rank(found, line, device))
+        reports = from_small(job, stages, asked, tracer)
+        if reports is not None:
+            return reports
+    return _all_stages(job, device, asked)
+
+
+def _in_stages(job: Job) -> InStages | None:
+    """What the strategy tells of its stages, if they can have fewer blocks."""
+    if job.with_layers is None or not job.layers:
+        return None
+    with planned_mesh(job, 0) as mesh, with_values():
+        ask = getattr(job.stack.build(mesh), "in_stages", None)
+        found: InStages | None = None if ask is None else ask(job.model())
+    return found if found is not None and sum(found.blocks) == job.layers else None
+
+
+def _all_stages(job: Job, device: Device, asked: Sequence[int]) -> list[dict[str, Any]]:
     """Of ranks of a pipeline, whose stages are played together; those of one stage take the same time."""
     together = stage_ranks(asked[0], job.degrees)
     traces = {rank: trace_rank(job, rank) for rank in sorted({*together, *asked})}

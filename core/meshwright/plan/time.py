@@ -81,6 +81,7 @@ def play(
     *,
     is_compiled: bool = False,
     chunked: Collection[str] = (),
+    waits: bool = True,
 ) -> list[Timeline]:
     """Play a step on ranks that exchange messages with each other alone.
 
@@ -89,12 +90,13 @@ def play(
         is_compiled: whether operators without products are fused; see [Note: fusion] in `kernels`.
         chunked: groups whose collectives pass a part for each rank, of which the first is computed with while others
             are under way, as asynchronous tensor parallelism does.
+        waits: False: messages are there when they are asked for.
 
     Raises:
         MeshError: a rank waits for a message that none of the others sends.
     """
     sent: dict[Message, float] = {}
-    ranks = [_Rank(trace, degrees, device, sent, is_compiled, chunked) for trace in traces]
+    ranks = [_Rank(trace, degrees, device, sent, is_compiled, chunked, waits) for trace in traces]
     waiting = {rank.trace.rank: rank.run() for rank in ranks}
     while waiting:
         done = []
@@ -122,6 +124,7 @@ class _Rank:
     sent: dict[Message, float]
     is_compiled: bool
     chunked: Collection[str]
+    waits: bool = True
     host: float = 0.0
     free: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     made: dict[int, tuple[str, float]] = field(default_factory=dict)
@@ -200,7 +203,8 @@ class _Rank:
             self.sent[message] = self._put(f"to {peer}", each, took)
         else:
             self.host += self.device.cpu_s
-            self.coming |= {block: message for block, _ in each.writes}
+            if self.waits:
+                self.coming |= {block: message for block, _ in each.writes}
 
     def _put(self, stream: str, each: Operation, took: float, after: float = 0.0) -> float:
         """On a stream, behind what it needs; returns its end."""

@@ -69,7 +69,7 @@ class Operation:
 
     Attributes:
         name: such as "aten.mm.default".
-        flops: of matrix products and attentions; 0 for others.
+        flops: of matrix products and attentions, see [Note: causal attention] in `kernels`; 0 for others.
         bytes: that it reads and writes.
         shapes: of the tensors that it is given, where it has flops.
         dtype: of the first of them; None: it is given none.
@@ -135,7 +135,7 @@ class _Timeline(Recorder):
         super().observe(operation, args, kwargs, result)
         call = known if len(self.calls) > known else None
         given = list(tensors_in((args, kwargs)))
-        flops = arithmetic(operation, args, result)
+        flops = arithmetic(operation, args, kwargs, result)
         size = sum(each.numel() * each.element_size() for each in (*given, *tensors_in(result)))
         shapes = tuple(tuple(each.shape) for each in given) if flops else ()
         dtype = given[0].dtype if given else None
@@ -156,9 +156,19 @@ def trace(job: Job, mesh: Mesh) -> Trace:
     Raises:
         MeshwrightError: as training does.
     """
+    return traces(job, mesh, [job.microbatches])[0]
+
+
+def traces(job: Job, mesh: Mesh, counts: Sequence[int]) -> list[Trace]:
+    """As `trace`, of a step with each number of microbatches.
+
+    Args:
+        counts: of microbatches, ascending; those of the job do not matter.
+    """
     with with_values():
         model = job.model()
-        batches = _microbatches(job, model)
+        make_batch = _batch_maker(job, model)
+        batches = [make_batch() for _ in range(counts[0])]
         manager = job.stack.build(mesh)
     meter = StepMeter()
     meter.see(tensors_in(batches))
@@ -170,15 +180,29 @@ def trace(job: Job, mesh: Mesh) -> Trace:
         if job.ema is not None:
             # Its optimizer keeps it.
             EMA(manager, job.ema)
-    # The first make what is kept, such as the state of the optimizer, from few tokens; the last is as all others.
-    for given in (*[batches[:1]] * manager.settles_after, batches):
+
+    def step(given: list[Batch]) -> _Timeline:
         meter.begin()
         timeline = _Timeline(groups(manager.mesh), meter)
         with meter, timeline, _told_modules(manager.model_parts, meter):
             _step(manager, job, given, meter)
         meter.own(tensors_in([*optimizer.state.values()]), "optimizer")
-    calls, operations = tuple(timeline.calls), tuple(timeline.operations)
-    return Trace(mesh.rank, meter.at_peak(), meter.now(), calls, operations, tuple(meter.log), meter.owners())
+        return timeline
+
+    # The first make what is kept, such as the state of the optimizer, from few tokens; further ones are as all others.
+    for _ in range(manager.settles_after):
+        step(batches[:1])
+    found = []
+    for count in counts:
+        with with_values():
+            more = [make_batch() for _ in range(count - len(batches))]
+        meter.see(tensors_in(more))
+        batches += more
+        line = step(batches)
+        calls, operations = tuple(line.calls), tuple(line.operations)
+        held = meter.at_peak(), meter.now()
+        found.append(Trace(mesh.rank, *held, calls, operations, tuple(meter.log), meter.owners()))
+    return found
 
 
 @contextmanager
@@ -225,7 +249,7 @@ def _step(manager: StrategyManager, job: Job, batches: list[Batch], meter: StepM
     meter.phase = "other"
 
 
-def _microbatches(job: Job, model: nn.Module) -> list[Batch]:
+def _batch_maker(job: Job, model: nn.Module) -> Callable[[], Batch]:
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or 2
     ids = torch.arange(job.rows * job.length).view(job.rows, job.length) % vocabulary
-    return [{"input_ids": ids.clone(), "labels": ids.clone()} for _ in range(job.microbatches)]
+    return lambda: {"input_ids": ids.clone(), "labels": ids.clone()}

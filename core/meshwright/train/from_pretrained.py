@@ -26,7 +26,8 @@ from ..mesh.sizes import MeshSizes
 from ..mesh.world import World, open_world
 from ..model.adapter_base import Base
 from ..model.adapter_options import AdapterOptions, adapt, adapter_options
-from ..model.build import as_dtype, config_from_directory, config_from_mapping, new_model_on_meta
+from ..model.build import as_dtype, new_model_on_meta
+from ..model.configuration import config_from_directory, config_from_mapping
 from ..model.pretrained import PretrainedWeights, commit_of, find_on_all, open_pretrained
 from ..model.remote_code import is_commit, trust_code
 from ..model.weights import Weights

@@ -32,7 +32,7 @@ from ..data import (
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import Degrees
 from ..mesh.world import find_device
-from ..model.build import model_config
+from ..model.configuration import model_config
 from ..objectives.registry import get_objective
 from ..step.objective import Given
 from ..strategy.ask import model_layout, model_size

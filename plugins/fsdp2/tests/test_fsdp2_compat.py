@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import modeling_flash_attention_utils as flash
 
 from meshwright.testing import Case, pool
@@ -27,6 +29,36 @@ def _infos() -> list[bool]:
 
 def test_what_reshards_after_forward_can_be_kept_and_put_back() -> None:
     assert pool(4).run(_infos) == [[True] * 4] * 4
+
+
+def _added_up() -> None:
+    mixed = {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
+    manager = build_manager("fsdp2", mixed, {}, Case(dtype="float32"))
+    (root,) = manager.model_parts
+    assert isinstance(root, FSDPModule)
+    root.unshard()
+    parameter = next(root.parameters(recurse=False), None) or next(root.parameters())
+    small = 2.0**-12
+    for gradient in (1.0, small):
+        parameter.grad = torch.full_like(parameter, gradient)
+        assert parameter.grad.dtype == torch.bfloat16
+        _compat.add_up([each for each in root.modules() if isinstance(each, FSDPModule)])
+        assert parameter.grad is None
+    units = [group.fsdp_params for each in root.modules() if isinstance(each, FSDPModule) for group in _groups(each)]
+    sums = [[each.unsharded_accumulated_grad for each in unit] for unit in units]
+    (unit,) = [each for each in sums if each[0] is not None]
+    # Others of its unit have zeros, and other units nothing.
+    assert all(each.dtype == torch.float32 for each in unit)
+    assert sorted({value for each in unit for value in each.flatten().tolist()}) == [0.0, 1.0 + small]
+    assert all(each is None for other in sums if other is not unit for each in other)
+
+
+def _groups(unit: FSDPModule) -> list[Any]:
+    return _compat._parameter_groups(unit)
+
+
+def test_gradients_that_wait_are_added_up_in_the_dtype_of_reductions() -> None:
+    pool(1).run(_added_up)
 
 
 def test_the_check_for_packed_sequences_is_found_and_put_back_after_an_error() -> None:

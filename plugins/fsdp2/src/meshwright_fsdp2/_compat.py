@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
@@ -45,6 +46,28 @@ def begin_at(root: FSDPModule) -> None:
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:
     return list(unit._get_fsdp_state()._fsdp_param_groups)
+
+
+def add_up(units: list[FSDPModule]) -> None:
+    """Add gradients that wait for a reduction to the sums in its dtype, as the end of each unit's backward does.
+
+    For weights whose gradients come later than that: they would be summed in their own dtype. And parameters of a unit
+    that have none yet get zeros, since a unit with sums of two dtypes is not reduced. What FSDP calls for each
+    parameter has no public name.
+
+    Args:
+        units: modules on which `fully_shard` was called, one for each unit.
+    """
+    for group in (each for unit in units for each in _parameter_groups(unit)):
+        gathered = [each for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
+        for parameter in gathered:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+        without = [each for each in gathered if each.unsharded_accumulated_grad is None]
+        for parameter in without if len(without) < len(gathered) else ():
+            whole = parameter.unsharded_param
+            if whole.requires_grad:
+                parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=parameter.reduce_dtype)
 
 
 def reduce_now(root: FSDPModule) -> None:

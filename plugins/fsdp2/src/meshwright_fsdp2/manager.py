@@ -36,7 +36,7 @@ from meshwright.parallel.tensor import TensorParallel
 from meshwright.strategy.contract import Batch, OptimizerFactory
 from meshwright.train.optim import split_by_mesh
 
-from ._compat import overlap_tensor_parallel, reduce_now
+from ._compat import add_up, overlap_tensor_parallel, reduce_now
 from .config import AXES, FSDP2Config
 from .forward import surround_forward
 from .packed import check_not_packed, without_packed_check
@@ -219,7 +219,25 @@ class FSDP2Manager(DataParallelManager):
         root.set_is_last_backward(is_last)
         root.set_requires_gradient_sync(is_last or defer is not True)
         root.set_requires_all_reduce(is_last or defer != "reduce_scatter")
+        if is_last or defer is not True:
+            add_up(self._sharding.modules)
         yield
+
+    @contextmanager
+    def without_weights(self) -> Iterator[None]:
+        # What is left out is reduced together with what is there.
+        root = self._sharding.root
+        root.set_is_last_backward(False)
+        root.set_requires_gradient_sync(False)
+        yield
+
+    def after_weights(self) -> None:
+        # FSDP has done with this microbatch; what comes now would be summed with the next one's in its own dtype.
+        if self.reduces_once:
+            add_up(self._sharding.modules)
+        else:
+            with self.sync_gradients(is_last=False):
+                reduce_now(self._sharding.root)
 
     @property
     def sums_dtype(self) -> str | None:

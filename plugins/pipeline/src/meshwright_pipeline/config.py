@@ -190,6 +190,12 @@ class PipelineConfig(FrozenModel):
         return self
 
 
+class CountedBlocks(PipelineConfig):
+    """Options under which each stage has as many blocks as is said, in the place of other options that divide."""
+
+    blocks_per_stage: tuple[int, ...]
+
+
 def check_options(config: PipelineConfig, degrees: Degrees) -> None:
     """Refuse options that cannot act yet.
 
@@ -263,6 +269,8 @@ def number_of_stages(config: PipelineConfig, *, layers: int, ranks: int) -> int:
 
 def _stages_asked(config: PipelineConfig, layers: int, ranks: int) -> tuple[str, int]:
     """Which option decides, with its value, and the number of stages that it gives."""
+    if isinstance(config, CountedBlocks):
+        return "blocks_per_stage", len(config.blocks_per_stage)
     if config.module_fqns_per_model_part is not None:
         return "module_fqns_per_model_part", len(config.module_fqns_per_model_part)
     if config.layers_per_stage is not None:

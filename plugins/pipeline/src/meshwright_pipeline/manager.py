@@ -36,6 +36,7 @@ from meshwright.strategy.registry import get_strategy
 from meshwright.tensors.norms import check_clip, joined_norm
 
 from .config import PipelineConfig, check_options
+from .cut.shallow import InStages, in_stages
 from .run.actions import Run
 from .run.batches import check_sizes, converted, cut_batch, filled_up, number_of_pieces
 from .run.in_flight import check_activations, choose_activations
@@ -122,6 +123,10 @@ class PipelineManager(StatefulStages):
     @property
     def _names(self) -> Names:
         return self._taken.names
+
+    def in_stages(self, model: nn.Module) -> InStages | None:
+        """What a plan needs to know of the stages of a model; see `meshwright.plan.stages.InStages`."""
+        return in_stages(model, self.config, self.mesh.degrees.pp)
 
     # -- steps
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.base.errors import ConfigError
 
-from ..config import PipelineConfig
+from ..config import CountedBlocks, PipelineConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,6 +44,8 @@ def split_model(
     Raises:
         ConfigError: see `split_by_names` and `split_blocks`.
     """
+    if isinstance(config, CountedBlocks):
+        return [range(*each) for each in pairwise([0, *accumulate(config.blocks_per_stage)])]
     if config.module_fqns_per_model_part is not None:
         named = dict(model.named_modules())
         return split_by_names(

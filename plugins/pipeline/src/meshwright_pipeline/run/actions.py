@@ -79,8 +79,8 @@ class Stage(Protocol):
     def backward_input(self, work: Callable[[], object]) -> Callable[[], None]:
         """Run `work`, a backward, without the weights, and return what is left of it."""
 
-    def backward_weight(self, rest: Callable[[], object]) -> None:
-        """Run the rest of a backward."""
+    def backward_weight(self, rest: Callable[[], object], *, is_last: bool) -> None:
+        """Run the rest of a backward; if it `is_last`, the stage's gradients are reduced after it."""
 
     def reduce(self) -> None:
         """Reduce the stage's gradients, when all are there that no last backward has reduced."""
@@ -211,9 +211,7 @@ class Run:
     def _backward(self, action: Action, *, is_last: bool) -> None:
         stage, key = self._stages[action.stage], (action.stage, action.microbatch)
         if action.kind is Kind.BACKWARD_WEIGHT:
-            stage.backward_weight(self._rest.pop(key))
-            if is_last:
-                stage.reduce()
+            stage.backward_weight(self._rest.pop(key), is_last=is_last)
             return
         flying = self._flying.pop(key)
         # The derivative of the loss by itself, or what the next stage has sent.

@@ -188,8 +188,9 @@ class PipelineStage:
 
     def backward_input(self, work: Callable[[], object]) -> Callable[[], None]:
         """See `actions.Stage`; what is left are the weights of linear layers in blocks."""
-        with self.manager.sync_gradients(is_last=False), self._store.collecting() as rest:
+        with self.manager.without_weights(), self._store.collecting() as rest:
             work()
+        self.manager.after_backward(is_last=False)
 
         def finish() -> None:
             for each in rest:
@@ -197,11 +198,15 @@ class PipelineStage:
 
         return finish
 
-    def backward_weight(self, rest: Callable[[], object]) -> None:
+    def backward_weight(self, rest: Callable[[], object], *, is_last: bool) -> None:
         """See `actions.Stage`."""
         with self.manager.sync_gradients(is_last=False):
             rest()
-        self.manager.after_backward(is_last=False)
+        if is_last:
+            self.manager.after_backward(is_last=False)
+            self.reduce()
+        else:
+            self.manager.after_weights()
 
     def reduce(self) -> None:
         """See `actions.Stage`; over the stage's ranks."""

@@ -122,6 +122,9 @@ class ScheduleRule:
     last_first: bool = False
     """Backward takes the microbatches from the last to the first."""
     v_shaped: bool = False
+    steady: Callable[[int], tuple[int, int]] = lambda ranks: (3, 1)
+    """By the number of ranks: from how many microbatches on, and in steps of how many, each further step adds the same
+    actions to each rank's order, between the same."""
 
     @property
     def chunks_allowed(self) -> str:
@@ -136,12 +139,14 @@ SCHEDULES: Mapping[str, ScheduleRule] = MappingProxyType(
         rule.name: rule
         for rule in (
             ScheduleRule("GPipe", _chunk_by_chunk, 1, 1),
-            ScheduleRule("1F1B", _interleaved_1f1b, 1, 1),
-            ScheduleRule("Interleaved1F1B", _interleaved_1f1b, 2, None),
+            ScheduleRule("1F1B", _interleaved_1f1b, 1, 1, steady=lambda ranks: (ranks + 1, 1)),
+            ScheduleRule("Interleaved1F1B", _interleaved_1f1b, 2, None, steady=lambda ranks: (2 * ranks, ranks)),
             ScheduleRule("LoopedBFS", _chunk_by_chunk, 2, None, last_first=True),
-            ScheduleRule("InterleavedZeroBubble", _interleaved_zero_bubble, 2, None),
-            ScheduleRule("ZBVZeroBubble", _zero_bubble_v, 2, 2, v_shaped=True),
-            ScheduleRule("DualPipeV", _dual_pipe_v, 2, 2, v_shaped=True),
+            ScheduleRule(
+                "InterleavedZeroBubble", _interleaved_zero_bubble, 2, None, steady=lambda ranks: (2 * ranks, ranks)
+            ),
+            ScheduleRule("ZBVZeroBubble", _zero_bubble_v, 2, 2, v_shaped=True, steady=lambda ranks: (2 * ranks + 1, 1)),
+            ScheduleRule("DualPipeV", _dual_pipe_v, 2, 2, v_shaped=True, steady=lambda ranks: (2 * ranks + 1, 1)),
         )
     }
 )
