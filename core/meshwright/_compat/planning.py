@@ -67,6 +67,11 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter, FakeTensor)
 
 
+def is_on_meta(tensor: Tensor) -> bool:
+    """As `tensor.is_meta`, which asks all dispatch modes where the tensor has no memory."""
+    return tensor.fake_device.type == "meta" if isinstance(tensor, FakeTensor) else tensor.is_meta
+
+
 def is_asking_for_shapes() -> bool:
     """Whether torch, in the middle of a program, looks for the shapes that an operator would give, as DTensor does for
     those that it first sees.

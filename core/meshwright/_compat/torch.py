@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -219,17 +220,18 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def written_arguments(operator: Any) -> list[int | str]:
+@functools.cache
+def written_arguments(operator: Any) -> tuple[int | str, ...]:
     """Positions, or names of keyword-only arguments, that an operator writes into.
 
     `_schema` is private and is what torch's own dispatch modes read; operators of higher order have none.
     """
     arguments = operator._schema.arguments if hasattr(operator, "_schema") else ()
-    return [
+    return tuple(
         argument.name if argument.kwarg_only else index
         for index, argument in enumerate(arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    )
 
 
 def draws_random_numbers(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

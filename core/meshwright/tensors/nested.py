@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,17 +12,20 @@ _PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device)
 """Have none inside, and are most of what operators are given."""
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of nested lists, tuples and mappings, in their order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, _PLAIN):
-        return
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            if isinstance(each, Tensor):
-                yield each
-            elif not isinstance(each, _PLAIN):
-                yield from tensors_in(each)
-    elif isinstance(value, Mapping):
-        yield from tensors_in(list(value.values()))
+    found: list[Tensor] = []
+    _collect((value,), found)
+    return found
+
+
+def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
+    for each in values:
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, _PLAIN):
+            continue
+        elif isinstance(each, (list, tuple)):
+            _collect(each, found)
+        elif isinstance(each, Mapping):
+            _collect(each.values(), found)

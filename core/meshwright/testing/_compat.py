@@ -21,8 +21,12 @@ def bound_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, An
 
     Private because torch has no public call for an operation's schema.
     """
-    names = [argument.name for argument in operation._schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    return {**dict(zip(_names(operation), args, strict=False)), **kwargs}
+
+
+@functools.cache
+def _names(operation: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in operation._schema.arguments)
 
 
 def process_group(value: Any) -> dist.ProcessGroup:

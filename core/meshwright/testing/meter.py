@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .._compat.planning import is_on_meta
 from ..tensors.nested import tensors_in
 from ._compat import unwraps_itself
 from .observe import Observer
@@ -79,7 +80,7 @@ class Meter(Observer):
     def see(self, tensors: Iterable[Tensor]) -> None:
         """Take up the storages of tensors, where they are new, and their sizes."""
         for tensor in tensors:
-            if tensor.layout is not torch.strided or tensor.is_meta or _is_empty_wrapper(tensor):
+            if tensor.layout is not torch.strided or is_on_meta(tensor) or _is_empty_wrapper(tensor):
                 continue
             storage = storage_of(tensor)
             block = self.live.get(id(storage))
@@ -164,7 +165,8 @@ def _is_empty_wrapper(tensor: Tensor) -> bool:
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """Of the tensor, or of this rank's part of a DTensor."""
-    # Without gradients, the local part is the tensor itself, not a view that autograd follows.
-    with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()
+    if isinstance(tensor, DTensor):
+        # Without gradients, the local part is the tensor itself, not a view that autograd follows.
+        with torch.no_grad():
+            tensor = tensor.to_local()
+    return tensor.untyped_storage()

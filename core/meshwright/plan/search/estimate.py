@@ -29,7 +29,7 @@ SECONDS: Mapping[str, Prior] = {
     "recomputed selective": (0.07, 0.07),
     "recomputed full": (0.25, 0.1),
     "one microbatch": (0, 0.1),
-    "log2 rows": (-0.03, 0.05),
+    "few rows": (0.1, 0.1),
     "log2 tp": (0.05, 0.05),
     "log2 cp": (0.1, 0.05),
     "log2 ep": (0.05, 0.1),
@@ -57,7 +57,7 @@ ACTIVATIONS: Mapping[str, Prior] = {
     "log2 tp": (-0.6, 0.1),
     "log2 cp": (-0.6, 0.1),
     "log2 ep": (0, 0.1),
-    "log2 pp": (0, 0.2),
+    "log2 pp": (0, 0.05),
     "log2 shards": (0, 0.02),
     "hybrid": (0, 0.02),
 }
@@ -86,11 +86,13 @@ class Estimate:
 
     Attributes:
         features: of each candidate.
+        beside: of each candidate, what is known without them.
         known: logarithms of those that are traced, or are expected.
     """
 
     priors: Mapping[str, Prior]
     features: Sequence[Mapping[str, float]]
+    beside: Tensor
     known: dict[int, float] = field(default_factory=dict)
     _matrix: Tensor = field(init=False)
     _names: list[str] = field(init=False)
@@ -116,10 +118,10 @@ class Estimate:
         mean, deviation = (torch.tensor(each, dtype=torch.float64) for each in zip(*map(self._prior, self._names), strict=True))
         seen = self._matrix[list(given)]
         precision = torch.diag(deviation**-2) + seen.T @ seen / NOISE**2
-        target = torch.tensor([*given.values()], dtype=torch.float64) - seen @ mean
+        target = torch.tensor([*given.values()], dtype=torch.float64) - self.beside[list(given)] - seen @ mean
         spread = torch.linalg.inv(precision)
         weights = mean + spread @ (seen.T @ target) / NOISE**2
-        return self._matrix @ weights, ((self._matrix @ spread) * self._matrix).sum(1).clamp_min(0).sqrt()
+        return self.beside + self._matrix @ weights, ((self._matrix @ spread) * self._matrix).sum(1).clamp_min(0).sqrt()
 
     def _prior(self, name: str) -> Prior:
         kind = name.partition(":")[0]
@@ -136,6 +138,7 @@ def of_work(candidates: Iterable[Candidate]) -> list[dict[str, float]]:
         for name, size in sizes.items():
             if size > 1:
                 features |= {f"log2 {name}": math.log2(size), f"{name} {size}": 1.0}
+        features["few rows"] = 1 / each.rows
         if each.microbatches == 1:
             features["one microbatch"] = 1.0
         if degrees.dp_shard > 1:

@@ -23,8 +23,9 @@ from ..planned import plan, trace_rank
 from ..time import COMPUTE, Timeline, play
 from ..trace import Job
 
-DEPTHS = (2, 4)
-"""Blocks of the models that are traced; even, since some models alternate."""
+DEPTHS = (3, 5)
+"""Blocks of the models that are traced: enough for all that is gathered ahead, and two apart, since some models
+alternate."""
 
 
 @dataclass(frozen=True)

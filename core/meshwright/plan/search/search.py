@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from ...base.errors import MeshwrightError
-from ..depth import DEPTHS
 from ..planned import fits
 from . import estimate
 from .candidates import Candidate, Space, assigned, sizes_of
@@ -34,11 +33,11 @@ from .glance import Glance, Refusal, Request, answer
 
 AFFORDABLE = 120
 """Blocks times microbatches; see [Note: what is too costly]."""
-FEW_BLOCKS = sum(DEPTHS[-1])
+FEW_BLOCKS = 54
 """That a plan without a pipeline traces of a deep model."""
 CHANCE = 0.02
 """Who fits less likely is left out."""
-UNLIKELY = 0.3
+UNLIKELY = 0.5
 """What a candidate's seconds are multiplied by, to this power, for one that fits e times less likely."""
 LOOKING = 0.65
 """The part of the time in which layouts are looked for; the rest is for whole plans of the best."""
@@ -90,6 +89,7 @@ class Search:
     planned: int = 0
     surprises: list[float] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
+    _outlooks: dict[tuple[int, int], tuple[float, float] | str] = field(default_factory=dict)
     _seeds: list[int] = field(default_factory=list)
     _glances: dict[tuple[Any, ...], Glance | Refusal] = field(default_factory=dict)
     _done: set[int] = field(default_factory=set)
@@ -97,18 +97,22 @@ class Search:
 
     def run(self) -> None:
         """Until no other could be among the best, or time is up."""
-        self.candidates = [each for each in self.space.candidates() if self._fits(each, self.space.least(each))]
+        possible = [each for each in self.space.candidates() if self._fits(each, self.space.least(each))]
+        outlooks = [self._outlook(each) for each in possible]
+        self.candidates = [each for each, outlook in zip(possible, outlooks, strict=True) if outlook is not None]
         if not self.candidates:
             return
+        told = torch.tensor([each for each in outlooks if each is not None], dtype=torch.float64)
+        waiting, live = told.T
         for number, each in enumerate(self.candidates):
             for key in _refusal_keys(each):
                 self._alike.setdefault(key, []).append(number)
         work, state = estimate.of_work(self.candidates), estimate.of_state(self.candidates)
-        self._seconds = Estimate(estimate.SECONDS, work)
+        self._seconds = Estimate(estimate.SECONDS, work, -(1 - waiting).log())
         self._bytes = (
-            Estimate(estimate.HELD, state),
-            Estimate(estimate.ACTIVATIONS, work),
-            Estimate(estimate.REST, work),
+            Estimate(estimate.HELD, state, torch.zeros_like(live)),
+            Estimate(estimate.ACTIVATIONS, work, live.log()),
+            Estimate(estimate.REST, work, torch.zeros_like(live)),
         )
         self._seeds = self._begin()
         pending: dict[Future[Any], int] = {}
@@ -194,6 +198,34 @@ class Search:
                 return number
             self._learn(number, known)
         return None
+
+    def _outlook(self, candidate: Candidate) -> tuple[float, float] | None:
+        """The least share of time that ranks of a pipeline wait, and the least share of activations of a microbatch that
+        one of them holds, of all schedules, as far as some microbatches tell; None: all refuse it."""
+        ranks, count = candidate.degrees.pp, candidate.microbatches
+        if ranks == 1:
+            return 0.0, 1.0
+        few = min(count, 2 * ranks)
+        if (ranks, few) not in self._outlooks:
+            self._outlooks[ranks, few] = self._told_of(replace(candidate, rows=1, microbatches=few))
+        told = self._outlooks[ranks, few]
+        if isinstance(told, str):
+            self.space.refuse(told)
+            return None
+        waiting, live = told
+        idle = few * waiting / (1 - waiting)
+        return idle / (idle + count), live / ranks
+
+    def _told_of(self, candidate: Candidate) -> tuple[float, float] | str:
+        """Of all schedules the least of both, or why there is none."""
+        found, reason = [], ""
+        for each in self.space.wrapped(candidate):
+            try:
+                found.append(self.space.forecast(each, 0.0))
+            except MeshwrightError as error:
+                reason = str(error)
+        waiting, live = zip(*found, strict=True) if found else ((), ())
+        return (min(waiting), min(live)) if found else reason
 
     def _begin(self) -> list[int]:
         """With whom to begin: of the first strategy, with all that there is of recomputation, divided over tp least and
