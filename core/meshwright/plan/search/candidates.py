@@ -1,9 +1,9 @@
 """Every layout that a run could have on so many devices, and why some are none.
 
 [Note: variants] A strategy's config class may say which of its options are worth trying, in a class method
-`variants(*, degrees, layers, rows, is_dtype_open)`: a list of mappings of options. `degrees` are those of the mesh,
-`layers` the model's blocks, `rows` the sequences of a microbatch. Where `is_dtype_open`, the run file leaves the
-precision to the strategy, and options may name `model.dtype`, too. A class without it is tried as the run file has it.
+`variants(*, degrees, layers, rows, microbatches, is_dtype_open)`: a list of mappings of options. `degrees` are those of
+the mesh, `layers` the model's blocks, `rows` the sequences of a microbatch. Where `is_dtype_open`, the run file leaves
+the precision to the strategy, and options may name `model.dtype`, too. A class without it is tried as the run file has it.
 An option `activation_checkpointing` is tried by its name. Of a wrapping strategy, a method
 `forecast(*, layers, ranks, sequences, head)` tells the share of time in which ranks wait, and how many microbatches a
 rank holds at once.
@@ -154,9 +154,9 @@ class Space:
         rows = divisors(batch // degrees.dp) if batch % degrees.dp == 0 else [1]
         if self.keeps("micro_batch_size"):
             rows = [int(self.values["micro_batch_size"])]
-        made = variants(spec.config_cls, degrees, self.layers, rows[0], is_dtype_open=self.is_dtype_open)
-        shards = Degrees(dp_shard=degrees.dp_shard * degrees.cp)
-        alone = variants(spec.config_cls, shards, self.layers, rows[0], is_dtype_open=self.is_dtype_open)
+        most = max(1, batch // (degrees.dp * rows[0]))
+        made, once = (self._variants(spec, degrees, rows[0], microbatches) for microbatches in (most, 1))
+        alone = self._variants(spec, Degrees(dp_shard=degrees.dp_shard * degrees.cp), rows[0], most)
         named = zip(made, alone if len(alone) == len(made) else made, strict=True)
         options = [(*each, recomputed) for each in named for recomputed in self._recomputations(spec)]
         self.enumerated += len(options) * len(rows)
@@ -177,7 +177,17 @@ class Space:
             for count in rows:
                 values = {**first.values, "micro_batch_size": count}
                 microbatches = batch // (degrees.dp * count)
+                if microbatches == 1 and variant not in once:
+                    continue
                 yield replace(first, rows=count, microbatches=microbatches, family=f"{spec.name} {name}", values=values)
+
+    def _variants(self, spec: StrategySpec, degrees: Degrees, rows: int, microbatches: int) -> list[dict[str, Any]]:
+        """Options of a strategy that are worth trying; see [Note: variants]."""
+        ask = getattr(spec.config_cls, "variants", None)
+        if ask is None:
+            return [{}]
+        sizes = {"layers": self.layers, "rows": rows, "microbatches": microbatches}
+        return [dict(each) for each in ask(degrees=degrees, is_dtype_open=self.is_dtype_open, **sizes)]
 
     def _recomputations(self, spec: StrategySpec) -> tuple[Any, ...]:
         if RECOMPUTATION not in spec.config_cls.model_fields:
@@ -229,8 +239,8 @@ class Space:
         """A layout with a pipeline, under each schedule and so on; those that are refused are counted."""
         found = []
         for spec in (layer.spec for layer in self.stack(candidate).wrappers):
-            place = (spec.config_cls, candidate.degrees, self.layers)
-            more, alone = (variants(*place, rows, is_dtype_open=self.is_dtype_open) for rows in (candidate.rows, 1))
+            place = (spec, candidate.degrees)
+            more, alone = (self._variants(*place, rows, candidate.microbatches) for rows in (candidate.rows, 1))
             self.enumerated += len(more) - 1
             for variant, of_one_row in zip(more, alone, strict=True):
                 options = {**self._given("wrapper_config", spec, spec.name), **variant}
@@ -277,16 +287,6 @@ def sizes_of(degrees: Degrees) -> MeshSizes:
         tp_size=degrees.tp,
         ep_size=degrees.ep,
     )
-
-
-def variants(
-    config_cls: type[BaseModel], degrees: Degrees, layers: int, rows: int, *, is_dtype_open: bool
-) -> list[dict[str, Any]]:
-    """Options of a strategy that are worth trying; see [Note: variants]."""
-    made = getattr(config_cls, "variants", None)
-    if made is None:
-        return [{}]
-    return [dict(each) for each in made(degrees=degrees, layers=layers, rows=rows, is_dtype_open=is_dtype_open)]
 
 
 def divisors(number: int) -> list[int]:

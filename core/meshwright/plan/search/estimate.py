@@ -1,10 +1,11 @@
 """What is expected of candidates that are not traced, by those that are.
 
 [Note: the estimate] The logarithms of four numbers of a candidate are taken as sums over its features: its strategy's,
-those of its degrees, and so on. They are the seconds of one device for a token, the bytes that it holds between steps for
-each of the model's parameters, and at the peak those of activations and of the rest. What each feature adds is expected to be near what is written in the tables of priors here, and is
-learned from traces: Bayesian linear regression, whose standard deviation tells how well a candidate is known. (C. M.
-Bishop, Pattern Recognition and Machine Learning, section 3.3.) None of these numbers is ever told as a candidate's own.
+those of its degrees, and so on. They are the seconds of one device for a token; the bytes that it holds between steps for
+each of the model's parameters; and at the peak the bytes of activations, and of the rest. What each feature adds is
+expected to be near what is written in the tables of priors here, and is learned from traces: Bayesian linear regression,
+whose standard deviation tells how well a candidate is known (C. M. Bishop, Pattern Recognition and Machine Learning,
+section 3.3). None of these numbers is ever told as a candidate's own.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Estimate:
     Attributes:
         features: of each candidate.
         beside: of each candidate, what is known without them.
-        known: logarithms of those that are traced, or are expected.
+        known: logarithms of those that are traced.
     """
 
     priors: Mapping[str, Prior]
@@ -96,32 +97,49 @@ class Estimate:
     known: dict[int, float] = field(default_factory=dict)
     _matrix: Tensor = field(init=False)
     _names: list[str] = field(init=False)
+    _told: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
         self._names = sorted({name for each in self.features for name in each})
         place = {name: at for at, name in enumerate(self._names)}
-        self._matrix = torch.zeros(len(self.features), len(self._names), dtype=torch.float64)
-        at = [(row, place[name], value) for row, each in enumerate(self.features) for name, value in each.items()]
-        rows, columns, values = zip(*at, strict=True)
-        self._matrix[torch.tensor(rows), torch.tensor(columns)] = torch.tensor(values, dtype=torch.float64)
+        rows = [row for row, each in enumerate(self.features) for _ in each]
+        columns = [place[name] for each in self.features for name in each]
+        values = torch.tensor([value for each in self.features for value in each.values()], dtype=torch.float64)
+        shape = (len(self.features), len(self._names))
+        found = torch.sparse_coo_tensor(torch.tensor([rows, columns]), values, shape, check_invariants=True)
+        self._matrix = found.to_dense()
 
-    def all(self, more: Mapping[int, float] | None = None) -> tuple[Tensor, Tensor]:
+    def learn(self, number: int, value: float) -> None:
+        """Take the logarithm of a candidate."""
+        self.known[number], self._told = value, None
+
+    def all(self) -> tuple[Tensor, Tensor]:
         """Expected logarithms, and their standard deviations.
-
-        Args:
-            more: taken as known.
 
         Returns:
             float64, one for each candidate.
         """
-        given = {**self.known, **(more or {})}
-        mean, deviation = (torch.tensor(each, dtype=torch.float64) for each in zip(*map(self._prior, self._names), strict=True))
+        if self._told is None:
+            self._told = self._with({})
+        return self._told
+
+    def all_as_expected(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """As `all`, if some candidates were what is expected of them."""
+        mean, _ = self.all()
+        more = {number: float(mean[number]) for number in numbers}
+        return self._with(more) if more else self.all()
+
+    def _with(self, more: Mapping[int, float]) -> tuple[Tensor, Tensor]:
+        given = {**self.known, **more}
+        priors = torch.tensor([self._prior(name) for name in self._names], dtype=torch.float64)
+        mean, deviation = priors.T
         seen = self._matrix[list(given)]
         precision = torch.diag(deviation**-2) + seen.T @ seen / NOISE**2
         target = torch.tensor([*given.values()], dtype=torch.float64) - self.beside[list(given)] - seen @ mean
         spread = torch.linalg.inv(precision)
         weights = mean + spread @ (seen.T @ target) / NOISE**2
-        return self.beside + self._matrix @ weights, ((self._matrix @ spread) * self._matrix).sum(1).clamp_min(0).sqrt()
+        variance = ((self._matrix @ spread) * self._matrix).sum(1)
+        return self.beside + self._matrix @ weights, variance.clamp_min(0).sqrt()
 
     def _prior(self, name: str) -> Prior:
         kind = name.partition(":")[0]

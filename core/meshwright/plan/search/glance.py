@@ -1,14 +1,15 @@
-"""What is traced of one candidate: a step of one or two microbatches on few blocks, or its whole plan. Runs in a process
-of its own.
+"""What is traced of one candidate: a step of one or two microbatches on few blocks, or its whole plan. Runs in a
+process of its own.
 
-[Note: from few to all] Blocks are alike, and so are microbatches: seconds and bytes grow by the same for each. Two depths
-tell by how much for a block, and the first of two microbatches for one more. Stages of a pipeline compute what the same
-model computes on one stage, blocks and microbatches alike; the schedule's own timeline tells how long ranks wait.
+[Note: from few to all] Blocks are alike, and so are microbatches: seconds and bytes grow by the same for each. Two
+depths tell by how much for a block, and the first of two microbatches for one more. Stages of a pipeline compute what
+the same model computes on one stage, blocks and microbatches alike; the schedule's own timeline tells how long ranks wait.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ from ..device import Device
 from ..job import job_of
 from ..planned import plan, trace_rank
 from ..time import COMPUTE, Timeline, play
-from ..trace import Job
+from ..trace import Job, Trace
 
 DEPTHS = (3, 5)
 """Blocks of the models that are traced: enough for all that is gathered ahead, and two apart, since some models
@@ -57,7 +58,7 @@ class Glance:
         peaks: bytes at the peak of each phase.
         spare: what torch's allocator has taken beyond the peak [bytes].
         held: bytes between steps.
-        activations: bytes of those at the peak.
+        activations: bytes of those when they are most.
     """
 
     microbatches: int
@@ -152,12 +153,17 @@ def glance(job: Job, device: Device) -> Glance:
         found = trace_rank(of_depth, 0)
         (line,) = play([found], job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked)
         taken = found.peak.bytes if device.is_host else reserved(found, workspace=device.workspace_bytes)
-        kept = found.peak.owners.get("activations", 0)
-        rows.append((line.seconds, _first(line), taken - found.peak.bytes, found.after.bytes, kept))
+        rows.append((line.seconds, _first(line), taken - found.peak.bytes, found.after.bytes, _activations(found)))
         peaks.append(found.peak.phases)
     step, first, spare, held, activations = (Line.through(depths, [row[at] for row in rows]) for at in range(5))
     phases = {phase: Line.through(depths, [each.get(phase, 0) for each in peaks]) for phase in peaks[-1]}
     return Glance(job.microbatches, step, first, phases, spare, held, activations)
+
+
+def _activations(found: Trace) -> int:
+    """The most that a step has held of them."""
+    changes = (change for block, change in found.log if found.owners.get(block) == "activations")
+    return max(itertools.accumulate(changes, initial=0))
 
 
 def _first(line: Timeline) -> float:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +144,17 @@ def _executor(processes: int) -> Iterator[Executor]:
     if processes == 1:
         yield _Here()
         return
-    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=_begin) as pool:
+    others = active_children()
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_begin)
+    try:
         for _ in range(processes):
             pool.submit(_begin)
         yield pool
+    finally:
+        # What is still traced is of no use any more.
+        pool.shutdown(wait=False, cancel_futures=True)
+        for each in {*active_children()} - {*others}:
+            each.terminate()
 
 
 def _begin() -> None:
@@ -183,7 +189,7 @@ def _report(search: Search, assignments: Sequence[str], batch_tokens: str | None
         "is_certain": not still_open,
         "open": [_left(seconds, each, assignments) for seconds, each in still_open[:SHOWN]],
         "open_layouts": len(still_open),
-        "deviation": math.sqrt(sum(each**2 for each in search.surprises) / max(1, len(search.surprises))),
+        "deviation": search.deviation,
         "enumerated": space.enumerated,
         "traced": search.traced,
         "planned": search.planned,

@@ -1,15 +1,15 @@
 """Find the fastest layouts that fit, tracing as few as possible.
 
-[Note: the search] Of all candidates the seconds and bytes are estimated (`estimate`). The one that could be the fastest, one
-standard deviation below what is expected, is traced on few blocks (`glance`): that tells its numbers nearly, and those of
-all that it is alike to a little. Then all are estimated anew, until no other could be among the best, or the time is up.
-Those that could not fit, one deviation below what is expected, are left out; how wrong estimates were is told. Of a
-pipeline the model on one stage is traced, with which each of its schedules is told. The best are then planned, the first
-before others, as time allows. This is Bayesian optimisation by a lower confidence bound (N. Srinivas et al., Gaussian
-Process Optimization in the Bandit Setting, 2010), on a linear model.
+[Note: the search] Of all candidates the seconds and bytes are expected (`expect`). The one that could be the fastest, one
+standard deviation below what is expected, is traced on few blocks (`glance`): that tells its numbers nearly, and of those
+that are alike a little. So on, until no other could be among the best, or the time is up. Who is unlikely to fit comes
+later, or is left out; how far expectations were off is told. Of a pipeline the model is traced on one stage, which tells
+of each of its schedules. The best are then planned, the first before others, as time allows. This is Bayesian optimization
+by a lower confidence bound (N. Srinivas et al., Gaussian Process Optimization in the Bandit Setting, 2010), on a linear
+model.
 
-[Note: what is too costly] A plan of more than `AFFORDABLE` blocks times microbatches is not made: its numbers stay as they
-are nearly.
+[Note: what is too costly] A pipeline of more than `AFFORDABLE` blocks times microbatches is not planned: its numbers stay
+as a glance tells them.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from torch import Tensor
 
 from ...base.errors import MeshwrightError
 from ..planned import fits
-from . import estimate
 from .candidates import Candidate, Space, assigned, sizes_of
-from .estimate import Estimate
+from .expect import Expectations, Outlooks
 from .glance import Glance, Refusal, Request, answer
 
 AFFORDABLE = 120
 """Blocks times microbatches; see [Note: what is too costly]."""
-FEW_BLOCKS = 54
-"""That a plan without a pipeline traces of a deep model."""
 CHANCE = 0.02
 """Who fits less likely is left out."""
-UNLIKELY = 0.5
+UNLIKELY = 1.0
 """What a candidate's seconds are multiplied by, to this power, for one that fits e times less likely."""
 LOOKING = 0.65
 """The part of the time in which layouts are looked for; the rest is for whole plans of the best."""
+WAITING = 0.1
+"""The part in which those are waited for that are traced when it is over."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,6 @@ class Search:
         workers: requests at once.
         wanted: layouts.
         limit_s: after so many seconds nothing new is looked at.
-        surprises: how far estimates of seconds were off, as logarithms, of what was then traced.
     """
 
     space: Space
@@ -87,9 +85,7 @@ class Search:
     nearest: tuple[float, Candidate | None] = (float("inf"), None)
     traced: int = 0
     planned: int = 0
-    surprises: list[float] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
-    _outlooks: dict[tuple[int, int], tuple[float, float] | str] = field(default_factory=dict)
     _seeds: list[int] = field(default_factory=list)
     _glances: dict[tuple[Any, ...], Glance | Refusal] = field(default_factory=dict)
     _done: set[int] = field(default_factory=set)
@@ -98,46 +94,47 @@ class Search:
     def run(self) -> None:
         """Until no other could be among the best, or time is up."""
         possible = [each for each in self.space.candidates() if self._fits(each, self.space.least(each))]
-        outlooks = [self._outlook(each) for each in possible]
-        self.candidates = [each for each, outlook in zip(possible, outlooks, strict=True) if outlook is not None]
-        if not self.candidates:
+        outlooks = Outlooks(self.space)
+        found = [(each, told) for each in possible if (told := outlooks.of(each)) is not None]
+        if not found:
             return
-        told = torch.tensor([each for each in outlooks if each is not None], dtype=torch.float64)
-        waiting, live = told.T
-        for number, each in enumerate(self.candidates):
+        self.candidates = [each for each, _ in found]
+        for at, each in enumerate(self.candidates):
             for key in _refusal_keys(each):
-                self._alike.setdefault(key, []).append(number)
-        work, state = estimate.of_work(self.candidates), estimate.of_state(self.candidates)
-        self._seconds = Estimate(estimate.SECONDS, work, -(1 - waiting).log())
-        self._bytes = (
-            Estimate(estimate.HELD, state, torch.zeros_like(live)),
-            Estimate(estimate.ACTIVATIONS, work, live.log()),
-            Estimate(estimate.REST, work, torch.zeros_like(live)),
-        )
+                self._alike.setdefault(key, []).append(at)
+        self._expected = Expectations(self.space, self.candidates, [told for _, told in found])
         self._seeds = self._begin()
         pending: dict[Future[Any], int] = {}
         while True:
             while len(pending) < self.workers and (number := self._next(pending.values())) is not None:
                 request = self._request(self._alone(self.candidates[number]))
                 pending[self.executor.submit(answer, request)] = number
-            if not pending:
-                break
-            for done in wait(pending, return_when=FIRST_COMPLETED).done:
+            left = (LOOKING + WAITING) * self.limit_s - self.elapsed
+            ended = wait(pending, timeout=max(0.0, left), return_when=FIRST_COMPLETED).done
+            for done in ended:
                 self._learn(pending.pop(done), done.result())
+            if not ended:
+                return
 
     def settle(self) -> None:
         """Plan the best in their order, as time allows, but the first in any case; who does not fit is lost."""
         pending: dict[Future[Any], Found] = {}
+        begun, longest = {}, 0.0
         while True:
             waiting = {each.candidate.key for each in pending.values()}
             for number, each in enumerate(self.best()):
-                is_open = not each.is_planned and each.candidate.key not in waiting and self._is_affordable(each.candidate)
-                if is_open and len(pending) < self.workers and (number == 0 or self.elapsed < self.limit_s):
-                    pending[self.executor.submit(answer, self._request(each.candidate, is_whole=True))] = each
+                is_open = (
+                    not each.is_planned and each.candidate.key not in waiting and self._is_affordable(each.candidate)
+                )
+                has_time = number == 0 or self.elapsed + longest < self.limit_s
+                if is_open and has_time and len(pending) < self.workers:
+                    future = self.executor.submit(answer, self._request(each.candidate, is_whole=True))
+                    pending[future], begun[future] = each, self.elapsed
             if not pending:
                 return
             for done in wait(pending, return_when=FIRST_COMPLETED).done:
                 each, result = pending.pop(done), done.result()
+                longest = max(longest, self.elapsed - begun[done])
                 self.planned += 1
                 self.found.remove(each)
                 if isinstance(result, Refusal):
@@ -154,14 +151,14 @@ class Search:
         return sorted(self.found, key=lambda each: each.seconds)
 
     def open(self) -> list[tuple[float, Candidate]]:
-        """Those that could be among the best for all that is known, with the seconds that are expected of them, the
-        fastest first."""
+        """Those that could be among the best for all that is known, with the seconds that are expected of them; first
+        those that would have been looked at first."""
         if not self.candidates:
             return []
-        least, expected = self._bounds({})
+        least, expected = self._bounds([])
         found = (least < math.log(self.worst)).nonzero().flatten().tolist()
-        rows = [(math.exp(expected[number]), number) for number in found]
-        return [(seconds, self.candidates[number]) for seconds, number in sorted(rows)]
+        found.sort(key=lambda number: float(least[number]))
+        return [(math.exp(expected[number]), self.candidates[number]) for number in found]
 
     @property
     def worst(self) -> float:
@@ -173,23 +170,28 @@ class Search:
     def elapsed(self) -> float:
         return time.monotonic() - self.started
 
+    @property
+    def deviation(self) -> float:
+        """How far what was expected lay from what was then traced, as a part (root of the mean square)."""
+        found = self._expected.surprises if self.candidates else []
+        return math.sqrt(sum(each**2 for each in found) / max(1, len(found)))
+
     def left_out(self) -> int:
         """How many have not been traced, as they are expected not to fit."""
-        return int((self._open & (self._chance() <= CHANCE)).sum()) if self.candidates else 0
+        return int((self._open & (self._expected.chance() <= CHANCE)).sum()) if self.candidates else 0
 
     def left(self) -> int:
         """How many have not been traced that could fit."""
-        return int((self._open & (self._chance() > CHANCE)).sum()) if self.candidates else 0
+        return int((self._open & (self._expected.chance() > CHANCE)).sum()) if self.candidates else 0
 
     def _next(self, pending: Iterable[int]) -> int | None:
         """Whom to trace next; of pipelines whose model has been traced, all that follows is told at once."""
         if self._seeds:
             return self._seeds.pop(0)
+        busy = list(pending)
         while self.elapsed < LOOKING * self.limit_s:
-            busy = {number: 0.0 for number in pending}
-            least, expected = self._bounds({number: float("nan") for number in busy})
-            for number in busy:
-                least[number] = math.inf
+            least, _ = self._bounds(busy)
+            least[busy] = math.inf
             number = int(least.argmin())
             if not least[number] < math.log(self.worst):
                 return None
@@ -199,45 +201,19 @@ class Search:
             self._learn(number, known)
         return None
 
-    def _outlook(self, candidate: Candidate) -> tuple[float, float] | None:
-        """The least share of time that ranks of a pipeline wait, and the least share of activations of a microbatch that
-        one of them holds, of all schedules, as far as some microbatches tell; None: all refuse it."""
-        ranks, count = candidate.degrees.pp, candidate.microbatches
-        if ranks == 1:
-            return 0.0, 1.0
-        few = min(count, 2 * ranks)
-        if (ranks, few) not in self._outlooks:
-            self._outlooks[ranks, few] = self._told_of(replace(candidate, rows=1, microbatches=few))
-        told = self._outlooks[ranks, few]
-        if isinstance(told, str):
-            self.space.refuse(told)
-            return None
-        waiting, live = told
-        idle = few * waiting / (1 - waiting)
-        return idle / (idle + count), live / ranks
-
-    def _told_of(self, candidate: Candidate) -> tuple[float, float] | str:
-        """Of all schedules the least of both, or why there is none."""
-        found, reason = [], ""
-        for each in self.space.wrapped(candidate):
-            try:
-                found.append(self.space.forecast(each, 0.0))
-            except MeshwrightError as error:
-                reason = str(error)
-        waiting, live = zip(*found, strict=True) if found else ((), ())
-        return (min(waiting), min(live)) if found else reason
-
     def _begin(self) -> list[int]:
-        """With whom to begin: of the first strategy, with all that there is of recomputation, divided over tp least and
-        most."""
-        alone = [each for each in self.candidates if each.degrees.pp == 1] or self.candidates
-        sizes = {each.degrees.tp for each in alone}
-        found: dict[tuple[Any, ...], int] = {}
-        for number, each in enumerate(self.candidates):
-            if each.family == alone[0].family and each.degrees.pp == alone[0].degrees.pp:
-                if each.rows == alone[0].rows and each.degrees.tp in (min(sizes), max(sizes)):
-                    found.setdefault((each.degrees.tp, each.recomputation), number)
-        return list(found.values())
+        """With whom to begin: the first, with all that there is of recomputation; and one that is divided most over tp."""
+        alone = [number for number, each in enumerate(self.candidates) if each.degrees.pp == 1] or [0]
+        first = self.candidates[alone[0]]
+        alike = [
+            number
+            for number in alone
+            if (self.candidates[number].family, self.candidates[number].rows) == (first.family, first.rows)
+        ]
+        seeds = {
+            self.candidates[n].recomputation: n for n in reversed(alike) if self.candidates[n].degrees == first.degrees
+        }
+        return [*seeds.values(), max(alike, key=lambda number: self.candidates[number].degrees.tp)][::-1]
 
     @property
     def _open(self) -> Tensor:
@@ -245,32 +221,18 @@ class Search:
         found[list(self._done)] = False
         return found
 
-    def _bounds(self, pending: Mapping[int, float]) -> tuple[Tensor, Tensor]:
+    def _bounds(self, pending: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Logarithms of the least seconds of a step, and of those that are expected; infinite for who is done, or could
         not fit.
 
         Args:
             pending: taken to be as is expected.
         """
-        mean, deviation = self._seconds.all()
-        if pending:
-            mean, deviation = self._seconds.all({number: float(mean[number]) for number in pending})
-        tokens = int(self.space.values["batch_size"]) * self.space.length
-        expected = mean + math.log(tokens / self.space.world)
-        least = expected - deviation
-        chance = self._chance()
+        expected, deviation = self._expected.seconds(pending)
+        chance = self._expected.chance()
         could = self._open & (chance > CHANCE)
-        return torch.where(could, least - UNLIKELY * chance.clamp_min(CHANCE).log(), math.inf), expected
-
-    def _chance(self) -> Tensor:
-        """How likely each candidate fits."""
-        told = [each.all() for each in self._bytes]
-        parts = [mean.exp() for mean, _ in told]
-        parts[0] *= self.space.size.parameters
-        size, device = sum(parts), self.space.device
-        spread = sum(part * deviation for part, (_, deviation) in zip(parts, told, strict=True)) / size
-        room = torch.tensor(device.memory_bytes - device.context_bytes, dtype=torch.float64)
-        return torch.special.ndtr((room.log() - size.log()) / spread.clamp_min(1e-3))
+        least = expected - deviation - UNLIKELY * chance.clamp_min(CHANCE).log()
+        return torch.where(could, least, math.inf), expected
 
     def _learn(self, number: int, result: Glance | Refusal) -> None:
         """Take what a candidate's trace has told."""
@@ -284,23 +246,12 @@ class Search:
             self._refuse(alone, result)
             return
         self._done.add(number)
-        seconds, size = self._told(candidate, result) if candidate.degrees.pp == 1 else self._schedules(candidate, result)
-        if math.isfinite(size):
-            self._learn_bytes(number, result, size)
+        seconds, size = (
+            self._told(candidate, result) if candidate.degrees.pp == 1 else self._schedules(candidate, result)
+        )
         if math.isfinite(seconds):
-            tokens = int(self.space.values["batch_size"]) * self.space.length
-            told = math.log(seconds * self.space.world / tokens)
-            if self._seconds.known:
-                self.surprises.append(told - float(self._seconds.all()[0][number]))
-            self._seconds.known[number] = told
-
-    def _learn_bytes(self, number: int, found: Glance, size: float) -> None:
-        """Take what is held of so many bytes for what."""
-        layers = self.space.layers / self.candidates[number].degrees.pp
-        held, activations = found.held.at(layers), found.activations.at(layers)
-        values = (held / self.space.size.parameters, activations, size - held - activations)
-        for each, value in zip(self._bytes, values, strict=True):
-            each.known[number] = math.log(max(1e-3, value))
+            self._expected.learn_bytes(number, result, size)
+            self._expected.learn_seconds(number, seconds)
 
     def _told(self, candidate: Candidate, glance: Glance) -> tuple[float, float]:
         """What a glance tells of a candidate without a pipeline."""
@@ -319,7 +270,10 @@ class Search:
             except MeshwrightError as error:
                 self.space.refuse(str(error))
                 continue
-            seconds, size = glance.piped_seconds(layers, count, ranks, waiting), glance.piped_reserved(layers, ranks, live)
+            seconds, size = (
+                glance.piped_seconds(layers, count, ranks, waiting),
+                glance.piped_reserved(layers, ranks, live),
+            )
             self._keep(each, seconds, size)
             best = min(best, (seconds, size))
         return best
@@ -354,8 +308,7 @@ class Search:
 
     def _is_affordable(self, candidate: Candidate) -> bool:
         """See [Note: what is too costly]."""
-        layers = self.space.layers
-        return candidate.microbatches * (layers if candidate.degrees.pp > 1 else min(layers, FEW_BLOCKS)) <= AFFORDABLE
+        return candidate.degrees.pp == 1 or candidate.microbatches * self.space.layers <= AFFORDABLE
 
     def _alone(self, candidate: Candidate) -> Candidate:
         """The same model on one stage, on as many ranks as a stage has, with the microbatches of a glance."""

@@ -131,7 +131,7 @@ class FSDP2Config(StrategyConfig):
     )
 
     @classmethod
-    def variants(cls, *, degrees: Degrees, is_dtype_open: bool, **_: Any) -> list[dict[str, Any]]:
+    def variants(cls, *, degrees: Degrees, microbatches: int, is_dtype_open: bool, **_: Any) -> list[dict[str, Any]]:
         """Options worth planning on a mesh; see [Note: variants] in `meshwright.plan.search.candidates`."""
         options: dict[str, Any] = {"sequence_parallel": True} if degrees.tp > 1 else {}
         if is_dtype_open:
@@ -139,8 +139,9 @@ class FSDP2Config(StrategyConfig):
             options |= {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
         if degrees.dp_shard * degrees.cp == 1:
             return [options]
-        # Whole gradients between microbatches, or shards; and blocks that stay gathered between forward and backward.
-        return [options, options | {"defer_fsdp_grad_sync": False}, options | {"reshard_after_forward": False}]
+        # Blocks that stay gathered between forward and backward; and shards of gradients between microbatches.
+        found = [options, options | {"reshard_after_forward": False}]
+        return found if microbatches == 1 else [*found, options | {"defer_fsdp_grad_sync": False}]
 
     @field_validator("reshard_after_forward", mode="before")
     @classmethod
