@@ -3814,29 +3814,46 @@ _bug(
     "tests/test_plan_step.py::test_parts_of_a_block_that_are_put_together_are_all_read",
     kind="what is counted by name is counted once",
 )
+_SEARCH = "tests/test_plan_search.py"
 _bug(
-    "less_is_bounded_by_more",
-    "meshwright.plan.search.bounds",
-    "at[0] <= work and",
-    "at[0] >= work and",
-    "tests/test_plan_search.py::test_a_glance_bounds_what_computes_more_and_holds_more",
-    kind="a bound is above what it bounds",
-)
-_bug(
-    "who_computes_again_holds_as_much",
-    "meshwright.plan.search.bounds",
-    "_work(seen.recomputation) >= _work(candidate.recomputation)",
-    "_work(seen.recomputation) <= _work(candidate.recomputation)",
-    "tests/test_plan_search.py::test_a_glance_bounds_what_computes_more_and_holds_more",
-    kind="a bound is above what it bounds",
+    "what_is_known_beforehand_is_learned_again",
+    "meshwright.plan.search.estimate",
+    " - self.beside[list(given)] - seen @ mean",
+    " - seen @ mean",
+    f"{_SEARCH}::test_expectations_are_those_of_a_gaussian_process",
+    kind="a cost is counted twice",
 )
 _bug(
     "bubbles_are_free",
-    "meshwright.plan.search.bounds",
-    "return share / (1 - waiting)",
-    "return share",
-    "tests/test_plan_search.py::test_a_pipeline_is_bounded_by_its_bubbles_and_what_it_holds",
+    "meshwright.plan.search.glance",
+    "/ ranks / (1 - waiting)",
+    "/ ranks",
+    f"{_SEARCH}::test_a_pipeline_is_told_by_one_stage_its_bubbles_and_what_it_holds",
     kind="a cost is left out of a forecast",
+)
+_bug(
+    "one_more_microbatch_is_held",
+    "meshwright.plan.search.glance",
+    "max(0.0, live - 1) * ",
+    "max(0.0, live) * ",
+    f"{_SEARCH}::test_a_pipeline_is_told_by_one_stage_its_bubbles_and_what_it_holds",
+    kind="a cost is counted twice",
+)
+_bug(
+    "ranks_wait_as_long_for_few_as_for_many",
+    "meshwright.plan.search.expect",
+    "return idle / (idle + count), live / ranks",
+    "return waiting, live / ranks",
+    f"{_SEARCH}::test_few_microbatches_tell_how_long_ranks_wait_for_many[16]",
+    kind="a share of one whole is taken of another",
+)
+_bug(
+    "the_larger_fit",
+    "meshwright.plan.search.expect",
+    "(room.log() - size.log())",
+    "(size.log() - room.log())",
+    f"{_SEARCH}::test_who_is_expected_to_hold_more_fits_less_likely",
+    kind="a sign",
 )
 _bug(
     "what_is_set_is_searched",

@@ -3,7 +3,7 @@
 [Note: variants] A strategy's config class may say which of its options are worth trying, in a class method
 `variants(*, degrees, layers, rows, microbatches, is_dtype_open)`: a list of mappings of options. `degrees` are those of
 the mesh, `layers` the model's blocks, `rows` the sequences of a microbatch. Where `is_dtype_open`, the run file leaves
-the precision to the strategy, and options may name `model.dtype`, too. A class without it is tried as the run file has it.
+the precision to the strategy, and options may name `model.dtype`, too. A class without it is tried as the file has it.
 An option `activation_checkpointing` is tried by its name. Of a wrapping strategy, a method
 `forecast(*, layers, ranks, sequences, head)` tells the share of time in which ranks wait, and how many microbatches a
 rank holds at once.

@@ -203,17 +203,17 @@ class Search:
 
     def _begin(self) -> list[int]:
         """With whom to begin: the first, with all that there is of recomputation; and one that is divided most over tp."""
-        alone = [number for number, each in enumerate(self.candidates) if each.degrees.pp == 1] or [0]
+        alone = [at for at, each in enumerate(self.candidates) if each.degrees.pp == 1] or [0]
         first = self.candidates[alone[0]]
-        alike = [
-            number
-            for number in alone
-            if (self.candidates[number].family, self.candidates[number].rows) == (first.family, first.rows)
-        ]
-        seeds = {
-            self.candidates[n].recomputation: n for n in reversed(alike) if self.candidates[n].degrees == first.degrees
-        }
-        return [*seeds.values(), max(alike, key=lambda number: self.candidates[number].degrees.tp)][::-1]
+        found: dict[Any, int] = {}
+        most = alone[0]
+        for at in alone:
+            each = self.candidates[at]
+            if (each.family, each.rows) == (first.family, first.rows):
+                most = max(most, at, key=lambda at: self.candidates[at].degrees.tp)
+                if each.degrees == first.degrees:
+                    found.setdefault(each.recomputation, at)
+        return list(dict.fromkeys([most, *found.values()]))
 
     @property
     def _open(self) -> Tensor:
