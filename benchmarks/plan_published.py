@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from published_automodel import fuses
 from published_code import running
-from published_jobs import DEVICES, blocks, is_megatron, job_of, left_out, traced_depths, vocabulary
+from published_jobs import DEVICES, blocks, is_automodel, is_megatron, job_of, left_out, traced_depths, vocabulary
 
 from meshwright.plan.allocator import reserved
 from meshwright.plan.device import Device, find_device
-from meshwright.plan.planned import trace_rank
+from meshwright.plan.planned import plan, trace_rank
 from meshwright.plan.time import play, stage_ranks
 from meshwright.plan.trace import Job, Operation, Trace
 
@@ -60,11 +60,11 @@ def main() -> None:
             continue
         begin = time.perf_counter()
         try:
-            plan = planned(row, given.traces)
+            found = planned(row, given.traces)
         except Exception as error:  # a row that cannot be planned is told in the table
-            plan = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
-        print(number, title(row), plan, f"{time.perf_counter() - begin:.0f} s", flush=True)
-        FOUND.write_text(json.dumps({**known(), key(row): plan}, indent=1) + "\n")
+            found = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
+        print(number, title(row), found, f"{time.perf_counter() - begin:.0f} s", flush=True)
+        FOUND.write_text(json.dumps({**known(), key(row): found}, indent=1) + "\n")
     planned_now = {key(row) for row in rows if left_out(row) is None}
     write(rows, {name: plan for name, plan in known().items() if name in planned_now})
 
@@ -94,6 +94,8 @@ def planned(row: Mapping[str, Any], kept: Path | None = None) -> dict[str, Any]:
         part = (blocks(row) - depths[0]) / (depths[1] - depths[0])
         numbers = [[a + (b - a) * part for a, b in zip(*numbers, strict=True)]]
     allocated, held, taken, seconds, busy, tokens = numbers[0]
+    if row["layout"]["pp"] > 1 and not is_megatron(row) and not is_automodel(row):
+        allocated, held, taken = _staged(row, device)
     return {
         "allocated_gib": round(allocated / GIB, 2),
         "held_gib": round(held / GIB, 2),
@@ -102,6 +104,16 @@ def planned(row: Mapping[str, Any], kept: Path | None = None) -> dict[str, Any]:
         "compute_busy": round(busy / seconds, 3),
         "fits": taken < device.memory_bytes - 2 * GIB,
     }
+
+
+def _staged(row: Mapping[str, Any], device: Device) -> list[int]:
+    """Bytes at the peak, between steps and reserved, of a pipeline whose stages are too deep to be traced."""
+    told = {name: row[name] for name in TRACED if name in row}
+    job = job_of(told, blocks(row))
+    job = replace(job, layers=blocks(row), with_layers=lambda layers: job_of(told, layers).model())
+    with running(told):
+        found = plan(job, device, [0, job.degrees.world_size * (job.degrees.pp - 1) // job.degrees.pp])
+    return [found[name] for name in ("peak_allocated_bytes", "held_bytes", "peak_reserved_bytes")]
 
 
 def _numbers(row: Mapping[str, Any], layers: int, device: Device, kept: Path | None) -> list[float]:

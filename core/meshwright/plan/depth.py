@@ -3,8 +3,8 @@
 Blocks are alike, and so are microbatches behind the first: what a rank holds and sends grows by the same for each
 block, for each microbatch, and for each pair of them. A few small jobs tell by how much, and one that is larger in both
 ways whether it is so; where it is not (blocks differ, or another part of the step would hold the most), the job is
-traced as it is. Seconds, and what an allocator reserves, grow by nearly the same: what the check shows to be off is
-taken to grow with the blocks.
+traced as it is. Seconds grow by nearly the same: what the check shows to be off is taken to grow with the blocks. What an
+allocator reserves beyond the peak differs from job to job, and hardly grows: the most of the small ones is taken.
 
 [Note: frames] Of n numbers, n + 1 points that tell all that is linear in them: its value anywhere is the sum of their
 values with weights whose sum is 1.
@@ -30,8 +30,8 @@ DEPTHS = ((2, 4, 6), (4, 6, 8), (6, 8, 10))
 one does not tell: in a shallow model the peak may lie elsewhere."""
 MICROBATCHES = (2, 3, 4)
 """Likewise; the first alone is not as the others are."""
-PEAK, PHASES = "peak_allocated_bytes", "peak_by_phase"
-NEARLY = ("peak_reserved_bytes", "step_seconds", "busy_seconds", PHASES)
+PEAK, PHASES, RESERVED = "peak_allocated_bytes", "peak_by_phase", "peak_reserved_bytes"
+NEARLY = (RESERVED, "step_seconds", "busy_seconds", PHASES)
 """What need not grow evenly; of parts of a step those in which less is held."""
 
 
@@ -77,11 +77,13 @@ class Net:
         made = self.between(point, found)
         beyond = self._beyond(point)
         for key in NEARLY:
-            if key in checked:
+            if key in checked and key != RESERVED:
                 terms = (Fraction(1), made[key]), (-beyond, told[key]), (beyond, checked[key])
                 made[key] = nearly_combined(terms)
         if made[PEAK] != max(made[PHASES].values()):
             raise NotLinear
+        if RESERVED in made:
+            made[RESERVED] = made[PEAK] + max(found[each][RESERVED] - found[each][PEAK] for each in self.points)
         return made
 
     def between(self, point: Point, found: Mapping[Point, Report]) -> Report:
