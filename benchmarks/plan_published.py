@@ -30,7 +30,8 @@ from published_jobs import DEVICES, blocks, is_automodel, is_megatron, job_of, l
 
 from meshwright.plan.allocator import reserved
 from meshwright.plan.device import Device, find_device
-from meshwright.plan.planned import plan, trace_rank
+from meshwright.plan.planned import plan as plan_of
+from meshwright.plan.planned import trace_rank
 from meshwright.plan.time import play, stage_ranks
 from meshwright.plan.trace import Job, Operation, Trace
 
@@ -112,7 +113,7 @@ def _staged(row: Mapping[str, Any], device: Device) -> list[int]:
     job = job_of(told, blocks(row))
     job = replace(job, layers=blocks(row), with_layers=lambda layers: job_of(told, layers).model())
     with running(told):
-        found = plan(job, device, [0, job.degrees.world_size * (job.degrees.pp - 1) // job.degrees.pp])
+        found = plan_of(job, device, [0, job.degrees.world_size * (job.degrees.pp - 1) // job.degrees.pp])
     return [found[name] for name in ("peak_allocated_bytes", "held_bytes", "peak_reserved_bytes")]
 
 
