@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from .._compat.planning import in_backward
-from ..tensors.nested import tensors_in
+from ..tensors.nested import is_on_meta, tensors_in
 from ..testing.collectives import NAMESPACES
 from ..testing.meter import Block, Meter, storage_of
 
@@ -149,7 +149,7 @@ class StepMeter(Meter):
     def _note_foreign(self, given: Iterable[Tensor]) -> None:
         """What an operator is given, and none has made."""
         for tensor in given:
-            if tensor.layout is torch.strided and not tensor.is_meta:
+            if tensor.layout is torch.strided and not is_on_meta(tensor):
                 storage = storage_of(tensor)
                 key = id(storage)
                 if key not in self.live and key not in self._foreign:
@@ -169,7 +169,7 @@ class StepMeter(Meter):
     def _note_messages(self, values: Any, *, always: bool) -> None:
         """What a collective passes was made for it, where it was made empty, or by the collective."""
         for tensor in tensors_in(values):
-            if tensor.layout is torch.strided and not tensor.is_meta:
+            if tensor.layout is torch.strided and not is_on_meta(tensor):
                 block = self.live.get(id(storage_of(tensor)))
                 if block is None or self._made.get(block.number) == "gathered":
                     continue

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .._compat.torch import written_arguments
-from ..tensors.nested import tensors_in
+from ..tensors.nested import is_on_meta, tensors_in
 from ..testing._compat import bound_arguments
 from ..testing.meter import Meter, storage_of
 
@@ -59,7 +59,7 @@ def peer_of(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 def _blocks(meter: Meter, tensors: Iterable[Tensor]) -> Touched:
     found: dict[int, int] = {}
     for tensor in tensors:
-        block = None if tensor.is_meta else meter.live.get(id(storage_of(tensor)))
+        block = None if is_on_meta(tensor) else meter.live.get(id(storage_of(tensor)))
         if block is not None:
             # Several parts of one block, as those of a split that are put together again.
             size = found.get(block.number, 0) + tensor.numel() * tensor.element_size()

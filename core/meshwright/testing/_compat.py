@@ -35,6 +35,7 @@ def process_group(value: Any) -> dist.ProcessGroup:
     return _resolve_process_group(value) if isinstance(value, str) else dist.ProcessGroup.unbox(value)
 
 
+@functools.cache
 def unwraps_itself(kind: type) -> bool:
     """Whether a tensor class wraps plain tensors and runs operations on them, as DTensor does."""
     return hasattr(kind, "__tensor_flatten__")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..tensors.nested import tensors_in
+from ..tensors.nested import is_on_meta, tensors_in
 from ._compat import unwraps_itself
 from .observe import Observer
 
@@ -79,7 +79,7 @@ class Meter(Observer):
     def see(self, tensors: Iterable[Tensor]) -> None:
         """Take up the storages of tensors, where they are new, and their sizes."""
         for tensor in tensors:
-            if tensor.layout is not torch.strided or tensor.is_meta or _is_empty_wrapper(tensor):
+            if tensor.layout is not torch.strided or is_on_meta(tensor) or _is_empty_wrapper(tensor):
                 continue
             storage = storage_of(tensor)
             block = self.live.get(id(storage))
