@@ -184,8 +184,10 @@ def traces(job: Job, mesh: Mesh, counts: Sequence[int]) -> list[Trace]:
     def step(given: list[Batch]) -> _Timeline:
         meter.begin()
         timeline = _Timeline(groups(manager.mesh), meter)
-        with meter, timeline, _told_modules(manager.model_parts, meter):
+        meter.after = timeline
+        with meter, _told_modules(manager.model_parts, meter):
             _step(manager, job, given, meter)
+        meter.after = None
         meter.own(tensors_in([*optimizer.state.values()]), "optimizer")
         return timeline
 

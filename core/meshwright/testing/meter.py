@@ -164,7 +164,8 @@ def _is_empty_wrapper(tensor: Tensor) -> bool:
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """Of the tensor, or of this rank's part of a DTensor."""
-    # Without gradients, the local part is the tensor itself, not a view that autograd follows.
-    with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()
+    if isinstance(tensor, DTensor):
+        # Without gradients, the local part is the tensor itself, not a view that autograd follows.
+        with torch.no_grad():
+            tensor = tensor.to_local()
+    return tensor.untyped_storage()

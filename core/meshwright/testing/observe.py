@@ -25,6 +25,12 @@ class Observer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        return self.dispatched(func, types, args, kwargs)
+
+    def dispatched(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+    ) -> Any:
+        """What an operation gives, once it has been observed."""
         if any(map(unwraps_itself, types)):
             # The mode is asked again for each operation on what is inside.
             return NotImplemented
