@@ -3368,7 +3368,7 @@ _bug(
 _bug(
     "bytes_gathered_twice_in_a_plan",
     "meshwright.plan.fakes",
-    "if str(func) == _COPIES_IN and",
+    "if name_of(func) == _COPIES_IN and",
     "if False and",
     f"{_PLANNED}[fsdp2-adapters-2ranks]",
     kind="a plan has one more buffer for each unit that FSDP gathers as bytes",

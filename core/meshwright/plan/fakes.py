@@ -27,6 +27,7 @@ from .._compat.torch import UncompiledMode, is_choice
 from ..tensors.known_values import has_values
 from ..tensors.nested import is_on_meta, tensors_in
 from ..testing._compat import unwraps_itself
+from ..testing.observe import name_of
 from .messages import NAMESPACES, received
 
 SMALL = 1 << 25
@@ -96,14 +97,14 @@ class Planning(UncompiledMode):
         """What an operator gives where some of what it is given has no memory."""
         if (same := handed_on(func, given)) is not None:
             return same
-        if str(func) == "aten._local_scalar_dense.default":
+        if name_of(func) == "aten._local_scalar_dense.default":
             return _zero(given[0].dtype)
         if func is torch.ops.aten.equal.default:
             return given[0].shape == given[1].shape
-        if func is torch.ops.aten._unsafe_view.default:
+        if name_of(func) == "aten._unsafe_view.default":
             # The same for its tensors, and torch keeps what it has found out.
             func = torch.ops.aten.view.default
-        if str(func) == _COPIES_IN and not self._fakes.knows(args[1]):
+        if name_of(func) == _COPIES_IN and not self._fakes.knows(args[1]):
             # FSDP gathers several dtypes as bytes, whose buffer is real where it is small, and given back.
             _, buffer, _, size, rank = args
             return buffer.narrow(0, size * rank, size), buffer

@@ -34,7 +34,7 @@ from .._compat.torch import UncompiledMode
 from ..tensors.nested import is_on_meta, tensors_in
 from ..testing.collectives import NAMESPACES
 from ..testing.meter import Block, Meter, storage_of
-from ..testing.observe import Observer
+from ..testing.observe import Observer, name_of
 
 OWNERS = (
     "parameters",
@@ -139,10 +139,11 @@ class StepMeter(Meter, UncompiledMode):
             self.after.observe(operation, args, kwargs, result)
 
     def _write_down(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        before, name = len(self._blocks), str(operation)
+        before, name, given = len(self._blocks), name_of(operation), list(tensors_in((args, kwargs)))
         if self.phase != "other" and not name.startswith(_MAKES_OF_NUMBERS):
-            self._note_foreign(tensors_in((args, kwargs)))
-        super().observe(operation, args, kwargs, result)
+            self._note_foreign(given)
+        # As in `Meter.observe`.
+        self.see(given if operation.is_view else [*given, *tensors_in(result)])
         if name.startswith(_MAKES_EMPTY):
             self._empty.update(self._blocks[before:])
         elif operation.namespace in NAMESPACES:

@@ -23,6 +23,7 @@ from ..strategy.stack import Stack
 from ..tensors.known_values import with_values
 from ..tensors.nested import tensors_in
 from ..testing.collectives import Collective, Recorder
+from ..testing.observe import name_of
 from ..train.ema import EMA
 from ..train.optimizer_config import EMAConfig
 from .meter import Held, StepMeter
@@ -143,7 +144,7 @@ class _Timeline(Recorder):
         peer = peer_of(operation, args, kwargs) if call is not None else None
         now, phase = self._meter.logged, self._meter.step_phase
         self.operations.append(
-            Operation(str(operation), flops, size, shapes, dtype, call, reads, writes, peer, now, phase)
+            Operation(name_of(operation), flops, size, shapes, dtype, call, reads, writes, peer, now, phase)
         )
 
 

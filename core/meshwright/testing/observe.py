@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -10,6 +11,12 @@ from typing import Any
 from .._compat.planning import is_asking_for_shapes
 from .._compat.torch import TorchDispatchMode
 from ._compat import unwraps_itself
+
+
+@functools.cache
+def name_of(operation: Any) -> str:
+    """Such as "aten.mm.default"."""
+    return str(operation)
 
 
 class Observer(TorchDispatchMode):
