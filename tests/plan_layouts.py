@@ -14,9 +14,13 @@ from torch import nn
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.mesh.world import open_world
+from meshwright.plan import planned as planned_module
+from meshwright.plan import stages
 from meshwright.plan.allocator import LARGE_GRANULE
 from meshwright.plan.depth import NEARLY
+from meshwright.plan.device import find_device
 from meshwright.plan.planned import trace_rank
+from meshwright.plan.ranks import representatives
 from meshwright.plan.trace import Job, Trace, trace
 from meshwright.strategy.stack import resolve
 from meshwright.train.optim import optimizer_factory
@@ -77,6 +81,26 @@ class Layout:
         make = functools.partial(model, self.model, self.dtype, is_adapted=self.is_adapted)
         sizes = {"layers": layers, "microbatches": microbatches}
         return replace(self.job(), model=functools.partial(make, layers), with_layers=make, **sizes)
+
+
+def deep_plan(layout: Layout, *, from_small: bool) -> list[dict[str, Any]] | None:
+    """Reports of the ranks that stand for all, of a pipeline.
+
+    Args:
+        from_small: None where small pipelines do not tell; else all stages are traced whole.
+    """
+    job, device = layout.deep_job(layout.layers, layout.microbatches), find_device("h100-80gb")
+    known: list[Any] = []
+
+    def asked(*given: Any) -> Any:
+        known.append(stages.from_small(*given) if from_small else None)
+        return known[-1]
+
+    ranks = representatives(job.degrees)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(planned_module, "from_small", asked)
+        found = planned_module.plan(job, device, ranks)["ranks"]
+    return None if from_small and known != [found] else [each for each in found if each["rank"] in ranks]
 
 
 def check_alike(told: dict[str, Any], whole: dict[str, Any], *, seconds: float = 0.01) -> None:

@@ -1,30 +1,39 @@
 """Compare plans with real ranks on all layouts, and write benchmarks/results/plan_exact.json.
 
     python tests/plan_sweep.py [--only TEXT] [--ranks N]
+    python tests/plan_sweep.py --deep [--only TEXT]     # benchmarks/results/plan_deep.json
 
 Each layout is planned and done: bytes at the peak, what holds them, what is held between steps, and each collective in
-its order. Results of layouts that are not run again stay in the file.
+its order. Results of layouts that are not run again stay in the file. Where real ranks differ from a plan, they are
+asked again, up to `TRIES` times: threads of gloo may hold what they have sent for a moment longer.
+
+With --deep, pipelines that are planned from small ones are compared with all of their stages traced whole.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plan_layouts import Layout, done, planned
+from plan_layouts import Layout, deep_plan, done, planned
 
 from meshwright.base.errors import MeshwrightError, RankError
+from meshwright.plan.depth import NEARLY
 from meshwright.strategy.registry import get_registry
 from meshwright.testing.conformance import layouts_of
 from meshwright.testing.pool import pool
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "plan_exact.json"
+DEEP_RESULTS = RESULTS.with_name("plan_deep.json")
 SP = {"sequence_parallel": True}
 MOE, EIGHT = "qwen3_moe", "qwen3_moe of 8"
+TRIES = 3
 
 
 def pipelines(engine: str, ranks: int, sizes: dict[str, int], **kwargs: Any) -> list[Layout]:
@@ -104,6 +113,28 @@ LAYOUTS = [
 ]
 
 
+def deep(engine: str, ranks: int, schedule: str, **kwargs: Any) -> Layout:
+    return Layout(
+        engine, ranks, {"pp_size": ranks}, wrapper={"pp_schedule": schedule, "pp_microbatch_size": 2}, **kwargs
+    )
+
+
+DEEP = [
+    deep("fsdp2", 4, "ZBVZeroBubble", layers=40, microbatches=10),
+    deep("fsdp2", 4, "DualPipeV", layers=40, microbatches=10),
+    deep("fsdp2", 4, "Interleaved1F1B", layers=40, microbatches=12),
+    deep("fsdp2", 4, "InterleavedZeroBubble", layers=40, microbatches=12),
+    deep("fsdp2", 6, "1F1B", layers=30, microbatches=9),
+    deep("fsdp2", 6, "ZBVZeroBubble", layers=60, microbatches=14),
+    deep("fsdp2", 6, "DualPipeV", layers=60, microbatches=14),
+    deep("fsdp2", 6, "Interleaved1F1B", layers=60, microbatches=18),
+    deep("fsdp2", 6, "InterleavedZeroBubble", layers=60, microbatches=18),
+    deep("fsdp2", 8, "1F1B", layers=40, microbatches=10),
+    deep("fsdp2", 8, "ZBVZeroBubble", layers=80, microbatches=18),
+    deep("ddp", 6, "Interleaved1F1B", layers=60, microbatches=18),
+]
+
+
 def of_conformance() -> Iterator[Layout]:
     """Those that `meshwright check` tries of each strategy."""
     for name, spec in get_registry().strategies.items():
@@ -117,6 +148,16 @@ LAYOUTS += [each for each in of_conformance() if each not in LAYOUTS]
 
 
 def compared(layout: Layout) -> dict[str, Any]:
+    """As `compared_once`, and after how many tries, if not the first."""
+    for tries in range(1, TRIES + 1):
+        row = compared_once(layout)
+        if row.get("exact", True):
+            break
+        print(json.dumps({**row, "try": tries}), flush=True)
+    return {**row, "tries": tries} if tries > 1 else row
+
+
+def compared_once(layout: Layout) -> dict[str, Any]:
     """How a plan and real ranks differ; the error where either is refused."""
     row: dict[str, Any] = {"layout": str(layout), "ranks": layout.ranks}
     try:
@@ -148,6 +189,33 @@ def compared(layout: Layout) -> dict[str, Any]:
     }
 
 
+def compared_deep(layout: Layout) -> dict[str, Any]:
+    """How a plan from small pipelines and one of all stages differ, and whether small ones told it at all."""
+    seconds = [time.process_time()]
+    told = deep_plan(layout, from_small=True)
+    seconds.append(time.process_time())
+    whole = deep_plan(layout, from_small=False)
+    seconds.append(time.process_time())
+    row = {"layout": str(layout), "from_small": told is not None}
+    if told is None:
+        return row
+    pairs = list(zip(told, whole or [], strict=True))
+    other = {key for few, all_ in pairs for key in all_ if key not in NEARLY and few.get(key) != all_[key]}
+    off = {
+        key: round(max((100 * (few[key] / all_[key] - 1) for few, all_ in pairs), key=abs), 2)
+        for key in ("step_seconds", "peak_reserved_bytes")
+    }
+    cost = [round(end - begin, 1) for begin, end in itertools.pairwise(seconds)]
+    return {
+        **row,
+        "exact": not other,
+        "differs_in": sorted(other),
+        "step_seconds_deviation_percent": off["step_seconds"],
+        "reserved_deviation_percent": off["peak_reserved_bytes"],
+        "seconds_of_both_plans": cost,
+    }
+
+
 def _first_line(error: Exception) -> str:
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return next((line for line in reversed(lines) if "Error" in line), (lines or [""])[0])[:300]
@@ -157,15 +225,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="layouts whose names contain this")
     parser.add_argument("--ranks", type=int, help="layouts of so many ranks")
-    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--deep", action="store_true", help="pipelines from small ones")
     asked = parser.parse_args()
-    known = {row["layout"]: row for row in json.loads(RESULTS.read_text(encoding="utf-8"))} if RESULTS.exists() else {}
-    chosen = [each for each in LAYOUTS if asked.only in str(each) and asked.ranks in (None, each.ranks)]
+    layouts, results, compare = (DEEP, DEEP_RESULTS, compared_deep) if asked.deep else (LAYOUTS, RESULTS, compared)
+    known = {row["layout"]: row for row in json.loads(results.read_text(encoding="utf-8"))} if results.exists() else {}
+    chosen = [each for each in layouts if asked.only in str(each) and asked.ranks in (None, each.ranks)]
     for layout in chosen:
-        row = known[str(layout)] = compared(layout)
+        row = known[str(layout)] = compare(layout)
         print(json.dumps(row), flush=True)
-        rows = [known[str(each)] for each in LAYOUTS if str(each) in known]
-        RESULTS.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
+        rows = [known[str(each)] for each in layouts if str(each) in known]
+        results.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -546,6 +546,43 @@ def test_tensors_without_memory_have_shapes_and_no_weak_references() -> None:
     assert (made.shape, fakes.device(made), weakref.getweakrefs(made)) == (real.shape, torch.device("cpu"), [])
 
 
+def test_what_torch_has_found_out_about_an_operator_is_found_again() -> None:
+    aten, fakes = torch.ops.aten, Fakes()
+    base = fakes.computed(aten.mul.Tensor, (), (torch.ones(6, 4), 2), {})
+
+    def metadata(given: torch.Tensor) -> tuple[Any, ...]:
+        return given.shape, given.stride(), given.storage_offset(), given.dtype, fakes.device(given)
+
+    for operator, args in (
+        (aten.mul.Tensor, (base, base)),
+        (aten.mul.Tensor, (base, 2)),
+        (aten.mul.Tensor, (base.to(torch.int64), 2)),
+        (aten.mul.Tensor, (base.to(torch.int64), 2.0)),
+        (aten.slice.Tensor, (base, 0, 1, 4)),
+        (aten.slice.Tensor, (base, 0, 2, 4)),
+        (aten.split.Tensor, (base, 2)),
+        (aten.cat.default, ([base, base], 1)),
+        (aten.sum.dim_IntList, (base, [1], True)),
+    ):
+        first = fakes.computed(operator, (), args, {})
+        hits = FakeTensorMode.cache_hits
+        again, anew = fakes.computed(operator, (), args, {}), Fakes()._mode.dispatch(operator, (), args, {})
+        # Torch's own table was not asked but for `anew`.
+        assert FakeTensorMode.cache_hits <= hits + 1
+        for one, two, other in zip(*map(_several, (first, again, anew)), strict=True):
+            assert metadata(one) == metadata(two) == metadata(other)
+            is_view = operator in (aten.slice.Tensor, aten.split.Tensor)
+            assert (two.untyped_storage()._cdata == base.untyped_storage()._cdata) == is_view
+            assert fakes.knows(two)
+            assert two is not one
+    assert fakes.computed(aten.add_.Tensor, (), (base, 1), {}) is base
+    assert fakes.computed(aten.add_.Tensor, (), (base, 1), {}) is base
+
+
+def _several(given: torch.Tensor | tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    return [given] if isinstance(given, torch.Tensor) else list(given)
+
+
 def test_it_is_known_when_shapes_are_asked_for_and_when_backward_runs() -> None:
     seen: list[bool] = []
     value = torch.ones(3, requires_grad=True)

@@ -21,7 +21,7 @@ import pytest
 from plan_layouts import Layout, model
 
 from meshwright.base.errors import ConfigError
-from meshwright.mesh.sizes import EXPERT_AXES, ROOT_AXES, Degrees
+from meshwright.mesh.sizes import EXPERT_AXES, ROOT_AXES, Degrees, MeshSizes
 from meshwright.plan import links
 from meshwright.plan.device import Device, find_device
 from meshwright.plan.meter import OWNERS, ROUND_TO, Held
@@ -30,7 +30,7 @@ from meshwright.plan.pictures.mesh_map import NODE, boxes, groups, levels, size_
 from meshwright.plan.pictures.page import page, write_page
 from meshwright.plan.pictures.pngs import write_pngs
 from meshwright.plan.pictures.series import BETWEEN, INSIDE, SENDS, hidden, kept, lanes, memory
-from meshwright.plan.pictures.shown import Shown, frontier, shown, traffic
+from meshwright.plan.pictures.shown import Shown, frontier, shown, to_plan, traffic
 from meshwright.plan.planned import plan
 from meshwright.plan.time import COMPUTE, Span, Timeline
 from meshwright.plan.trace import Job, Operation, Trace
@@ -512,6 +512,19 @@ def test_a_deep_pipeline_is_drawn_with_few_blocks_of_each_stage():
     subject = shown(job, _device(), told)
     assert [found.rank for found in subject.traces] == [0, 1]
     assert subject.depth == "a model of 8 blocks, not of all 40"
+
+
+def test_the_plans_of_all_stages_are_drawn():
+    sizes = MeshSizes(pp_size=8).resolve(32, frozenset({"dp_shard", "pp"}))
+    assert to_plan(sizes, None) == [0, 4, 8, 12, 16, 20, 24, 28, 31]
+    assert to_plan(sizes, [6, 5]) == [2, 5, 6, 10, 14, 18, 22, 26, 30]
+    assert to_plan(MeshSizes().resolve(8, frozenset({"dp_shard"})), [3]) == [3]
+    job = _deep(40, Layout("fsdp2", 4, {"pp_size": 2}))
+    told = plan(job, _device(), to_plan(job.degrees, [1]))
+    assert [each["rank"] for each in told["ranks"]] == [1, 3]
+    subject = shown(job, _device(), told)
+    assert not subject.is_whole
+    assert {row.rank for row in traffic(subject)} == {found.rank for found in subject.traces} == {1, 3}
 
 
 PIXELS = {

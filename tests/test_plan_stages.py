@@ -5,37 +5,53 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from plan_layouts import Layout, check_alike
+from plan_layouts import Layout, check_alike, deep_plan
 
 from meshwright.mesh.mesh import Mesh
-from meshwright.plan import planned
-from meshwright.plan.device import find_device
+from meshwright.plan import planned, stages
 from meshwright.plan.trace import Job, Trace, traces
 
 
-def options(schedule: str) -> dict[str, object]:
-    return {"pp_schedule": schedule, "pp_microbatch_size": 2}
+def deep(engine: str, ranks: int, schedule: str, layers: int, microbatches: int) -> Layout:
+    wrapper = {"pp_schedule": schedule, "pp_microbatch_size": 2}
+    return Layout(engine, ranks, {"pp_size": ranks}, wrapper=wrapper, layers=layers, microbatches=microbatches)
 
 
+STEPS = [(2, 4, (3, 4)), (2, 6, (3, 4)), (2, 8, (5,))]
+"""Ranks, blocks and numbers of microbatches."""
 PIPELINES = [
-    (Layout("fsdp2", 2, {"pp_size": 2}, wrapper=options("1F1B")), 11, 6, [(4, (3, 4)), (6, (3, 4)), (8, (5,))]),
-    (Layout("ddp", 2, {"pp_size": 2}, wrapper=options("GPipe")), 11, 6, [(4, (3, 4)), (6, (3, 4)), (8, (5,))]),
+    (deep("fsdp2", 2, "1F1B", 9, 6), STEPS),
+    (deep("ddp", 2, "GPipe", 9, 6), STEPS),
+    (deep("ddp", 2, "Interleaved1F1B", 20, 6), [(2, 8, (6,)), (2, 12, (6,)), (2, 16, (6,))]),
+    (deep("ddp", 2, "InterleavedZeroBubble", 20, 6), [(2, 8, (6,)), (2, 12, (6,)), (2, 16, (6,))]),
+    (deep("ddp", 2, "ZBVZeroBubble", 20, 5), [(2, 8, (5,)), (2, 12, (5,)), (2, 16, (5,))]),
+    (deep("ddp", 2, "DualPipeV", 20, 5), [(2, 8, (5,)), (2, 12, (5,)), (2, 16, (5,))]),
 ]
 
 
-@pytest.mark.parametrize(("layout", "layers", "microbatches", "steps"), PIPELINES, ids=str)
-def test_small_pipelines_tell_what_large_ones_hold_and_send(layout, layers, microbatches, steps, monkeypatch):
+@pytest.mark.parametrize(("layout", "steps"), PIPELINES, ids=lambda each: str(each) if isinstance(each, Layout) else "")
+def test_small_pipelines_tell_what_large_ones_hold_and_send(layout, steps, monkeypatch):
     traced = []
 
     def noting(job: Job, mesh: Mesh, counts: Sequence[int]) -> list[Trace]:
-        traced.append((mesh.rank, len(job.model().model.layers), tuple(counts)))
+        traced.append((mesh.rank, job.degrees.pp, len(job.model().model.layers), tuple(counts)))
         return traces(job, mesh, counts)
 
     monkeypatch.setattr(planned, "traces", noting)
-    job, device = layout.deep_job(layers, microbatches), find_device("h100-80gb")
-    told = planned.plan(job, device)["ranks"]
-    assert sorted(traced) == sorted((rank, *step) for rank in (0, 1) for step in steps)
-    monkeypatch.setattr(planned, "from_small", lambda *_: None)
-    for few, whole in zip(told, planned.plan(job, device)["ranks"], strict=True):
+    told = deep_plan(layout, from_small=True)
+    assert sorted(traced) == sorted((rank, *step) for rank in range(layout.ranks) for step in steps)
+    _check(told, deep_plan(layout, from_small=False))
+
+
+def test_three_and_four_stages_tell_what_six_hold_and_send(monkeypatch):
+    # Fewer blocks, so that it takes less time.
+    monkeypatch.setattr(stages, "DEPTHS", ((1, 2, 3),))
+    layout = deep("ddp", 6, "1F1B", 24, 8)
+    _check(deep_plan(layout, from_small=True), deep_plan(layout, from_small=False))
+
+
+def _check(told, whole):
+    assert told is not None
+    for few, every in zip(told, whole, strict=True):
         # Such small operators take less than the host needs to issue them, which hides what the schedule tells.
-        check_alike(few, whole, seconds=0.15)
+        check_alike(few, every, seconds=0.15)

@@ -6,8 +6,9 @@ Both are what torch tests itself with; it has no public ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,9 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    _BypassDispatchCache,
+    _CacheKeyState,
+    _DispatchCacheValidEntry,
 )
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -24,23 +28,78 @@ DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised where shapes do not tell what an operator gives."""
 
 
+_TOLD = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""What operators are given beside tensors; numbers that are equal may be of different types."""
+
+
 class Fakes:
     """Makes tensors that have a shape, a dtype and a device, but no memory; real ones may be among what it is given.
 
     The mode is called, and not entered: a mode that is at work gives no memory to storages either, not even to those
     that messages of Python objects are made of.
+
+    [Note: what torch has found out] The mode keeps for each operator what it gives for shapes, by a key that takes it
+    as long as all the rest. Here a shorter key leads to that entry. `_cache_key`, `cache` and
+    `_output_from_cache_entry` are those of torch 2.13.
     """
+
+    _known: ClassVar[dict[tuple[Any, ...], tuple[Any, Any, Any] | None]] = {}
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def computed(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operator gives, without memory."""
+        told = self._told(func, args, kwargs)
         try:
-            return self._mode.dispatch(func, types, args, kwargs)
+            if told is None:
+                return self._mode.dispatch(func, types, args, kwargs)
+            if told not in self._known:
+                return self._first(told, func, types, args, kwargs)
+            known = self._known[told]
+            if known is None:
+                return self._mode.dispatch(func, types, args, kwargs)
+            state, entry, key = known
+            return self._mode._output_from_cache_entry(state, entry, key, func, args)
         finally:
             # It keeps weak references to what it makes, and `nn.Module.to` refuses tensors that have some.
             self._mode.fake_tensor_converter.tensor_memo.clear()
+
+    def _first(
+        self, told: tuple[Any, ...], func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """As `computed`, and takes down what torch keeps of it."""
+        state, key = _CacheKeyState(None), None
+        with suppress(_BypassDispatchCache):
+            key = self._mode._cache_key(state, func, args, kwargs)
+        made = self._mode.dispatch(func, types, args, kwargs)
+        entry = None if key is None else FakeTensorMode.cache.get(key)
+        self._known[told] = (state, entry, key) if isinstance(entry, _DispatchCacheValidEntry) else None
+        return made
+
+    def _told(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """A key of an operator on tensors of these alone; None: it has none."""
+        found: list[Any] = [func, torch.get_default_dtype()]
+        return tuple(found) if self._tell(found, args) and self._tell(found, tuple(kwargs.items())) else None
+
+    def _tell(self, found: list[Any], values: Sequence[Any]) -> bool:
+        for value in values:
+            if isinstance(value, FakeTensor):
+                if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
+                    return False
+                found += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.requires_grad)
+                found += (value.fake_device, type(value), value.untyped_storage().nbytes())
+            elif isinstance(value, Tensor):
+                return False
+            elif isinstance(value, list | tuple):
+                found.append(len(value))
+                if not self._tell(found, value):
+                    return False
+            elif value is None or isinstance(value, _TOLD):
+                found += (type(value), value)
+            else:
+                return False
+        return True
 
     def device(self, tensor: Tensor) -> torch.device:
         """Where a tensor would lie."""
@@ -56,6 +115,8 @@ def handed_on(func: Any, given: Sequence[Tensor]) -> Tensor | None:
 
     None for other operators. Their answers for shapes alone are new tensors, which plain code never sees.
     """
+    if func.namespace != "_c10d_functional":
+        return None
     name = str(func)
     if name == "_c10d_functional._wrap_tensor_autograd.default":
         return AsyncCollectiveTensor(given[0])
@@ -65,11 +126,6 @@ def handed_on(func: Any, given: Sequence[Tensor]) -> Tensor | None:
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is of torch's own class or a parameter, and no other subclass; without memory, too."""
     return type(tensor) in (Tensor, nn.Parameter, FakeTensor)
-
-
-def is_on_meta(tensor: Tensor) -> bool:
-    """As `tensor.is_meta`, which asks all dispatch modes where the tensor has no memory."""
-    return tensor.fake_device.type == "meta" if isinstance(tensor, FakeTensor) else tensor.is_meta
 
 
 def is_asking_for_shapes() -> bool:

@@ -151,11 +151,13 @@ def is_matrix_product(op: Any) -> bool:
     return str(op).removesuffix(".default") in ("aten.mm", "aten.addmm", "aten._grouped_mm")
 
 
+@functools.cache
 def is_attention(op: Any) -> bool:
     """Whether an operator is a whole attention: any variant of scaled_dot_product_attention, or flex attention."""
     return str(op).startswith(("aten._scaled_dot_product_", "aten.scaled_dot_product_", "flex_attention"))
 
 
+@functools.cache
 def is_choice(op: Any) -> bool:
     """Whether an operator chooses the largest of candidates, values and indices, as routers choose experts."""
     return str(op) == "aten.topk.default"
@@ -254,10 +256,10 @@ def arithmetic(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], re
     torch counts them, too, but neither for attention on a CPU nor for grouped products, and of a causal attention all
     pairs.
     """
-    name = str(operator).removeprefix("aten.").split(".")[0].removesuffix("_")
-    tensors = [each for each in args if isinstance(each, Tensor)]
+    name = _plain_name(operator)
     if is_attention(operator):
         return _of_attention(operator, args, kwargs)
+    tensors = [each for each in args if isinstance(each, Tensor)]
     if name in ("mm", "bmm", "_grouped_mm", "addmm", "baddbmm"):
         left = tensors[1] if name in ("addmm", "baddbmm") else tensors[0]
         # What groups have between them, such as rows of experts' weights' gradients, each uses its part of.
@@ -266,6 +268,11 @@ def arithmetic(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], re
     if name in ("convolution", "_convolution"):
         return 2 * int(result.numel()) * tensors[1][0].numel()
     return 0
+
+
+@functools.cache
+def _plain_name(operator: Any) -> str:
+    return str(operator).removeprefix("aten.").split(".")[0].removesuffix("_")
 
 
 def _of_attention(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:

@@ -162,12 +162,15 @@ def _planned(
 
     on = find_device(device)
     job = replace(job_of(config, world), expert_imbalance=expert_imbalance)
-    found = planned(job, on, ranks)
-    show(tables(found))
     page, directory = pictures
-    if page is not None or directory is not None:
-        from ..plan.pictures.shown import shown
+    if page is None and directory is None:
+        found = planned(job, on, ranks)
+        show(tables(found))
+    else:
+        from ..plan.pictures.shown import shown, to_plan
 
+        found = planned(job, on, to_plan(job.degrees, ranks))
+        show(tables(found))
         subject = shown(job, on, found, layouts)
         if page is not None:
             from ..plan.pictures.page import write_page

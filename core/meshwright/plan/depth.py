@@ -3,8 +3,8 @@
 Blocks are alike, and so are microbatches behind the first: what a rank holds and sends grows by the same for each
 block, for each microbatch, and for each pair of them. A few small jobs tell by how much, and one that is larger in both
 ways whether it is so; where it is not (blocks differ, or another part of the step would hold the most), the job is
-traced as it is. Seconds grow by nearly the same: what the check shows to be off is taken to grow with the blocks. What an
-allocator reserves beyond the peak differs from job to job, and hardly grows: the most of the small ones is taken.
+traced as it is. Seconds grow by nearly the same: what the check shows to be off is taken to grow with the blocks. What
+an allocator reserves beyond the peak differs from job to job, and hardly grows: the most of the small ones is taken.
 
 [Note: frames] Of n numbers, n + 1 points that tell all that is linear in them: its value anywhere is the sum of their
 values with weights whose sum is 1.

@@ -17,7 +17,7 @@ first ranks. So what follows from them (how many rows an expert gets, and from w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,9 @@ import torch
 from .._compat.planning import DEPENDS_ON_VALUES, Fakes, handed_on, is_asking_for_shapes
 from .._compat.torch import UncompiledMode, is_choice
 from ..tensors.known_values import has_values
-from ..tensors.nested import tensors_in
+from ..tensors.nested import is_on_meta, tensors_in
 from ..testing._compat import unwraps_itself
+from ..testing.observe import name_of
 from .messages import NAMESPACES, received
 
 SMALL = 1 << 25
@@ -46,6 +47,7 @@ class Planning(UncompiledMode):
         super().__init__()
         self._fakes, self._imbalance = Fakes(), imbalance
         self._empties: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._computed: set[tuple[Any, ...] | None] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -64,18 +66,29 @@ class Planning(UncompiledMode):
             return self._of_fakes(func, types, args, kwargs, given)
         if func.namespace in NAMESPACES:
             return received(func, args, kwargs)
-        if torch.Tag.inplace_view in func.tags or _stays_on_meta(given, args, kwargs):
+        if torch.Tag.inplace_view in func.tags or func.namespace == "profiler" or _stays_on_meta(given, args, kwargs):
             return func(*args, **kwargs)
-        if any(each.is_meta for each in given) or not _is_on_cpu(args, kwargs):
+        if any(is_on_meta(each) for each in given) or not _is_on_cpu(args, kwargs):
             return self._fakes.computed(func, types, args, kwargs)
-        try:
-            found = self._fakes.computed(func, types, args, kwargs)
-        except DEPENDS_ON_VALUES:
-            found = None
-        made = list(tensors_in(found))
-        is_large = sum(each.numel() * each.element_size() for each in made) > SMALL
-        if is_large or (not given and any(each.is_floating_point() for each in made)):
-            return found
+        return self._of_numbers(func, types, args, kwargs, given)
+
+    def _of_numbers(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
+    ) -> Any:
+        """What an operator gives where all that it is given is real: numbers, where they are few."""
+        if func.is_view:
+            # Has no memory of its own, so it can be looked at.
+            seen = func(*args, **kwargs)
+            return self._fakes.computed(func, types, args, kwargs) if _size(seen) > SMALL else seen
+        key = _key(func, args, kwargs)
+        if key is None or key not in self._computed:
+            try:
+                found = self._fakes.computed(func, types, args, kwargs)
+            except DEPENDS_ON_VALUES:
+                found = None
+            if _size(found) > SMALL or (not given and any(each.is_floating_point() for each in tensors_in(found))):
+                return found
+            self._computed.add(key)
         return func(*args, **kwargs)
 
     def _of_fakes(
@@ -84,11 +97,14 @@ class Planning(UncompiledMode):
         """What an operator gives where some of what it is given has no memory."""
         if (same := handed_on(func, given)) is not None:
             return same
-        if str(func) == "aten._local_scalar_dense.default":
+        if name_of(func) == "aten._local_scalar_dense.default":
             return _zero(given[0].dtype)
         if func is torch.ops.aten.equal.default:
             return given[0].shape == given[1].shape
-        if str(func) == _COPIES_IN and not self._fakes.knows(args[1]):
+        if name_of(func) == "aten._unsafe_view.default":
+            # The same for its tensors, and torch keeps what it has found out.
+            func = torch.ops.aten.view.default
+        if name_of(func) == _COPIES_IN and not self._fakes.knows(args[1]):
             # FSDP gathers several dtypes as bytes, whose buffer is real where it is small, and given back.
             _, buffer, _, size, rank = args
             return buffer.narrow(0, size * rank, size), buffer
@@ -112,6 +128,23 @@ def choices(shape: Sequence[int], candidates: int, imbalance: float) -> torch.Te
         drawn = min(1.0, (imbalance - 1) / (candidates / shape[-1] - 1))
         made[: round(drawn * len(made))] = torch.arange(shape[-1])
     return made.view(*shape)
+
+
+def _size(made: Any) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors_in(made))
+
+
+def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """What tells how large the results of an operator are; None: it is not told."""
+    told: list[Any] = [func]
+    for value in (*args, *kwargs.items()):
+        if isinstance(value, torch.Tensor):
+            told.append((value.shape, value.dtype, value.stride()))
+        elif isinstance(value, tuple | list | Mapping) and any(True for _ in tensors_in(value)):
+            return None
+        else:
+            told.append(repr(value))
+    return tuple(told)
 
 
 def _zero(dtype: torch.dtype) -> bool | int | float | complex:

@@ -29,10 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.planning import in_backward, is_on_meta
-from ..tensors.nested import tensors_in
+from .._compat.planning import in_backward
+from .._compat.torch import UncompiledMode
+from ..tensors.nested import is_on_meta, tensors_in
 from ..testing.collectives import NAMESPACES
 from ..testing.meter import Block, Meter, storage_of
+from ..testing.observe import Observer, name_of
 
 OWNERS = (
     "parameters",
@@ -48,6 +50,7 @@ ROUND_TO = 512
 """What CUDA's allocator counts memory in, in bytes."""
 
 _MAKES_OF_NUMBERS = "aten.lift_fresh"
+_NEW_EMPTY = torch.ops.aten.new_empty.default
 _MAKES_EMPTY = ("aten.empty", "aten.new_empty", "aten.zeros", "aten.new_zeros")
 
 
@@ -70,10 +73,11 @@ class Held:
     phases: Mapping[str, int] = field(default_factory=dict)
 
 
-class StepMeter(Meter):
-    """Writes down what happens to memory in a step.
+class StepMeter(Meter, UncompiledMode):
+    """Writes down what happens to memory in a step; where nothing is compiled.
 
     Attributes:
+        after: sees each operation, too, once its memory is written down: one mode for both.
         log: (block, change in bytes) in their order, since `begin`, what was held then first.
         phase: whose memory is made now, where no rule of [Note: owners] before "activations" holds.
         module: which module's forward runs now.
@@ -83,6 +87,7 @@ class StepMeter(Meter):
     def __init__(self) -> None:
         super().__init__(round_to=ROUND_TO)
         self.phase, self.module = "other", ""
+        self.after: Observer | None = None
         self._made: dict[int, str] = {}
         self._forwards: dict[int, str] = {}
         self._owned: dict[int, str] = {}
@@ -121,14 +126,24 @@ class StepMeter(Meter):
             if block is not None:
                 self._owned.setdefault(block.number, owner)
 
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self.dispatched(func, types, args, kwargs)
+
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        if operation is torch.ops.aten.new_empty.default and not result.numel():
-            # Parts of nothing, of which there may be one for each rank.
-            return
-        before, name = len(self._blocks), str(operation)
+        # Parts of nothing, of which there may be one for each rank, are left out.
+        if operation is not _NEW_EMPTY or result.numel():
+            self._write_down(operation, args, kwargs, result)
+        if self.after is not None:
+            self.after.observe(operation, args, kwargs, result)
+
+    def _write_down(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        before, name, given = len(self._blocks), name_of(operation), list(tensors_in((args, kwargs)))
         if self.phase != "other" and not name.startswith(_MAKES_OF_NUMBERS):
-            self._note_foreign(tensors_in((args, kwargs)))
-        super().observe(operation, args, kwargs, result)
+            self._note_foreign(given)
+        # As in `Meter.observe`.
+        self.see(given if operation.is_view else [*given, *tensors_in(result)])
         if name.startswith(_MAKES_EMPTY):
             self._empty.update(self._blocks[before:])
         elif operation.namespace in NAMESPACES:

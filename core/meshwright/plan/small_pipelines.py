@@ -83,6 +83,7 @@ class SmallPipelines:
     first: int
     known: dict[tuple[Point, int], Trace]
     played: dict[tuple[Point, int | None], dict[int, Timeline]] = field(default_factory=dict)
+    told: dict[tuple[Point, int], Report] = field(default_factory=dict)
 
     @property
     def of_stage(self) -> int:
@@ -144,6 +145,12 @@ class SmallPipelines:
             (line,) = self._play([self.known[point, rank]], self.ranks(point), waits=False)
             self.played[point, rank] = {rank: line}
         return self.played[point, rank][rank]
+
+    def report(self, point: Point, rank: int) -> Report:
+        """What is told of a rank that is played alone."""
+        if (point, rank) not in self.told:
+            self.told[point, rank] = self.tracer.told(self.known[point, rank], self.alone(point, rank))
+        return dict(self.told[point, rank])
 
     def together(self, point: Point) -> dict[int, Timeline]:
         """Of one rank of each stage, by stage."""

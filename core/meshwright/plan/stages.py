@@ -43,7 +43,7 @@ def from_small(job: Job, stages: InStages, asked: Sequence[int], tracer: Tracer)
     for net, further in _nets(job, stages):
         small = _Small(job, stages, tracer, net, further, asked[0] % of_stage, known)
         try:
-            return small.reports(asked)
+            return small.of_ranks(asked)
         except (NotLinear, MeshwrightError):
             # Small ones may be refused where large ones are not.
             continue
@@ -88,7 +88,7 @@ def _frame(least: int, more: int, directions: int) -> tuple[Numbers, ...]:
 class _Small(SmallPipelines):
     """The small pipelines of a net."""
 
-    def reports(self, asked: Sequence[int]) -> list[Report]:
+    def of_ranks(self, asked: Sequence[int]) -> list[Report]:
         """See `from_small`."""
         of_stage, first = self.of_stage, self.first
         wanted = {*asked}
@@ -157,8 +157,8 @@ class _Small(SmallPipelines):
 
     def _told(self, point: Point, rank: int, *, is_timed: bool = False) -> Report:
         """Of a rank of a small pipeline: its seconds are those beside what the schedule tells, where they are known."""
-        trace, ranks = self.known[point, rank], self.ranks(point)
-        report = self.tracer.told(trace, self.alone(point, rank))
+        ranks = self.ranks(point)
+        report = self.report(point, rank)
         del report["rank"], report["step_seconds"]
         stage = rank // self.of_stage
         busy = report["busy_seconds"]

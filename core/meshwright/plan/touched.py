@@ -5,14 +5,14 @@ Memory is known by the numbers of its blocks; see `meshwright.testing.meter`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from .._compat.planning import is_on_meta
 from .._compat.torch import written_arguments
-from ..tensors.nested import tensors_in
+from ..tensors.nested import is_on_meta, tensors_in
 from ..testing._compat import bound_arguments
 from ..testing.meter import Meter, storage_of
 
@@ -26,7 +26,7 @@ def touched(
     """What an operator has read, and what it has written; views write nothing."""
     read: list[Tensor] = []
     written: list[Tensor] = []
-    changes = set(written_arguments(operation))
+    changes = _changes(operation)
     for place, value in (*enumerate(args), *kwargs.items()):
         tensors = list(tensors_in(value))
         if place in changes:
@@ -41,6 +41,11 @@ def touched(
     known = {block for block, _ in (*reads, *changed)}
     made = tuple(each for each in _blocks(meter, tensors_in(result)) if each[0] not in known)
     return reads, (*changed, *made)
+
+
+@functools.cache
+def _changes(operation: Any) -> frozenset[int | str]:
+    return frozenset(written_arguments(operation))
 
 
 def _receives(operation: Any, argument: str) -> bool:

@@ -23,6 +23,7 @@ from ..strategy.stack import Stack
 from ..tensors.known_values import with_values
 from ..tensors.nested import tensors_in
 from ..testing.collectives import Collective, Recorder
+from ..testing.observe import name_of
 from ..train.ema import EMA
 from ..train.optimizer_config import EMAConfig
 from .meter import Held, StepMeter
@@ -143,7 +144,7 @@ class _Timeline(Recorder):
         peer = peer_of(operation, args, kwargs) if call is not None else None
         now, phase = self._meter.logged, self._meter.step_phase
         self.operations.append(
-            Operation(str(operation), flops, size, shapes, dtype, call, reads, writes, peer, now, phase)
+            Operation(name_of(operation), flops, size, shapes, dtype, call, reads, writes, peer, now, phase)
         )
 
 
@@ -184,8 +185,10 @@ def traces(job: Job, mesh: Mesh, counts: Sequence[int]) -> list[Trace]:
     def step(given: list[Batch]) -> _Timeline:
         meter.begin()
         timeline = _Timeline(groups(manager.mesh), meter)
-        with meter, timeline, _told_modules(manager.model_parts, meter):
+        meter.after = timeline
+        with meter, _told_modules(manager.model_parts, meter):
             _step(manager, job, given, meter)
+        meter.after = None
         meter.own(tensors_in([*optimizer.state.values()]), "optimizer")
         return timeline
 

@@ -12,6 +12,14 @@ _PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device)
 """Have none inside, and are most of what operators are given."""
 
 
+def is_on_meta(tensor: Tensor) -> bool:
+    """Whether a tensor is on the meta device.
+
+    As `is_meta`, which asks all dispatch modes where a tensor has no memory, as those of a plan.
+    """
+    return tensor.device.type == "meta"
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of nested lists, tuples and mappings, in their order."""
     found: list[Tensor] = []

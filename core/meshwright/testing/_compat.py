@@ -41,7 +41,13 @@ def process_group(value: Any) -> dist.ProcessGroup:
 
 def unwraps_itself(kind: type) -> bool:
     """Whether a tensor class wraps plain tensors and runs operations on them, as DTensor does."""
-    return hasattr(kind, "__tensor_flatten__")
+    found = _UNWRAP.get(kind)
+    if found is None:
+        found = _UNWRAP[kind] = hasattr(kind, "__tensor_flatten__")
+    return found
+
+
+_UNWRAP: dict[type, bool] = {}
 
 
 _FROZEN: list[Any] = []

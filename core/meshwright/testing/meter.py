@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._compat.planning import is_on_meta
-from ..tensors.nested import tensors_in
+from ..tensors.nested import is_on_meta, tensors_in
 from ._compat import unwraps_itself
 from .observe import Observer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -10,6 +11,12 @@ from typing import Any
 from .._compat.planning import is_asking_for_shapes
 from .._compat.torch import TorchDispatchMode
 from ._compat import unwraps_itself
+
+
+@functools.cache
+def name_of(operation: Any) -> str:
+    """Such as "aten.mm.default"."""
+    return str(operation)
 
 
 class Observer(TorchDispatchMode):
@@ -25,6 +32,12 @@ class Observer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        return self.dispatched(func, types, args, kwargs)
+
+    def dispatched(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+    ) -> Any:
+        """What an operation gives, once it has been observed."""
         if any(map(unwraps_itself, types)):
             # The mode is asked again for each operation on what is inside.
             return NotImplemented

@@ -339,6 +339,47 @@ def test_the_steady_state_of_1f1b_is_one_exchange_for_a_forward_and_a_backward(r
         assert Counter(len(each.transfers) for each in found) == Counter({1: 2 * alone, 2: microbatches - alone})
 
 
+def moments(order):
+    """What a rank does, each time with what is there then: of each stage, inputs and gradients that have come, and
+    microbatches that wait for their backward, and for that of their weights."""
+    steps = [each.transfers if isinstance(each, Exchange) else (each,) for each in order]
+    comes = {Kind.RECV_F: "input", Kind.RECV_B: "gradient"}
+    received = {(comes[each.kind], each.stage) for step in steps for each in step if each.kind in comes}
+    changes = {
+        Kind.RECV_F: {"input": 1},
+        Kind.RECV_B: {"gradient": 1},
+        F: {"input": -1, "backward": 1},
+        B: {"gradient": -1, "backward": -1},
+        I: {"gradient": -1, "backward": -1, "weights": 1},
+        W: {"weights": -1},
+    }
+    held, found = Counter(), Counter()
+    for step in steps:
+        found[tuple((each.kind, each.stage) for each in step), frozenset((+held).items())] += 1
+        for each in step:
+            for name, change in changes.get(each.kind, {}).items():
+                if name in ("backward", "weights") or (name, each.stage) in received:
+                    held[name, each.stage] += change
+    assert not any(held.values())
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in ("GPipe", "LoopedBFS")])
+def test_further_microbatches_repeat_what_a_steady_schedule_does(name, chunks, ranks):
+    rule = SCHEDULES[name]
+    if not rule.min_chunks <= chunks <= (rule.max_chunks or chunks):
+        return
+    least, step = rule.steady(ranks)
+    made = [build_schedule(name, ranks=ranks, stages=ranks * chunks, microbatches=least + n * step) for n in range(4)]
+    for few, more, most, last in zip(*(map(moments, with_communication(each)) for each in made), strict=True):
+        # Nothing is done with more or less at hand, only more often; each time by the same.
+        assert few.keys() == more.keys() == most.keys() == last.keys()
+        assert few <= more
+        assert more - few == most - more == last - most
+
+
 @given(schedules())
 @settings(max_examples=60, deadline=None)
 def test_two_ranks_name_their_transfers_in_the_same_order(schedule):

@@ -18,6 +18,7 @@ from ..depth import DEPTHS
 from ..device import Device
 from ..links import members, passed
 from ..planned import trace_rank
+from ..ranks import representatives
 from ..time import Timeline, play, stage_ranks
 from ..trace import Job, Trace
 from .series import BETWEEN, INSIDE, SENDS, Lane, Memory, hidden, lanes, link, memory
@@ -90,7 +91,8 @@ def shown(job: Job, device: Device, plan: Mapping[str, Any], layouts: Sequence[M
     """Trace once more what is to be drawn: the rank that reserves the most, and of a pipeline all stages.
 
     Args:
-        plan: of the same job and device.
+        plan: of the same job and device. Of a model too deep to be drawn whole, what ranks send is told of those that
+            it has alone; see `to_plan`.
         layouts: see `Shown`; those without seconds or bytes, since they were not planned, are left out.
 
     Raises:
@@ -111,14 +113,22 @@ def shown(job: Job, device: Device, plan: Mapping[str, Any], layouts: Sequence[M
     return Shown(plan, job.degrees, device, traces, lines, layers, job.layers, layouts)
 
 
+def to_plan(degrees: Degrees, asked: Sequence[int] | None) -> list[int]:
+    """The ranks whose plans are drawn: those that are asked for, and of a pipeline one of each stage.
+
+    Args:
+        asked: None: those that stand for all.
+    """
+    ranks = representatives(degrees) if asked is None else list(asked)
+    return ranks if degrees.pp == 1 else sorted({*stage_ranks(ranks[0], degrees), *ranks})
+
+
 def _ranks(degrees: Degrees, plan: Mapping[str, Any]) -> list[int]:
     known = [each["rank"] for each in plan["ranks"]]
-    largest = max(plan["ranks"], key=lambda each: each["peak_reserved_bytes"])["rank"]
     if degrees.pp == 1:
-        return [largest]
-    ranks = stage_ranks(largest, degrees)
-    # A pipeline of which the plan tells all.
-    return ranks if set(ranks) <= {*known} else stage_ranks(known[0], degrees)
+        return [max(plan["ranks"], key=lambda each: each["peak_reserved_bytes"])["rank"]]
+    pipelines = [stage_ranks(rank, degrees) for rank in known]
+    return next((ranks for ranks in pipelines if {*ranks} <= {*known}), pipelines[0])
 
 
 def _layers(job: Job) -> int:

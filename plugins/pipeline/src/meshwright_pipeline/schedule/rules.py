@@ -140,10 +140,10 @@ SCHEDULES: Mapping[str, ScheduleRule] = MappingProxyType(
         for rule in (
             ScheduleRule("GPipe", _chunk_by_chunk, 1, 1),
             ScheduleRule("1F1B", _interleaved_1f1b, 1, 1, steady=lambda ranks: (ranks + 1, 1)),
-            ScheduleRule("Interleaved1F1B", _interleaved_1f1b, 2, None, steady=lambda ranks: (2 * ranks, ranks)),
+            ScheduleRule("Interleaved1F1B", _interleaved_1f1b, 2, None, steady=lambda ranks: (3 * ranks, ranks)),
             ScheduleRule("LoopedBFS", _chunk_by_chunk, 2, None, last_first=True),
             ScheduleRule(
-                "InterleavedZeroBubble", _interleaved_zero_bubble, 2, None, steady=lambda ranks: (2 * ranks, ranks)
+                "InterleavedZeroBubble", _interleaved_zero_bubble, 2, None, steady=lambda ranks: (3 * ranks, ranks)
             ),
             ScheduleRule("ZBVZeroBubble", _zero_bubble_v, 2, 2, v_shaped=True, steady=lambda ranks: (2 * ranks + 1, 1)),
             ScheduleRule("DualPipeV", _dual_pipe_v, 2, 2, v_shaped=True, steady=lambda ranks: (2 * ranks + 1, 1)),
