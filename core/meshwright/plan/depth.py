@@ -1,10 +1,11 @@
 """What a large job holds, sends and takes, from smaller ones that are otherwise the same.
 
 Blocks are alike, and so are microbatches behind the first: what a rank holds and sends grows by the same for each
-block, for each microbatch, and for each pair of them. A few small jobs tell by how much, and one that is larger in both
-ways whether it is so; where it is not (blocks differ, or another part of the step would hold the most), the job is
-traced as it is. Seconds grow by nearly the same: what the check shows to be off is taken to grow with the blocks. What
-an allocator reserves beyond the peak differs from job to job, and hardly grows: the most of the small ones is taken.
+block, for each microbatch, and for each pair of them. A few small jobs tell by how much, and one that is larger in
+both ways whether it is so; where it is not (blocks differ, or another part of the step would hold the most), the job
+is traced as it is. Seconds grow by nearly the same: what the check shows to be off is taken to grow with the blocks.
+What an allocator reserves beyond the peak differs from job to job, too: where the two largest tell no growth, the
+most of all is taken.
 
 [Note: frames] Of n numbers, n + 1 points that tell all that is linear in them: its value anywhere is the sum of their
 values with weights whose sum is 1.
@@ -83,8 +84,17 @@ class Net:
         if made[PEAK] != max(made[PHASES].values()):
             raise NotLinear
         if RESERVED in made:
-            made[RESERVED] = made[PEAK] + max(found[each][RESERVED] - found[each][PEAK] for each in self.points)
+            made[RESERVED] = made[PEAK] + self._spare(point, found)
         return made
+
+    def _spare(self, point: Point, found: Mapping[Point, Report]) -> int:
+        """What an allocator reserves beyond the peak."""
+        spare = {each: found[each][RESERVED] - found[each][PEAK] for each in self.points}
+        last, most = self.corners[-1], max(spare.values())
+        step, beyond = (sum(each[0]) - sum(from_[0]) for each, from_ in ((self.check, last), (point, self.check)))
+        if step <= 0 or spare[self.check] <= spare[last]:
+            return int(most)
+        return int(max(most, spare[self.check] + (spare[self.check] - spare[last]) * beyond / step))
 
     def between(self, point: Point, found: Mapping[Point, Report]) -> Report:
         """As `at`, without the check."""

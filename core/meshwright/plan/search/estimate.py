@@ -1,11 +1,11 @@
 """What is expected of candidates that are not traced, by those that are.
 
-[Note: the estimate] The logarithms of four numbers of a candidate are taken as sums over its features: its strategy's,
-those of its degrees, and so on. They are the seconds of one device for a token; the bytes that it holds between steps for
-each of the model's parameters; and at the peak the bytes of activations, and of the rest. What each feature adds is
-expected to be near what is written in the tables of priors here, and is learned from traces: Bayesian linear regression,
-whose standard deviation tells how well a candidate is known (C. M. Bishop, Pattern Recognition and Machine Learning,
-section 3.3). None of these numbers is ever told as a candidate's own.
+[Note: the estimate] The logarithms of four numbers of a candidate are taken as sums over its features: its
+strategy's, those of its degrees, and so on. They are the seconds of one device for a token; the bytes that it holds
+between steps for each of the model's parameters; and at the peak the bytes of activations, and of the rest. What each
+feature adds is expected to be near what is written in the tables of priors here, and is learned from traces: Bayesian
+linear regression, whose standard deviation tells how well a candidate is known (C. M. Bishop, Pattern Recognition and
+Machine Learning, section 3.3). None of these numbers is ever told as a candidate's own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is expected of all candidates: how long a step takes, and whether it fits.
 
-[Note: pipelines] How long ranks wait, and how many microbatches they hold, a schedule tells itself, from few of them: for
-more, ranks wait no longer.
+[Note: pipelines] How long ranks wait, and how many microbatches they hold, a schedule tells itself, from few of them:
+for more, ranks wait no longer.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@ process of its own.
 
 [Note: from few to all] Blocks are alike, and so are microbatches: seconds and bytes grow by the same for each. Two
 depths tell by how much for a block, and the first of two microbatches for one more. Stages of a pipeline compute what
-the same model computes on one stage, blocks and microbatches alike; the schedule's own timeline tells how long ranks wait.
+the same model computes on one stage, blocks and microbatches alike; the schedule's own timeline tells how long ranks
+wait.
 """
 
 from __future__ import annotations

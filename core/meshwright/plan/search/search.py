@@ -1,15 +1,15 @@
 """Find the fastest layouts that fit, tracing as few as possible.
 
-[Note: the search] Of all candidates the seconds and bytes are expected (`expect`). The one that could be the fastest, one
-standard deviation below what is expected, is traced on few blocks (`glance`): that tells its numbers nearly, and of those
-that are alike a little. So on, until no other could be among the best, or the time is up. Who is unlikely to fit comes
-later, or is left out; how far expectations were off is told. Of a pipeline the model is traced on one stage, which tells
-of each of its schedules. The best are then planned, the first before others, as time allows. This is Bayesian optimization
-by a lower confidence bound (N. Srinivas et al., Gaussian Process Optimization in the Bandit Setting, 2010), on a linear
-model.
+[Note: the search] Of all candidates the seconds and bytes are expected (`expect`). The one that could be the fastest,
+one standard deviation below what is expected, is traced on few blocks (`glance`): that tells its numbers nearly, and
+of those that are alike a little. So on, until no other could be among the best, or the time is up. Who is unlikely to
+fit comes later, or is left out; how far expectations were off is told. Of a pipeline the model is traced on one
+stage, which tells of each of its schedules. The best are then planned, the first before others, as time allows. This
+is Bayesian optimization by a lower confidence bound (N. Srinivas et al., Gaussian Process Optimization in the Bandit
+Setting, 2010), on a linear model.
 
-[Note: what is too costly] A pipeline of more than `AFFORDABLE` blocks times microbatches is not planned: its numbers stay
-as a glance tells them.
+[Note: what is too costly] A pipeline of more than `AFFORDABLE` blocks times microbatches is not planned: its numbers
+stay as a glance tells them.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Search:
         return None
 
     def _begin(self) -> list[int]:
-        """With whom to begin: the first, with all that there is of recomputation; and one that is divided most over tp."""
+        """With whom to begin: the first, with all that there is of recomputation; and one that tp divides most."""
         alone = [at for at, each in enumerate(self.candidates) if each.degrees.pp == 1] or [0]
         first = self.candidates[alone[0]]
         found: dict[Any, int] = {}
