@@ -210,6 +210,25 @@ def test_what_does_not_grow_evenly_is_not_told():
     assert at_full_size(lambda points: {}, 12, 4) is None
 
 
+@pytest.mark.parametrize(("spare", "at_126"), [({2: 9, 4: 5, 6: 7}, 7 + 120), ({2: 3, 4: 9, 6: 6}, 9)])
+def test_what_is_reserved_beyond_the_peak_grows_only_where_the_largest_say_so(spare, at_126):
+    def found(points: Sequence[Point]) -> dict[Point, Report]:
+        return {point: one(*point[0]) for point in points}
+
+    def one(layers: int) -> Report:
+        peak = 20 * layers
+        phases = {"forward": peak}
+        return {
+            "peak_allocated_bytes": peak,
+            "peak_by_phase": phases,
+            "peak_reserved_bytes": peak + spare[layers],
+        }
+
+    made = at_full_size(found, 126, 2)
+    assert made is not None
+    assert made["peak_reserved_bytes"] - made["peak_allocated_bytes"] == at_126
+
+
 def _deep(elsewhere: Callable[[int], int], **more: Callable[[int], int]) -> int | None:
     def found(points: Sequence[Point]) -> dict[Point, Report]:
         return {point: one(*point[0]) for point in points}

@@ -3806,6 +3806,14 @@ _bug(
     "tests/test_plan_step.py::test_parts_of_a_block_that_are_put_together_are_all_read",
     kind="what is counted by name is counted once",
 )
+_bug(
+    "fragments_grow_the_other_way",
+    "meshwright.plan.depth",
+    "max(most, spare[self.check] + growth * beyond)",
+    "spare[self.check] + growth * beyond",
+    "tests/test_plan.py::test_what_is_reserved_beyond_the_peak_grows_only_where_the_largest_say_so[spare1-9]",
+    kind="what varies by chance is taken to grow",
+)
 _SEARCH = "tests/test_plan_search.py"
 _bug(
     "what_is_known_beforehand_is_learned_again",

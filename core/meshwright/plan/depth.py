@@ -92,9 +92,8 @@ class Net:
         spare = {each: found[each][RESERVED] - found[each][PEAK] for each in self.points}
         last, most = self.corners[-1], max(spare.values())
         step, beyond = (sum(each[0]) - sum(from_[0]) for each, from_ in ((self.check, last), (point, self.check)))
-        if step <= 0 or spare[self.check] <= spare[last]:
-            return int(most)
-        return int(max(most, spare[self.check] + (spare[self.check] - spare[last]) * beyond / step))
+        growth = (spare[self.check] - spare[last]) / step if step > 0 else 0
+        return int(max(most, spare[self.check] + growth * beyond))
 
     def between(self, point: Point, found: Mapping[Point, Report]) -> Report:
         """As `at`, without the check."""
