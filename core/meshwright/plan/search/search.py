@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -103,7 +103,7 @@ class Search:
             for key in _refusal_keys(each):
                 self._alike.setdefault(key, []).append(at)
         self._expected = Expectations(self.space, self.candidates, [told for _, told in found])
-        self._seeds = self._begin()
+        self._seeds = _seeds(self.candidates)
         pending: dict[Future[Any], int] = {}
         while True:
             while len(pending) < self.workers and (number := self._next(pending.values())) is not None:
@@ -200,20 +200,6 @@ class Search:
                 return number
             self._learn(number, known)
         return None
-
-    def _begin(self) -> list[int]:
-        """With whom to begin: the first, with all that there is of recomputation; and one that tp divides most."""
-        alone = [at for at, each in enumerate(self.candidates) if each.degrees.pp == 1] or [0]
-        first = self.candidates[alone[0]]
-        found: dict[Any, int] = {}
-        most = alone[0]
-        for at in alone:
-            each = self.candidates[at]
-            if (each.family, each.rows) == (first.family, first.rows):
-                most = max(most, at, key=lambda at: self.candidates[at].degrees.tp)
-                if each.degrees == first.degrees:
-                    found.setdefault(each.recomputation, at)
-        return list(dict.fromkeys([most, *found.values()]))
 
     @property
     def _open(self) -> Tensor:
@@ -325,6 +311,20 @@ class Search:
         values = assigned(self.space.values, asked.values.items())
         values["batch_size"] = asked.degrees.dp * asked.rows * asked.microbatches
         return Request(values, asked.degrees.world_size, self.space.device, self.expert_imbalance, is_whole)
+
+
+def _seeds(candidates: Sequence[Candidate]) -> list[int]:
+    """With whom to begin: the first, with all that there is of recomputation; and one that tp divides most."""
+    alone = [at for at, each in enumerate(candidates) if each.degrees.pp == 1] or [0]
+    most, first = alone[0], candidates[alone[0]]
+    found: dict[Any, int] = {}
+    for at in alone:
+        each = candidates[at]
+        if (each.family, each.rows) == (first.family, first.rows):
+            most = max(most, at, key=lambda at: candidates[at].degrees.tp)
+            if each.degrees == first.degrees:
+                found.setdefault(each.recomputation, at)
+    return list(dict.fromkeys([most, *found.values()]))
 
 
 def _work(candidate: Candidate) -> tuple[Any, ...]:
