@@ -532,7 +532,7 @@ def test_memory_does_not_grow_with_the_corpus(
     tmp_path: Path, trained_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshwright.data.encoding.tokenizing._BATCH_CHARACTERS", 1 << 12)
-    monkeypatch.setattr("meshwright.data.encoding.tokenizing._cores", lambda: 2)
+    monkeypatch.setattr("meshwright.data.encoding.tokenizing.usable_cores", lambda: 2)
     peaks = []
     for number, documents in enumerate((10, 200, 1600)):
         text = "\n".join(json.dumps({"text": prose(index, words=120)}) for index in range(documents))

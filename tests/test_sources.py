@@ -621,7 +621,7 @@ def test_processes_make_the_same_documents_as_this_one(
     monkeypatch.setattr("meshwright.data.encoding.tokenizing._BATCH_CHARACTERS", 2000)
     here = prepare(config_for(tmp_path, tokenizer_dir, source, cache_dir=str(tmp_path / "here")))
     monkeypatch.setattr("meshwright.data.encoding.tokenizing._IN_THIS_PROCESS", 6000)
-    monkeypatch.setattr("meshwright.data.encoding.tokenizing._cores", lambda: 2)
+    monkeypatch.setattr("meshwright.data.encoding.tokenizing.usable_cores", lambda: 2)
     there = prepare(config_for(tmp_path, tokenizer_dir, source))
     assert there.sources[0].counts == here.sources[0].counts
     for name, array in documents_of(here).arrays().items():
@@ -644,7 +644,7 @@ def test_what_goes_wrong_in_a_process_is_told_here(
 ) -> None:
     monkeypatch.setattr("meshwright.data.encoding.tokenizing._BATCH_CHARACTERS", 1)
     monkeypatch.setattr("meshwright.data.encoding.tokenizing._IN_THIS_PROCESS", 1)
-    monkeypatch.setattr("meshwright.data.encoding.tokenizing._cores", lambda: 1)
+    monkeypatch.setattr("meshwright.data.encoding.tokenizing.usable_cores", lambda: 1)
     tokenizer = train_tokenizer(["a b"], 257)
     source = SourceConfig(files="unused")
     records = [Record({"text": text}, f"here:{place}") for place, text in enumerate(["a", "b", "c", *texts])]

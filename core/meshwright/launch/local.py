@@ -30,6 +30,7 @@ from multiprocessing import forkserver, resource_tracker
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError
+from .cores import usable_cores
 from .parent_signals import interrupts_held, left_to_agent, own_signals, passing_on, signal_name
 from .rank import INTERRUPTED, guarded, leave
 
@@ -287,8 +288,7 @@ def _threads_per_rank(nproc: int) -> int:
     wish = os.environ.get("OMP_NUM_THREADS", "")
     if wish.isdecimal() and int(wish) > 0:
         return int(wish)
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cpus // nproc)
+    return max(1, usable_cores() // nproc)
 
 
 @contextmanager

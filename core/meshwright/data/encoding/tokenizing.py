@@ -8,7 +8,6 @@ longer before. The result is the same, for records are grouped before, and taken
 from __future__ import annotations
 
 import json
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...launch.cores import usable_cores
 from ..config import FIELDS, DataConfig, SourceConfig
 from ..documents import Documents, mixed_column
 from ..reading.records import Record, theirs
@@ -95,7 +95,7 @@ def tokenized(records: Iterable[Record], how: Tokenizing, tokenizer: PreTrainedT
     Raises:
         DataError: a record cannot be read or encoded.
     """
-    cores = _cores()
+    cores = usable_cores()
     with no_tokenizer_threads():
         encode = PieceEncoder(how, tokenizer)
         on_threads = how.source.format == "text" and encode.on_threads
@@ -242,8 +242,3 @@ def size_of(value: Any) -> int:
     if isinstance(value, list) and value and isinstance(value[0], str | dict | list):
         return sum(map(size_of, value))
     return 4 * len(value) if isinstance(value, list) else 4
-
-
-def _cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ...base.errors import ConfigError, MeshError
 from ...base.validation import validated
 from ...files.parsing import as_yaml
+from ...launch.cores import usable_cores
 from ...launch.local import launch
 from ...launch.rank import guarded, started_by_launcher
 from ...mesh.world import World, find_device, open_world
@@ -317,8 +318,7 @@ def _nearest_file(device: torch.device) -> str:
 def _count(device: torch.device, ranks: int | None) -> int:
     """How many ranks to start."""
     if device.type == "cpu":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        most, here = 64, min(cores, MOST_RANKS)
+        most, here = 64, min(usable_cores(), MOST_RANKS)
     else:
         most = here = torch.accelerator.device_count()
     if ranks is not None and not 1 <= ranks <= most:

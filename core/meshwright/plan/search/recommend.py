@@ -14,6 +14,7 @@ import yaml
 
 from ...base.errors import ConfigError
 from ...base.validation import validated
+from ...launch.cores import usable_cores
 from ...parallel.expert.find import find_experts
 from ...strategy.ask import model_size
 from ...train.run_file import RunConfig
@@ -25,7 +26,8 @@ from .search import Found, Search
 
 WANTED = 10
 LIMIT_S = 105.0
-PROCESSES = 2
+MOST_PROCESSES = 8
+"""That trace at once, where there are as many cores; each holds about half a GiB."""
 SHOWN = 5
 """Of what is open."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -42,7 +44,7 @@ def recommend(
     expert_imbalance: float = 1.0,
     wanted: int = WANTED,
     limit_s: float = LIMIT_S,
-    processes: int = PROCESSES,
+    processes: int | None = None,
 ) -> dict[str, Any]:
     """Search for the fastest layouts that fit.
 
@@ -55,7 +57,7 @@ def recommend(
         max_nodes: no more nodes of the device's size are used, and so perhaps fewer devices.
         wanted: how many layouts.
         limit_s: after so many seconds nothing new is looked at.
-        processes: that trace at once; 1: this one.
+        processes: that trace at once; 1: this one; None: one for each core, at least 2.
 
     Returns:
         Plain values: `best`, each with `assignments` (lines for --set), `run` (of a run file) and `plan`, which is None
@@ -70,6 +72,7 @@ def recommend(
     on = find_device(device)
     world = _world(gpus, max_nodes, on)
     values = _values(run_file, assignments, batch_tokens)
+    processes = processes or min(MOST_PROCESSES, max(2, usable_cores()))
     with _executor(processes) as executor:
         space = _space(values, assignments, world, on)
         search = Search(space, executor, processes, wanted, limit_s, expert_imbalance)
