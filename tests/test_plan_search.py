@@ -305,7 +305,7 @@ def test_a_pipeline_is_told_by_one_stage_its_bubbles_and_what_it_holds(tmp_path)
     found = {each.wrapper.pp_schedule: each for each in space.wrapped(whole)}
     # Of 4 blocks: a step of 2 microbatches takes 21 s, of which each computes 8 s.
     peaks = {"backward": Line(20, 100), "optimizer": Line(30, 50)}
-    glance = Glance(2, Line(1, 5), Line(0, 2), peaks, Line(8, 0), Line(0, 10), Line(0, 40))
+    glance = Glance(2, Line(1, 5), Line(0, 2), peaks, 8.0, Line(0, 10), Line(0, 40))
     assert glance.seconds(4, 5) == 21 + 3 * 8
     assert glance.reserved(4) == 420 + 8
     assert glance.head == 0
@@ -358,7 +358,7 @@ def test_who_is_expected_to_hold_more_fits_less_likely(tmp_path):
     seen = place[Degrees(dp_shard=4), 1, False, False]
     nothing = Line(0, 0)
     # Nearly all of it activations of 4 blocks.
-    told.learn_bytes(seen, Glance(2, nothing, nothing, {}, nothing, Line(1, 0), Line(0, 0.24 * room)), room)
+    told.learn_bytes(seen, Glance(2, nothing, nothing, {}, 0.0, Line(1, 0), Line(0, 0.24 * room)), room)
     chance = told.chance()
     assert chance[seen] == pytest.approx(0.5, abs=0.1)
     assert chance[place[Degrees(dp_shard=4), 2, False, False]] < 0.01

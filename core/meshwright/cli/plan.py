@@ -204,9 +204,10 @@ def _recommended(
     if run_out is not None:
         write_run(best, run_out)
     if any(each is not None for each in pictures):
-        layouts = tuple({**each, "label": f"{each['mesh']}, {each['options']}", "fits": True} for each in found["best"])
         config = load_job(run_file, best["assignments"])
-        _planned(config, found["world_size"], device, None, wishes["expert_imbalance"], pictures, layouts)
+        _planned(
+            config, found["world_size"], device, None, wishes["expert_imbalance"], pictures, tuple(found["layouts"])
+        )
 
 
 def _write(found: dict[str, Any], json_file: Path | None) -> None:

@@ -130,6 +130,10 @@ class _Axes:
         return [each for each in (10.0**p * d for p in powers for d in (1, 2, 5)) if low <= each <= high]
 
 
+LETTER = 6.2
+"""How wide one is drawn."""
+
+
 def drawn_layouts(layouts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """All of them, or those on the frontier and the fastest."""
     best = frontier(layouts)
@@ -167,10 +171,12 @@ def _point(x: float, y: float, fits: bool, is_best: bool, words: str) -> str:
 
 
 def _names(best: Sequence[Mapping[str, Any]], points: Sequence[tuple[float, float]]) -> Iterable[str]:
-    """Labels of the best, where they do not run into each other."""
+    """Labels of the best, where they do not run into each other; as much of each as there is room for."""
     last = -math.inf
     for each, (x, y) in zip(best, points, strict=True):
         if y - last > 18:
             is_left = x > WIDTH * 0.6
-            yield text(x + (-10 if is_left else 10), y - 6, each["label"], "small halo", "end" if is_left else "start")
+            room = int((x - _Axes.left if is_left else _Axes.right - x) / LETTER)
+            name = each["label"] if len(each["label"]) <= room else each["label"][: room - 1].rstrip(" ,") + "…"
+            yield text(x + (-10 if is_left else 10), y - 6, name, "small halo", "end" if is_left else "start")
             last = y

@@ -57,7 +57,7 @@ class Glance:
         step: seconds of it.
         first: seconds of its first microbatch, forward and backward.
         peaks: bytes at the peak of each phase.
-        spare: what torch's allocator has taken beyond the peak [bytes].
+        spare: what torch's allocator has taken beyond the peak, at most [bytes]; two depths do not tell how it grows.
         held: bytes between steps.
         activations: bytes of those when they are most.
     """
@@ -66,7 +66,7 @@ class Glance:
     step: Line
     first: Line
     peaks: Mapping[str, Line]
-    spare: Line
+    spare: float
     held: Line
     activations: Line
 
@@ -76,7 +76,7 @@ class Glance:
 
     def reserved(self, layers: int) -> float:
         """Bytes that torch's allocator takes."""
-        return max(line.at(layers) for line in self.peaks.values()) + max(0.0, self.spare.at(layers))
+        return max(line.at(layers) for line in self.peaks.values()) + self.spare
 
     def piped_seconds(self, layers: int, microbatches: int, ranks: int, waiting: float) -> float:
         """Of a step on so many stages, which wait for this share of the time."""
@@ -88,7 +88,7 @@ class Glance:
         """Bytes of a rank of a pipeline that holds the activations of so many microbatches on all of its blocks."""
         here = layers / ranks
         beside = max(0.0, live - 1) * self.activations.slope * here
-        return max(line.at(here) for line in self.peaks.values()) + max(0.0, self.spare.at(here)) + beside
+        return max(line.at(here) for line in self.peaks.values()) + self.spare + beside
 
     @property
     def head(self) -> float:
@@ -156,7 +156,8 @@ def glance(job: Job, device: Device) -> Glance:
         taken = found.peak.bytes if device.is_host else reserved(found, workspace=device.workspace_bytes)
         rows.append((line.seconds, _first(line), taken - found.peak.bytes, found.after.bytes, _activations(found)))
         peaks.append(found.peak.phases)
-    step, first, spare, held, activations = (Line.through(depths, [row[at] for row in rows]) for at in range(5))
+    step, first, held, activations = (Line.through(depths, [row[at] for row in rows]) for at in (0, 1, 3, 4))
+    spare = max(row[2] for row in rows)
     phases = {phase: Line.through(depths, [each.get(phase, 0) for each in peaks]) for phase in peaks[-1]}
     return Glance(job.microbatches, step, first, phases, spare, held, activations)
 

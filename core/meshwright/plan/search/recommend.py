@@ -61,9 +61,10 @@ def recommend(
 
     Returns:
         Plain values: `best`, each with `assignments` (lines for --set), `run` (of a run file) and `plan`, which is None
-        where time allowed none and the numbers are nearly those of one; `open`, what could be as good for all that is
-        known, with the seconds that are expected of each; `lost`, why others are not; and `deviation`, how far what was
-        expected lay from what was then traced, as a part (root of the mean square).
+        where time allowed none and the numbers are nearly those of one; `layouts`, seconds and bytes of all that was
+        traced, and whether they fit; `open`, what could be as good for all that is known, with the seconds that are
+        expected of each; `lost`, why others are not among the best; and `deviation`, how far what was expected lay
+        from what was then traced, as a part (root of the mean square).
 
     Raises:
         ConfigError: nothing fits, or what is given is not valid.
@@ -188,6 +189,10 @@ def _report(search: Search, assignments: Sequence[str], batch_tokens: str | None
         "world_size": space.world,
         "batch_size": space.values["batch_size"],
         "best": [_told(each, space, assignments, batch_tokens) for each in best],
+        "layouts": [
+            *(_point(each, fits=True) for each in search.ranked()),
+            *(_point(each, fits=False) for each in search.crowded),
+        ],
         "lost": _lost(search, best, len(still_open)),
         "is_certain": not still_open,
         "open": [_left(seconds, each, assignments) for seconds, each in still_open[:SHOWN]],
@@ -198,6 +203,14 @@ def _report(search: Search, assignments: Sequence[str], batch_tokens: str | None
         "planned": search.planned,
         "seconds": search.elapsed,
     }
+
+
+def _point(found: Found, *, fits: bool) -> dict[str, Any]:
+    candidate = found.candidate
+    recomputed = candidate.recomputation or "nothing"
+    label = f"{candidate.degrees}, {candidate.rows} rows, {recomputed} recomputed, {candidate}"
+    numbers = {key: found.plan[key] for key in ("step_seconds", "peak_reserved_bytes")}
+    return {"label": label, **numbers, "fits": fits}
 
 
 def _told(found: Found, space: Space, assignments: Sequence[str], batch_tokens: str | None) -> dict[str, Any]:

@@ -71,6 +71,7 @@ class Search:
         workers: requests at once.
         wanted: layouts.
         limit_s: after so many seconds nothing new is looked at.
+        found, crowded: what has been told, of those that fit and of those that do not.
     """
 
     space: Space
@@ -81,6 +82,7 @@ class Search:
     expert_imbalance: float = 1.0
     candidates: list[Candidate] = field(default_factory=list)
     found: list[Found] = field(default_factory=list)
+    crowded: list[Found] = field(default_factory=list)
     too_large: int = 0
     nearest: tuple[float, Candidate | None] = (float("inf"), None)
     traced: int = 0
@@ -139,8 +141,9 @@ class Search:
                 self.found.remove(each)
                 if isinstance(result, Refusal):
                     self.space.refuse(result.reason)
-                elif self._fits(each.candidate, result["peak_reserved_bytes"]):
-                    self.found.append(Found(each.candidate, result))
+                else:
+                    fits_ = self._fits(each.candidate, result["peak_reserved_bytes"])
+                    (self.found if fits_ else self.crowded).append(Found(each.candidate, result))
 
     def best(self) -> list[Found]:
         """The fastest of those found."""
@@ -265,8 +268,6 @@ class Search:
         return best
 
     def _keep(self, candidate: Candidate, seconds: float, size: float) -> None:
-        if not self._fits(candidate, size):
-            return
         tokens = int(self.space.values["batch_size"]) * self.space.length
         told = {
             "strategy": str(self.space.stack(candidate)),
@@ -275,7 +276,7 @@ class Search:
             "tokens_per_second_per_device": tokens / seconds / self.space.world,
             "peak_reserved_bytes": round(size),
         }
-        self.found.append(Found(candidate, told))
+        (self.found if self._fits(candidate, size) else self.crowded).append(Found(candidate, told))
 
     def _refuse(self, candidate: Candidate, refusal: Refusal) -> None:
         """Nor those that are refused for the same: whatever their batch, unless that was the reason."""
