@@ -130,8 +130,8 @@ class _Axes:
         return [each for each in (10.0**p * d for p in powers for d in (1, 2, 5)) if low <= each <= high]
 
 
-LETTER = 6.2
-"""How wide one is drawn."""
+LETTER, MOST_LETTERS = 6.6, 52
+"""How wide one is drawn, and how many of a layout's name."""
 
 
 def drawn_layouts(layouts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -176,7 +176,7 @@ def _names(best: Sequence[Mapping[str, Any]], points: Sequence[tuple[float, floa
     for each, (x, y) in zip(best, points, strict=True):
         if y - last > 18:
             is_left = x > WIDTH * 0.6
-            room = int((x - _Axes.left if is_left else _Axes.right - x) / LETTER)
+            room = min(MOST_LETTERS, int((x - _Axes.left if is_left else _Axes.right - x) / LETTER))
             name = each["label"] if len(each["label"]) <= room else each["label"][: room - 1].rstrip(" ,") + "…"
             yield text(x + (-10 if is_left else 10), y - 6, name, "small halo", "end" if is_left else "start")
             last = y
