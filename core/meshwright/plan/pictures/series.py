@@ -67,7 +67,7 @@ def memory(found: Trace, line: Timeline, most: int = 2000) -> Memory:
         totals.append(total)
         begin = logged
     largest = max(totals)
-    peak = max(place for place, size in enumerate(totals) if size == largest)
+    peak = max(place for place, each in enumerate(totals) if each == largest)
     places = kept(totals, most, (peak,))
     moments = [sorted(last)[place] for place in places]
     held = _by_owner(found, moments)
