@@ -210,6 +210,19 @@ def test_what_does_not_grow_evenly_is_not_told():
     assert at_full_size(lambda points: {}, 12, 4) is None
 
 
+def test_no_less_is_reserved_than_held():
+    def found(points: Sequence[Point]) -> dict[Point, Report]:
+        return {point: one(*point[0]) for point in points}
+
+    def one(layers: int) -> Report:
+        phases = {"forward": 20 * layers}
+        return {"peak_allocated_bytes": 20 * layers, "peak_by_phase": phases, "peak_reserved_bytes": 300 - layers}
+
+    made = at_full_size(found, 126, 2)
+    assert made is not None
+    assert made["peak_reserved_bytes"] == made["peak_allocated_bytes"] == 20 * 126
+
+
 def _deep(elsewhere: Callable[[int], int], **more: Callable[[int], int]) -> int | None:
     def found(points: Sequence[Point]) -> dict[Point, Report]:
         return {point: one(*point[0]) for point in points}

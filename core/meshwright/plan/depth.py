@@ -30,8 +30,8 @@ DEPTHS = ((2, 4, 6), (4, 6, 8), (6, 8, 10))
 one does not tell: in a shallow model the peak may lie elsewhere."""
 MICROBATCHES = (2, 3, 4)
 """Likewise; the first alone is not as the others are."""
-PEAK, PHASES = "peak_allocated_bytes", "peak_by_phase"
-NEARLY = ("peak_reserved_bytes", "step_seconds", "busy_seconds", PHASES)
+PEAK, PHASES, RESERVED = "peak_allocated_bytes", "peak_by_phase", "peak_reserved_bytes"
+NEARLY = (RESERVED, "step_seconds", "busy_seconds", PHASES)
 """What need not grow evenly; of parts of a step those in which less is held."""
 
 
@@ -82,6 +82,9 @@ class Net:
                 made[key] = nearly_combined(terms)
         if made[PEAK] != max(made[PHASES].values()):
             raise NotLinear
+        if RESERVED in made:
+            # Granules of small jobs may tell less.
+            made[RESERVED] = max(made[RESERVED], made[PEAK])
         return made
 
     def between(self, point: Point, found: Mapping[Point, Report]) -> Report:
