@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.cli.imports import uncollected
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.mesh.world import open_world
@@ -97,7 +98,7 @@ def deep_plan(layout: Layout, *, from_small: bool) -> list[dict[str, Any]] | Non
         return known[-1]
 
     ranks = representatives(job.degrees)
-    with pytest.MonkeyPatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched, uncollected():
         patched.setattr(planned_module, "from_small", asked)
         found = planned_module.plan(job, device, ranks)["ranks"]
     return None if from_small and known != [found] else [each for each in found if each["rank"] in ranks]

@@ -18,7 +18,7 @@ from ..device import Device
 from ..links import members
 from ..meter import OWNERS
 from ..time import COMPUTE, Span, Timeline
-from ..trace import Trace
+from ..trace import Operation, Trace
 
 INSIDE, BETWEEN = "inside", "between"
 """Links: within a node, and between nodes."""
@@ -56,7 +56,11 @@ class Memory:
 
 def memory(found: Trace, line: Timeline, most: int = 2000) -> Memory:
     """Of one rank, at about so many moments at most: of each stretch those at which least and most is held are kept."""
-    last = {each.logged: each for each in found.operations}
+    last: dict[int, Operation] = {}
+    for each in found.operations:
+        # Marks for profilers hold nothing.
+        if each.logged not in last or not each.name.startswith("profiler."):
+            last[each.logged] = each
     totals, total, begin = [], 0, 0
     for logged in sorted(last):
         total += sum(change for _, change in found.log[begin:logged])
