@@ -126,14 +126,15 @@ def model(model_type: str, dtype: str, layers: int = 4, is_adapted: bool = False
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    model_type, _, experts = model_type.partition(" of ")
+    is_grouped = model_type.endswith(" grouped")
+    model_type, _, experts = model_type.removesuffix(" grouped").partition(" of ")
     more = (
         {}
         if model_type == "llama"
         else {**EXPERTS, **(dict.fromkeys(("num_experts", "num_experts_per_tok"), int(experts)) if experts else {})}
     )
     config = AutoConfig.for_model(model_type, **SIZES, **more, **tokens)
-    config._experts_implementation = "eager"
+    config._experts_implementation = "grouped_mm" if is_grouped else "eager"
     config.num_hidden_layers = layers
     with torch.device("meta"):
         made: nn.Module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))

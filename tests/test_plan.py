@@ -51,6 +51,8 @@ EXACT = [
     Layout("ddp", 4, {"pp_size": 2}),
     Layout("fsdp2", 2, {}, model="qwen3_moe"),
     Layout("fsdp2", 2, {"ep_size": 2}, model="qwen3_moe"),
+    Layout("fsdp2", 2, {}, dtype="float32", model="qwen3_moe grouped"),
+    Layout("fsdp2", 2, {"pp_size": 2}, MIXED, dtype="float32", model="qwen3_moe grouped"),
 ]
 
 
