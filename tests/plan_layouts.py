@@ -61,7 +61,13 @@ class Layout:
         counts = {"layers": (self.layers, 4), "microbatches": (self.microbatches, 2)}
         parts += [f"{name}={value}" for name, (value, default) in counts.items() if value != default]
         parts += ["adapters"] if self.is_adapted else []
-        return "-".join([*parts, f"{self.ranks}ranks", *({self.dtype, self.model} - {"float64", "llama"})])
+        return "-".join(
+            [
+                *parts,
+                f"{self.ranks}ranks",
+                *(each for each in (self.dtype, self.model) if each not in ("float64", "llama")),
+            ]
+        )
 
     def job(self) -> Job:
         wrapper = {"pipeline": dict(self.wrapper)} if self.wrapper else None
