@@ -250,9 +250,9 @@ def test_views_share_the_key_of_their_storage() -> None:
 
 def test_written_arguments_are_known() -> None:
     aten = torch.ops.aten
-    assert written_arguments(aten.normal_.default) == [0]
-    assert written_arguments(aten.add.out) == ["out"]
-    assert written_arguments(aten.add.Tensor) == []
+    assert written_arguments(aten.normal_.default) == (0,)
+    assert written_arguments(aten.add.out) == ("out",)
+    assert written_arguments(aten.add.Tensor) == ()
 
 
 def test_operators_that_draw_random_numbers_are_known() -> None:
