@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import torch
 import yaml
 from plan_layouts import SIZES
 
-from meshwright.base.errors import ConfigError, MeshwrightError
+from meshwright.base.errors import ConfigError, MeshwrightError, TrainingError
 from meshwright.cli.plan import load_job
 from meshwright.mesh.sizes import Degrees
 from meshwright.plan.device import Device, find_device
@@ -232,6 +233,13 @@ def test_where_nothing_fits_the_nearest_is_told_and_what_to_change(tmp_path):
     assert "nothing fits on 2 x" in told
     assert "GiB too much" in told
     assert "Use more devices" in told
+
+
+def test_a_process_that_dies_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("meshwright.plan.search.search.answer", os._exit)
+    monkeypatch.setattr("meshwright.plan.search.search.Search._request", lambda *_, **__: 9)
+    with pytest.raises(TrainingError, match="one of the 2 processes that trace layouts has died"):
+        recommend(_file(tmp_path), [*SHARDED, "tp_size=1"], 2, "h100-80gb", processes=2)
 
 
 def test_nodes_limit_the_devices_that_are_used(tmp_path):

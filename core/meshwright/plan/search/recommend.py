@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import active_children, get_context
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ...base.errors import ConfigError
+from ...base.errors import ConfigError, TrainingError
 from ...base.validation import validated
 from ...launch.cores import usable_cores
 from ...parallel.expert.find import find_experts
@@ -68,6 +68,7 @@ def recommend(
 
     Raises:
         ConfigError: nothing fits, or what is given is not valid.
+        TrainingError: a process that traces has died.
         MeshwrightError: as training does.
     """
     on = find_device(device)
@@ -77,8 +78,15 @@ def recommend(
     with _executor(processes) as executor:
         space = _space(values, assignments, world, on)
         search = Search(space, executor, processes, wanted, limit_s, expert_imbalance)
-        search.run()
-        search.settle()
+        try:
+            search.run()
+            search.settle()
+        except BrokenExecutor as error:
+            raise TrainingError(
+                f"one of the {processes} processes that trace layouts has died, perhaps for lack of memory: each takes "
+                f"about half a GiB, and more for many experts or long sequences. Free some, or keep what you know, "
+                f"such as --set pp_size=1."
+            ) from error
     if not search.found:
         raise ConfigError(_nothing(search))
     return _report(search, assignments, batch_tokens)
