@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -175,6 +176,8 @@ def _begin() -> None:
     import transformers.models.auto.modeling_auto  # noqa: F401
 
     torch.set_num_threads(1)
+    # A run that is planned or trained warns itself.
+    warnings.simplefilter("ignore")
 
 
 class _Here(Executor):

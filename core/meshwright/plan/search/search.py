@@ -36,7 +36,7 @@ CHANCE = 0.02
 """Who fits less likely is left out."""
 UNLIKELY = 1.0
 """What a candidate's seconds are multiplied by, to this power, for one that fits e times less likely."""
-LOOKING = 0.65
+LOOKING = 0.7
 """The part of the time in which layouts are looked for; the rest is for whole plans of the best."""
 WAITING = 0.1
 """The part in which those are waited for that are traced when it is over."""
@@ -154,12 +154,13 @@ class Search:
         return sorted(self.found, key=lambda each: each.seconds)
 
     def open(self) -> list[tuple[float, Candidate]]:
-        """Those that could be among the best for all that is known, with the seconds that are expected of them; first
-        those that would have been looked at first."""
+        """Those that could be faster than the last of the best for all that is known, with the seconds that are
+        expected of them; first those that would have been looked at first."""
         if not self.candidates:
             return []
         least, expected = self._bounds([])
-        found = (least < math.log(self.worst)).nonzero().flatten().tolist()
+        best = self.best()
+        found = (least < math.log(best[-1].seconds if best else math.inf)).nonzero().flatten().tolist()
         found.sort(key=lambda number: float(least[number]))
         return [(math.exp(expected[number]), self.candidates[number]) for number in found]
 
