@@ -4,8 +4,7 @@
     python tests/plan_sweep.py --deep [--only TEXT]     # benchmarks/results/plan_deep.json
 
 Each layout is planned and done: bytes at the peak, what holds them, what is held between steps, and each collective in
-its order. Results of layouts that are not run again stay in the file. Where real ranks differ from a plan, they are
-asked again, up to `TRIES` times: threads of gloo may hold what they have sent for a moment longer.
+its order. Results of layouts that are not run again stay in the file.
 
 With --deep, pipelines that are planned from small ones are compared with all of their stages traced whole.
 """
@@ -33,7 +32,6 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "plan_exact.
 DEEP_RESULTS = RESULTS.with_name("plan_deep.json")
 SP = {"sequence_parallel": True}
 MOE, EIGHT = "qwen3_moe", "qwen3_moe of 8"
-TRIES = 3
 
 
 def pipelines(engine: str, ranks: int, sizes: dict[str, int], **kwargs: Any) -> list[Layout]:
@@ -148,16 +146,6 @@ LAYOUTS += [each for each in of_conformance() if each not in LAYOUTS]
 
 
 def compared(layout: Layout) -> dict[str, Any]:
-    """As `compared_once`, and after how many tries, if not the first."""
-    for tries in range(1, TRIES + 1):
-        row = compared_once(layout)
-        if row.get("exact", True):
-            break
-        print(json.dumps({**row, "try": tries}), flush=True)
-    return {**row, "tries": tries} if tries > 1 else row
-
-
-def compared_once(layout: Layout) -> dict[str, Any]:
     """How a plan and real ranks differ; the error where either is refused."""
     row: dict[str, Any] = {"layout": str(layout), "ranks": layout.ranks}
     try:

@@ -76,7 +76,7 @@ from meshwright._compat.transformers import (
 from meshwright.model.pretrained.files import Held
 from meshwright.model.pretrained.recorded import Recorded
 from meshwright.testing import pool
-from meshwright.testing._compat import bound_arguments, process_group, unwraps_itself
+from meshwright.testing._compat import GLOO_THREAD, bound_arguments, process_group, unwraps_itself
 from meshwright.testing.models import case_model, tiny_model
 from meshwright.testing.pool import GROUP_TIMEOUT_S
 
@@ -93,6 +93,15 @@ def test_flattened_views_are_registered_in_the_root_mesh() -> None:
         assert ranks == [0, 1, 2, 3]
         assert names == ("dp_replicate", "dp_shard_cp")
         assert coordinate == rank % 2
+
+
+def _names_of_threads() -> set[str]:
+    dist.barrier()
+    return {(task / "comm").read_text(encoding="utf-8").strip() for task in Path("/proc/self/task").iterdir()}
+
+
+def test_threads_of_gloo_are_known_by_their_name() -> None:
+    assert all(GLOO_THREAD in names for names in pool(2).run(_names_of_threads))
 
 
 def _timeouts() -> tuple[timedelta, timedelta, timedelta, list[bool]]:

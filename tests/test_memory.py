@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import hashlib
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from meshwright.plan.meter import StepMeter
+from meshwright.testing._compat import GLOO_THREAD
 from meshwright.testing.memory import Held, measure_memory
 from meshwright.testing.pool import pool
 
@@ -156,3 +163,39 @@ def test_the_cost_of_an_operation_does_not_grow_with_what_is_held() -> None:
         return times[0]
 
     assert min(seconds(20_000) for _ in range(3)) < 5 * min(seconds(20) for _ in range(3))
+
+
+def _measured_peak(work: Callable[[], None]) -> int:
+    return measure_memory(work, []).peak.total
+
+
+def _step_peak(work: Callable[[], None]) -> int:
+    meter = StepMeter(is_real=True)
+    meter.begin()
+    with meter:
+        work()
+    return meter.peak
+
+
+@pytest.mark.parametrize("peak_of", [_measured_peak, _step_peak], ids=["measured", "planned"])
+def test_what_a_thread_of_gloo_is_about_to_let_go_of_is_not_held(peak_of):
+    def work() -> None:
+        sent, is_on = [_floats(MB)], threading.Event()
+
+        def let_go() -> None:
+            set_name = ctypes.CDLL(None).prctl
+            set_name(15, GLOO_THREAD.encode(), 0, 0, 0)
+            is_on.set()
+            # Busy, without Python's lock.
+            hashlib.sha256(bytes(64 * MB)).digest()
+            sent.clear()
+
+        thread = threading.Thread(target=let_go)
+        thread.start()
+        is_on.wait()
+        received = _floats(MB)
+        assert not sent
+        assert received.numel() == MB
+        thread.join()
+
+    assert peak_of(work) == 4 * MB

@@ -37,6 +37,7 @@ _GROUPS = "tests/test_optimizer_groups.py"
 _EMA = "tests/test_ema.py"
 _RUN = "tests/test_run_directory.py"
 _REGISTRY = "tests/test_registry.py"
+_HELD_BY_THREADS = "tests/test_memory.py::test_what_a_thread_of_gloo_is_about_to_let_go_of_is_not_held"
 _F = "plugins/fsdp2/tests"
 _D = "plugins/ddp/tests"
 _M = "plugins/megatron_fsdp/tests"
@@ -3372,6 +3373,23 @@ _bug(
     "if False and",
     f"{_PLANNED}[fsdp2-adapters-2ranks]",
     kind="a plan has one more buffer for each unit that FSDP gathers as bytes",
+)
+
+_bug(
+    "peaks_while_threads_let_go",
+    "meshwright.plan.meter",
+    "if self._is_real and",
+    "if not self._is_real and",
+    f"{_HELD_BY_THREADS}[planned]",
+    kind="what is measured depends on when a thread of the backend gets a core",
+)
+_bug(
+    "threads_at_work_are_idle",
+    "meshwright.testing.gloo_threads",
+    'state != "S"',
+    'state == "X"',
+    f"{_HELD_BY_THREADS}[measured]",
+    kind="what is measured depends on when a thread of the backend gets a core",
 )
 
 # -- signals and jobs, again

@@ -33,6 +33,7 @@ from .._compat.planning import in_backward
 from .._compat.torch import UncompiledMode
 from ..tensors.nested import is_on_meta, tensors_in
 from ..testing.collectives import NAMESPACES
+from ..testing.gloo_threads import settle
 from ..testing.meter import Block, Meter, storage_of
 from ..testing.observe import Observer, name_of
 
@@ -76,6 +77,9 @@ class Held:
 class StepMeter(Meter, UncompiledMode):
     """Writes down what happens to memory in a step; where nothing is compiled.
 
+    Args:
+        is_real: whether collectives happen, whose tensors may be in use for a moment longer than is planned.
+
     Attributes:
         after: sees each operation, too, once its memory is written down: one mode for both.
         log: (block, change in bytes) in their order, since `begin`, what was held then first.
@@ -84,8 +88,9 @@ class StepMeter(Meter, UncompiledMode):
         peaks: the most that was held in each `step_phase`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_real: bool = False) -> None:
         super().__init__(round_to=ROUND_TO)
+        self._is_real = is_real
         self.phase, self.module = "other", ""
         self.after: Observer | None = None
         self._made: dict[int, str] = {}
@@ -152,6 +157,8 @@ class StepMeter(Meter, UncompiledMode):
             self._note_messages(result if makes_anew else (), always=True)
             self._note_messages((args, kwargs), always=False)
         phase = self.step_phase
+        if self._is_real and self.total > self.peaks.get(phase, 0):
+            settle()
         self.peaks[phase] = max(self.total, self.peaks.get(phase, 0))
         # Of equal moments the last, as in `testing.memory`.
         if self.total >= self.peak and operation.namespace != "profiler":

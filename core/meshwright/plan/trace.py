@@ -171,7 +171,7 @@ def traces(job: Job, mesh: Mesh, counts: Sequence[int]) -> list[Trace]:
         make_batch = _batch_maker(job, model)
         batches = [make_batch() for _ in range(counts[0])]
         manager = job.stack.build(mesh)
-    meter = StepMeter()
+    meter = StepMeter(is_real=not mesh.world.is_planned)
     meter.see(tensors_in(batches))
     with meter:
         manager.parallelize(model, NoValues() if mesh.world.is_planned and is_meta(model) else None)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..tensors.nested import tensors_in
+from .gloo_threads import settle
 from .meter import Meter, storage_of
 
 
@@ -100,6 +101,8 @@ class _Meter(Meter):
         self.update_peak()
 
     def update_peak(self) -> None:
+        if self.total > self.peak.total:
+            settle()
         # Of equal moments the last: a gradient is in its place only after the operation that makes it.
         if self.total >= self.peak.total:
             self.peak = self.now()

@@ -73,7 +73,7 @@ class Comparison:
         if self.plan is None or not self.sees_operators:
             return nullcontext()
         if self._meter is None:
-            self._meter = StepMeter()
+            self._meter = StepMeter(is_real=True)
         return self._meter
 
     def around(self, manager: StrategyManager) -> Callable[[int], AbstractContextManager[None]]:
