@@ -40,6 +40,7 @@ from meshwright._compat.peft import (
 )
 from meshwright._compat.planning import Fakes, handed_on, in_backward, is_asking_for_shapes
 from meshwright._compat.torch import (
+    GLOO_THREAD,
     TorchDispatchMode,
     all_gather,
     all_reduce,
@@ -76,7 +77,7 @@ from meshwright._compat.transformers import (
 from meshwright.model.pretrained.files import Held
 from meshwright.model.pretrained.recorded import Recorded
 from meshwright.testing import pool
-from meshwright.testing._compat import GLOO_THREAD, bound_arguments, process_group, unwraps_itself
+from meshwright.testing._compat import bound_arguments, process_group, unwraps_itself
 from meshwright.testing.models import case_model, tiny_model
 from meshwright.testing.pool import GROUP_TIMEOUT_S
 

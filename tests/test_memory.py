@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from meshwright._compat.torch import GLOO_THREAD
 from meshwright.plan.meter import StepMeter
-from meshwright.testing._compat import GLOO_THREAD
 from meshwright.testing.memory import Held, measure_memory
 from meshwright.testing.pool import pool
 

@@ -3385,7 +3385,7 @@ _bug(
 )
 _bug(
     "threads_at_work_are_idle",
-    "meshwright.testing.gloo_threads",
+    "meshwright.launch.gloo_threads",
     'state != "S"',
     'state == "X"',
     f"{_HELD_BY_THREADS}[measured]",
@@ -4046,4 +4046,15 @@ _bug(
     "ranks",
     "tests/test_plan_pictures.py::test_the_plans_of_all_stages_are_drawn",
     kind="a picture leaves out a part of what it is of",
+)
+
+# -- ends of processes
+
+_bug(
+    "ends_while_threads_hold_tensors",
+    "meshwright.launch.gloo_threads",
+    "atexit.register(settle)",
+    "settle()",
+    "tests/test_gloo_threads.py::test_a_process_ends_once_threads_of_gloo_have_let_go",
+    kind="a process ends before what runs in it has",
 )

@@ -21,6 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from ..base.errors import MeshError
 
+GLOO_THREAD = "pt_gloo_runloop"
+"""How the system names threads that run gloo's collectives. Private because torch does not tell of them."""
+
 
 class UncompiledMode(TorchDispatchMode):
     """A mode under which nothing is compiled, so that torch need not keep its compiler away from each operator."""

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from .._compat.torch import group_timeout, groups_with_timeout
 from ..base.errors import MeshError, MeshwrightError
 from ..launch.background import in_background
+from ..launch.gloo_threads import settle_at_exit
 from ..launch.join import join, local_rank
 from ..launch.rank import started_by_launcher
 from ..launch.slurm import devices_of_step
@@ -248,6 +249,7 @@ def open_world(
             do not say how the processes find each other.
     """
     join(has_store=store is not None)
+    settle_at_exit()
     chosen = find_device(device)
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(chosen.index)

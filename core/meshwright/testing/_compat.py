@@ -15,9 +15,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import _redistribute
 
-GLOO_THREAD = "pt_gloo_runloop"
-"""How the system names threads that run gloo's collectives. Private because torch does not tell of them."""
-
 
 def bound_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by the names of the operation's schema; those left out are missing.

@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..launch.gloo_threads import settle
 from ..tensors.nested import tensors_in
-from .gloo_threads import settle
 from .meter import Meter, storage_of
 
 

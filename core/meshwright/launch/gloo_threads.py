@@ -1,16 +1,20 @@
 """Wait for gloo's threads: a collective is over a moment before its thread lets go of the tensors that it has sent.
 
-What a rank holds is the same in each run only once they have; on a busy machine that moment may last.
+On a busy machine that moment may last. What a rank holds is the same in each run only once it is over; and a process
+that ends before is aborted by its own thread ("terminate called without an active exception"), which needs Python's
+lock to free a tensor, and finds no Python any more: pytorch/pytorch pull request 179291, issue 190489.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ._compat import GLOO_THREAD
+from .._compat.torch import GLOO_THREAD
 
 _A_MOMENT, _AT_MOST = 5e-5, 1.0
 _TASKS = Path("/proc/self/task")
@@ -30,6 +34,12 @@ def settle() -> None:
         time.sleep(_A_MOMENT)
         while any(state != "S" for state in _states()) and time.monotonic() < end:
             time.sleep(_A_MOMENT)
+
+
+@functools.cache
+def settle_at_exit() -> None:
+    """Have this process `settle` before Python ends."""
+    atexit.register(settle)
 
 
 def _states() -> Iterator[str]:
