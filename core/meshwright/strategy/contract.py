@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import BaseModel
 
+from ..base.errors import StrategyError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
@@ -157,6 +159,23 @@ class StrategyManager(ABC):
         Returns:
             Total norm of the whole model's gradient before clipping, scalar, equal on all ranks.
         """
+
+    def gradient_norms(self) -> dict[str, float]:
+        """The 2-norms of the gradients of each part of the whole model, between `forward_backward` and
+        `clip_grad_norm`; it changes nothing, and waits for the device.
+
+        Returns:
+            Under the name of each block, and under "embedding", "head" and "other", as far as they train; equal on all
+            ranks. Every parameter that trains is in one of them, and under the first of its names: the root of the sum
+            of their squares is the total norm.
+
+        Raises:
+            StrategyError: the strategy does not tell them; on all ranks.
+        """
+        raise StrategyError(
+            f"{type(self).__name__} does not tell gradient norms by block. Leave them out (metrics.norms_every in a run "
+            f"file), or derive the strategy from DataParallelManager, or give it a gradient_norms of its own."
+        )
 
     @abstractmethod
     def optimizer_step(self) -> None:
