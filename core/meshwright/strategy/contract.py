@@ -173,8 +173,8 @@ class StrategyManager(ABC):
             StrategyError: the strategy does not tell them; on all ranks.
         """
         raise StrategyError(
-            f"{type(self).__name__} does not tell gradient norms by block. Leave out norms_every (metrics.norms_every in "
-            f"a run file), or derive the strategy from DataParallelManager, which tells them."
+            f"{type(self).__name__} does not tell gradient norms by block. Leave out norms_every (in a run file, "
+            f"metrics.norms_every), or derive the strategy from DataParallelManager, which tells them."
         )
 
     @abstractmethod

@@ -109,7 +109,7 @@ def squares_by_part(
 ) -> Tensor:
     """The sums of squares of the gradients of each of several parts of a model.
 
-    Collective: for each set of groups, one all-reduce of a vector over each of them.
+    Collective: for each set of groups, one all-reduce of a vector over each of them that has several ranks.
 
     Args:
         parameters: with their gradients, plain or DTensors; None is zeros.
@@ -128,7 +128,8 @@ def squares_by_part(
         gradients = [(parts[index], grad) for index in mine if (grad := parameters[index].grad) is not None]
         vector = _squares([(part, _local(grad)) for part, grad in gradients], count, device, wide)
         for group in sharding:
-            dist.all_reduce(vector, group=group)
+            if group.size() > 1:
+                dist.all_reduce(vector, group=group)
         totals[device] = totals[device] + vector if device in totals else vector
     return sum((total.cpu() for total in totals.values()), torch.zeros(count, dtype=torch.float64))
 

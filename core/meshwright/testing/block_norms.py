@@ -56,6 +56,7 @@ def train_by_block(
     sizes: Mapping[str, Any],
     case: Case,
     device: str = "cpu",
+    wrapper_config: Mapping[str, Any] | None = None,
     asks: bool = True,
 ) -> FoundNorms:
     """The task of one rank.
@@ -66,7 +67,7 @@ def train_by_block(
     Raises:
         AssertionError: asking has changed gradients.
     """
-    manager = build_manager(strategy, config, sizes, case, device=device)
+    manager = build_manager(strategy, config, sizes, case, device=device, wrapper_config=wrapper_config)
     losses, norms, by_block = [], [], []
     for step in range(case.steps):
         microbatches = share(case, step, manager.mesh.data_rank, manager.mesh.data_size)

@@ -56,7 +56,7 @@ class Comparison:
     plan: dict[str, Any] | None
     why_not: str = ""
     refusal: MeshwrightError | None = None
-    model: ModelFlops = ModelFlops(None)
+    model: ModelFlops = field(default_factory=lambda: ModelFlops(None))
     peak_flops: float | None = None
     has_time: bool = False
     sees_operators: bool = True
