@@ -23,6 +23,7 @@ class Background(Generic[ItemT]):
         self._changed = threading.Condition()
         self._is_finishing = False
         self._error: Exception | None = None
+        self._has_failed = False
         # One that hangs is not to keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -35,6 +36,8 @@ class Background(Generic[ItemT]):
         """
         with self._changed:
             self._raise_error()
+            if self._has_failed:
+                return
             self._waiting += items
             self._changed.notify()
 
@@ -70,5 +73,5 @@ class Background(Generic[ItemT]):
                 self._send(items)
             except Exception as error:
                 with self._changed:
-                    self._error = error
+                    self._error, self._has_failed = error, True
                 return
