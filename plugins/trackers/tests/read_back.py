@@ -18,10 +18,10 @@ _BLOCK, _HEADER = 32768, 7
 
 
 def tensorboard_points(directory: Path) -> Points:
-    return {
-        tag: [(event.step, event.value) for event in accumulated(directory).Scalars(tag)]
-        for tag in accumulated(directory).Tags()["scalars"]
-    }
+    found = accumulated(directory)
+    points = {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    # A name stays known where all that it had was voided.
+    return {tag: each for tag, each in points.items() if each}
 
 
 def accumulated(directory: Path) -> Any:
@@ -32,7 +32,7 @@ def accumulated(directory: Path) -> Any:
 
 
 def tensorboard_hparams(directory: Path) -> Any:
-    """What was said when the last session began and ended there, as the plugin's messages."""
+    """What was said when a session began and ended there, as the plugin's messages: of several, the first."""
     from tensorboard.plugins.hparams import metadata, plugin_data_pb2
 
     content = accumulated(directory).PluginTagToContent("hparams")

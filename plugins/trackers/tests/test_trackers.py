@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from read_back import (
     mlflow_points,
+    tensorboard_hparams,
     tensorboard_points,
     trackio_points,
     trackio_rows,
@@ -155,7 +156,7 @@ def test_the_four_trackers_are_known_and_nothing_of_them_is_imported_before_they
     [
         ("tensorbord", "Did you mean 'tensorboard'?"),
         ({"name": "wandb", "mode": "ofline"}, "mode: Input should be 'online', 'offline' or 'disabled'"),
-        ({"name": "mlflow", "run": "x"}, "run: unknown key. Did you mean 'run_name'?"),
+        ({"name": "mlflow", "runname": "x"}, "runname: unknown key. Did you mean 'run_name'?"),
         ({"name": "tensorboard", "flush_secs": 0}, "flush_secs: Input should be greater than or equal to 1"),
         ({"name": "trackio", "project": ""}, "project: String should have at least 1 character"),
     ],
@@ -190,6 +191,9 @@ def test_tensorboard_takes_what_is_not_finite_and_voids_what_is_done_again(tmp_p
     second.on_run_end(_ended(_run(tmp_path), 3))
     (_, one), (_, nan), (_, inf) = tensorboard_points(tmp_path / "logs")["train/loss"]
     assert (one, math.isnan(nan), inf) == (1.0, True, -math.inf)
+    # A first sitting that has failed leaves no verdict, which TensorBoard would keep.
+    _, verdict = tensorboard_hparams(tmp_path / "logs")
+    assert verdict.status == 1  # SUCCESS
 
 
 def test_wandb_has_what_is_not_finite_and_the_options_and_a_run_that_a_signal_has_ended(tmp_path: Path) -> None:
@@ -203,6 +207,11 @@ def test_wandb_has_what_is_not_finite_and_the_options_and_a_run_that_a_signal_ha
     tracker.on_step_end(_step(2, math.inf))
     tracker.on_run_end(_ended(_run(tmp_path), 2, "signal"))
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    # Written by a process of W&B's own, which this one does not wait for.
+    end = time.monotonic() + PATIENCE_S
+    while not any(each.WhichOneof("record_type") == "exit" for each in wandb_records(path)):
+        assert time.monotonic() < end, "the end is not written"
+        time.sleep(0.05)
     (_, nan), (_, inf) = wandb_points(path)["train/loss"]
     assert math.isnan(nan)
     assert inf == math.inf

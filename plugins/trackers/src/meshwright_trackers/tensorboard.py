@@ -59,11 +59,11 @@ class TensorBoard(Tracker):
         self._add([_text(name, text)], step=step)
 
     def end(self, reason: Reason, facts: Mapping[str, str | float]) -> None:
-        failed = reason == "failed"
-        status = api_pb2.STATUS_FAILURE if failed else api_pb2.STATUS_SUCCESS
-        ended = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
         self._add([_text("end", _table(facts or {"end/reason": reason}))], step=self._step)
-        self._add([_hparams(plugin_data_pb2.HParamsPluginData(session_end_info=ended))], step=self._step)
+        if reason not in ("failed", "signal"):
+            # TensorBoard keeps the first verdict, and a run that has failed may go on.
+            ended = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
+            self._add([_hparams(plugin_data_pb2.HParamsPluginData(session_end_info=ended))], step=self._step)
         self._writer.close()
 
     def _add(self, values: list[Summary.Value], step: int, ended: float | None = None) -> None:
