@@ -38,6 +38,6 @@ def traces_in(directory: Path) -> list[Path]:
         if found:
             return found
     raise ConfigError(
-        f"{directory} holds no profile: there is no {DIRECTORY}/rank-*.json.gz. Set profile.steps in the run file, such "
-        f"as --set profile.steps=[4,6], and run it."
+        f"{directory} holds no profile: there is no {DIRECTORY}/rank-*.json.gz. Set profile.steps in the run file, "
+        f"such as --set profile.steps=[4,6], and run it."
     )
