@@ -260,12 +260,14 @@ def from_values(values: Any, path: Path) -> Summary:
     Raises:
         ConfigError: it is none, or of another format.
     """
+    found = values.get("profile_summary") if isinstance(values, dict) else None
+    if found is None:
+        raise ConfigError(f"{path} is no summary of a profile. Give the one in the directory profile of a run.")
+    if found != FORMAT:
+        raise ConfigError(
+            f"{path} is a summary of format {found!r}, and this version reads {FORMAT}. Give the trace beside it."
+        )
     try:
-        if values["profile_summary"] != FORMAT:
-            raise ConfigError(
-                f"{path} is a summary of format {values['profile_summary']!r}, and this version reads {FORMAT}. Give "
-                f"the trace that it was made of."
-            )
         plain = {name: value for name, value in values.items() if name != "profile_summary"}
         rows: Mapping[str, type[Any]] = {
             "operators": OperatorTime,
@@ -279,5 +281,5 @@ def from_values(values: Any, path: Path) -> Summary:
         return Summary(**plain)
     except (AttributeError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} is neither a trace of torch.profiler nor a summary of one: {type(error).__name__}: {error}."
+            f"{path} is no whole summary of a profile ({type(error).__name__}: {error}). Give the trace beside it."
         ) from None
