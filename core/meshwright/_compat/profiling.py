@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
+from torch.profiler import record_function
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 
@@ -24,6 +26,11 @@ def quieten_kineto() -> None:
 def is_profiled() -> bool:
     """Whether a profiler of torch runs in this process. Private, since torch's own check is for its operators."""
     return bool(torch.autograd._profiler_enabled())
+
+
+def marked(name: str) -> AbstractContextManager[object]:
+    """A stretch of a run by its name, in the trace of whatever profiler of torch runs; nothing where none does."""
+    return record_function(name) if is_profiled() else nullcontext()
 
 
 def seen_by(profiler: torch.profiler.profile) -> Iterator[tuple[str, str, int, int, int]]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-MARK = "meshwright::"
-"""How the names begin of what the loop marks: its steps, and the parts of a step."""
+from ..events.marks import MARK, WAIT
+
 OPERATOR, ANNOTATION, KERNEL = "cpu_op", "user_annotation", "kernel"
 """Kinds of spans, as Kineto's categories."""
 ON_DEVICE = (KERNEL, "gpu_memcpy", "gpu_memset")
@@ -44,10 +44,11 @@ class Span:
 
     @property
     def is_communication(self) -> bool:
-        """Whether it is a message under way: a kernel of NCCL, or what a thread of gloo does for a collective."""
+        """Whether it is a message under way: a kernel of NCCL, what a thread of gloo does for a collective, or a wait
+        for what other ranks have to say of a step."""
         if self.kind == KERNEL:
             return self.name.startswith("nccl")
-        return self.kind == ANNOTATION and self.name.startswith("gloo:")
+        return self.kind == ANNOTATION and (self.name.startswith("gloo:") or self.name == WAIT)
 
     @property
     def sends(self) -> bool:
@@ -72,6 +73,7 @@ class Span:
     @property
     def part(self) -> str | None:
         """The part of a step that it marks."""
-        if self.kind != ANNOTATION or not self.name.startswith(MARK) or self.step is not None:
+        is_mark = self.kind == ANNOTATION and self.name.startswith(MARK)
+        if not is_mark or self.name == WAIT or self.step is not None:
             return None
         return self.name.removeprefix(MARK)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..base.errors import ConfigError
+from ..events.marks import MARK, WAIT
 from .activity import Activity, activity
 from .intervals import Intervals, common, length, union, without
 from .memory import MemoryPeak, memory_peak
-from .spans import ON_DEVICE, OPERATOR, Span
+from .spans import ANNOTATION, ON_DEVICE, OPERATOR, Span
 from .trace import Trace
 
 FORMAT = 1
@@ -195,9 +196,9 @@ def _communication(spans: Sequence[Span], did: Activity) -> list[CommunicationTi
 
 
 def _kind(span: Span) -> str:
-    """What a collective is called: gloo's own name, or the part of a kernel's before its types and options."""
-    if span.name.startswith("gloo:"):
-        return span.name
+    """What a collective is called: gloo's own name, or ours, or the part of a kernel's before its types and options."""
+    if span.kind == ANNOTATION:
+        return span.name.removeprefix(MARK)
     words = span.name.split("(")[0].split("_")
     return f"nccl:{words[1]}" if len(words) > 1 else span.name
 
@@ -211,7 +212,7 @@ def _passed(span: Span) -> int | None:
     shapes, types = details.get("Input Dims"), details.get("Input type")
     if not isinstance(shapes, list) or not isinstance(types, list):
         # Barriers pass nothing.
-        return 0 if span.name.endswith(":barrier") else None
+        return 0 if span.name.endswith(":barrier") or span.name == WAIT else None
     return sum(
         _BYTES[kind] * _product(shape) for shape, kind in zip(shapes, types, strict=False) if _BYTES.get(kind) and shape
     )
