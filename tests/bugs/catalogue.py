@@ -4101,3 +4101,47 @@ _bug(
     "tests/test_observers.py::test_parts_of_an_accelerator_are_told_as_soon_as_they_are_known",
     kind="what is reported is not what was done",
 )
+
+# -- plugins/trackers
+
+_TRACKERS = "plugins/trackers/tests/test_trackers.py"
+_bug(
+    "steps_are_shown_twice",
+    "meshwright_trackers.tensorboard",
+    "step=run.start + 1, session_log=started",
+    "step=run.steps + 1, session_log=started",
+    f"{_TRACKERS}::test_tensorboard_takes_what_is_not_finite_and_voids_what_is_done_again",
+    kind="what a run that goes on does again is kept beside what it replaces",
+)
+_bug(
+    "another_run_of_mlflow",
+    "meshwright_trackers.mlflow",
+    "if not found:",
+    "if run.start == 0 or not found or found[0].info.status != 'RUNNING':",
+    f"{_TRACKERS}::test_mlflow_goes_on_with_its_run_and_keeps_options_that_have_changed",
+    kind="a run that goes on is a new one to those who watch it",
+)
+_bug(
+    "secrets_are_told",
+    "meshwright_trackers.metrics",
+    'if name != "trackers"',
+    "if name",
+    f"{_TRACKERS}::test_parameters_are_the_run_file_with_dots_and_no_secret_of_a_tracker",
+    kind="a secret of a file is shown to whoever sees the run",
+)
+_bug(
+    "a_lost_server_is_not_told",
+    "meshwright_trackers.background",
+    "self._error, self._has_failed = error, True",
+    "self._has_failed = True",
+    f"{_TRACKERS}::test_what_is_sent_in_the_background_is_sent_in_order_and_what_fails_is_raised_once",
+    kind="a failure in a thread is swallowed",
+)
+_bug(
+    "failed_runs_are_finished",
+    "meshwright_trackers.tracker",
+    'self.end("failed", {})',
+    'self.end("done", {})',
+    f"{_TRACKERS}::test_mlflow_goes_on_with_its_run_and_keeps_options_that_have_changed",
+    kind="a run that has failed looks done",
+)
