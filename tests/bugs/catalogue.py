@@ -4144,6 +4144,8 @@ _bug(
     'self.end("done", {})',
     f"{_TRACKERS}::test_mlflow_goes_on_with_its_run_and_keeps_options_that_have_changed",
     kind="a run that has failed looks done",
+)
+
 # -- profiles
 
 _bug(
@@ -4154,6 +4156,7 @@ _bug(
     "tests/test_profile.py::test_an_operator_that_waits_for_messages_computes_nothing_though_another_is_around_it",
     kind="exposed communication is told as computing",
 )
+
 _bug(
     "threads_of_gloo_compute",
     "meshwright.profile.activity",
@@ -4162,6 +4165,7 @@ _bug(
     "tests/test_profile.py::test_on_a_cpu_exposed_is_what_gloo_takes_while_the_main_thread_runs_no_operator",
     kind="exposed communication is told as computing",
 )
+
 _bug(
     "kernels_of_nccl_compute",
     "meshwright.profile.activity",
@@ -4170,6 +4174,7 @@ _bug(
     "tests/test_profile.py::test_on_a_gpu_exposed_is_what_nccl_takes_while_no_other_kernel_or_copy_runs",
     kind="exposed communication is told as computing",
 )
+
 _bug(
     "waits_that_no_thread_shows",
     "meshwright.launch.background",
@@ -4178,6 +4183,7 @@ _bug(
     "tests/test_profile_runs.py::test_exposed_communication_is_sampled_on_the_first_rank_every_so_many_steps",
     kind="a wait for a late rank is not seen",
 )
+
 _bug(
     "windows_count_from_the_sitting",
     "meshwright.profile.recording",
@@ -4186,6 +4192,7 @@ _bug(
     "tests/test_profile_runs.py::test_a_resumed_run_profiles_what_is_left_of_its_windows",
     kind="a run that goes on counts its steps anew",
 )
+
 _bug(
     "every_rank_is_profiled",
     "meshwright.train.profiling",
@@ -4194,6 +4201,7 @@ _bug(
     "tests/test_profile_runs.py::test_a_run_profiles_the_steps_and_the_ranks_that_were_chosen",
     kind="an option is ignored",
 )
+
 _bug(
     "windows_of_other_lengths",
     "meshwright.profile.compare",
