@@ -279,6 +279,8 @@ def _fit(
         norms_every=config.metrics.norms_every,
         run=run,
     )
+    per_token, peak = mesh.world.from_first(lambda: _flops(companion))
+    loop = replace(loop, flops_per_token=per_token, peak_flops=peak)
     if source is not None:
         loop = replace(loop, start=source.step, state=source.watched)
     directory, observing = Path(config.output_dir), get_registry().observing
@@ -298,6 +300,11 @@ def _fit(
             held.enter_context(observing(companion))
             loop = replace(loop, around=around_both(loop.around, companion.around(manager)))
         return earlier + fit(manager, loop)
+
+
+def _flops(companion: Companion | None) -> tuple[float | None, float | None]:
+    """What the first rank knows of FLOPs: `flops_per_token` and `peak_flops` of the loop."""
+    return (None, None) if companion is None else (companion.flops_per_token, companion.peak_flops)
 
 
 def _run_info(
