@@ -22,6 +22,7 @@ from .plan import plan
 from .schema import schema
 from .strategies import strategies
 from .train import train
+from .watch import watch
 
 app = typer.Typer(
     name="meshwright",
@@ -43,6 +44,7 @@ app.add_typer(checkpoints, name="checkpoint")
 app.add_typer(data_commands, name="data")
 app.command()(export)
 app.command()(schema)
+app.command()(watch)
 
 
 def main() -> None:
