@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,38 +48,64 @@ class Columns:
         self.version += 1
         self.last_step = 0
 
-    def add(self, record: Mapping[str, Any]) -> bool:
-        """Add a line of a file of metrics; whether it is one, with a step of 1 or more."""
-        step = record.get(STEP)
+    def add(self, records: Sequence[Mapping[str, Any]]) -> int:
+        """Add lines of a file of metrics; how many are none, for want of a step of 1 or more."""
         # Beyond that, a step is no number of 8 bytes, nor one that a page could tell from the next.
-        if type(step) is not int or not 1 <= step < 1 << 53:
-            return False
-        if step <= self.last_step:
-            self._go_back(step)
-        self.last_step = step
-        self.version += 1
-        for name, value in record.items():
-            if name == STEP:
-                continue
-            if isinstance(value, dict):
-                for inner, each in value.items():
-                    self._put(f"{name}/{inner}", step, each)
-            else:
-                self._put(name, step, value)
-        return True
+        found = [record for record in records if type(step := record.get(STEP)) is int and 1 <= step < 1 << 53]
+        begin = 0
+        for place, record in enumerate(found):
+            before = found[place - 1][STEP] if place > begin else self.last_step
+            if record[STEP] <= before:
+                self._extend(found[begin:place])
+                self._go_back(record[STEP])
+                begin = place
+        self._extend(found[begin:])
+        self.version += len(found)
+        return len(records) - len(found)
 
-    def _put(self, name: str, step: int, value: Any) -> None:
-        found = value if type(value) is float else number(value)
-        if found is None:
-            return
-        column = self._columns.get(name)
-        if column is None:
+    def _extend(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Add records of ascending steps, column by column: most lines have the same keys."""
+        if records:
+            steps = array("q", [record[STEP] for record in records])
+            self._put("", steps, records)
+            self.last_step = steps[-1]
+
+    def _put(self, prefix: str, steps: array[int], records: Sequence[Mapping[str, Any]]) -> None:
+        signatures = dict.fromkeys(map(tuple, records))
+        for name in dict.fromkeys(name for names in signatures for name in names):
+            if not prefix and name == STEP:
+                continue
+            if len(signatures) == 1:
+                at, values = steps, [record[name] for record in records]
+            else:
+                have = [place for place, record in enumerate(records) if name in record]
+                at, values = array("q", [steps[place] for place in have]), [records[place][name] for place in have]
+            types = set(map(type, values))
+            if dict in types:
+                groups = [place for place, value in enumerate(values) if type(value) is dict]
+                self._put(
+                    f"{prefix}{name}/", array("q", [at[place] for place in groups]), [values[place] for place in groups]
+                )
+            if not types <= {float, int}:
+                numbers = [number(value) for value in values]
+                at = array("q", [step for step, value in zip(at, numbers, strict=True) if value is not None])
+                values = [value for value in numbers if value is not None]
+            if values:
+                self._column(f"{prefix}{name}", at, values)
+
+    def _column(self, name: str, steps: array[int], values: Sequence[float]) -> None:
+        if name not in self._columns:
             if len(self._columns) >= MAX_COLUMNS:
                 self.left_out = True
                 return
-            column = self._columns[name] = (array("q"), array("d"))
-        column[0].append(step)
-        column[1].append(found)
+            self._columns[name] = (array("q"), array("d"))
+        column = self._columns[name]
+        column[0].extend(steps)
+        try:
+            column[1].extend(array("d", values))
+        except OverflowError:
+            # An int that is larger than any float.
+            column[1].extend(found for value in values if (found := number(value)) is not None)
 
     def _go_back(self, step: int) -> None:
         """Forget what is of this step or later."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,43 +30,40 @@ _SECONDS = "seconds"
 
 
 class _Rank:
-    """The last steps of one rank."""
+    """The last steps of one rank.
+
+    Attributes:
+        steps: their numbers, ascending.
+        seconds: of each, for the whole step and by part.
+        memory: of the last, in bytes by kind.
+    """
 
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path, window=WINDOW)
-        self._steps: deque[dict[str, Any]] = deque(maxlen=LAST)
+        self._records: deque[dict[str, Any]] = deque(maxlen=LAST)
+        self.memory: dict[str, float] = {}
+        self.seconds: list[dict[str, float]] = []
+
+    @property
+    def last_step(self) -> int:
+        return self._records[-1]["step"] if self._records else 0
 
     def refresh(self) -> None:
         part = self._tail.read(WINDOW)
         if part.is_new:
-            self._steps.clear()
-        records, _ = parse_lines(part.lines)
+            self._records.clear()
+        records = [each for each in parse_lines(part.lines)[0] if type(each.get("step")) is int]
         for record in records:
-            step = record.get("step")
-            if type(step) is not int:
-                continue
-            while self._steps and self._steps[-1]["step"] >= step:
-                self._steps.pop()
-            self._steps.append(record)
+            while self._records and self._records[-1]["step"] >= record["step"]:
+                self._records.pop()
+            self._records.append(record)
+        if records or part.is_new:
+            self.memory = _numbers(self._records[-1].get("memory")) if self._records else {}
+            self.seconds = [_seconds(record) for record in self._records]
 
-    @property
-    def last_step(self) -> int:
-        return self._steps[-1]["step"] if self._steps else 0
 
-    @property
-    def memory(self) -> dict[str, float]:
-        """Of the last step, in bytes by kind."""
-        return _numbers(self._steps[-1].get("memory")) if self._steps else {}
-
-    def seconds(self, last: int) -> dict[str, list[float]]:
-        """Of the last steps, for the whole step and by part."""
-        found: dict[str, list[float]] = {}
-        for record in list(self._steps)[-last:]:
-            parts = {_SECONDS: record.get(_SECONDS), **_numbers(record.get("times"))}
-            for name, value in parts.items():
-                if (each := number(value)) is not None and math.isfinite(each):
-                    found.setdefault(name, []).append(each)
-        return found
+def _seconds(record: dict[str, Any]) -> dict[str, float]:
+    return _numbers({_SECONDS: record.get(_SECONDS)} | _object(record.get("times")))
 
 
 class Ranks:
@@ -98,10 +97,11 @@ class Ranks:
         for each in self._ranks.values():
             each.refresh()
         ranks = list(self._ranks)
-        seconds = [each.seconds(last) for each in self._ranks.values()]
+        seconds = [each.seconds[-last:] for each in self._ranks.values()]
         memory = [each.memory for each in self._ranks.values()]
-        parts = list(dict.fromkeys(name for each in seconds for name in each))
-        medians = {part: _over(seconds, part, np.median) for part in parts}
+        parts = _names(step for each in seconds for step in each)
+        spans = {part: _over(seconds, part) for part in parts}
+        medians = {part: span[1] for part, span in spans.items()}
         whole = medians.get(_SECONDS, np.array([]))
         step_seconds = float(np.nanmedian(whole)) if np.isfinite(whole).any() else 0.0
         slow = [each for part in parts for each in stragglers(ranks, part, medians[part], step_seconds=step_seconds)]
@@ -110,17 +110,10 @@ class Ranks:
             "steps": [each.last_step for each in self._ranks.values()],
             "last": last,
             "parts": {
-                part: {
-                    "median": plain(medians[part]),
-                    "low": plain(_over(seconds, part, np.min)),
-                    "high": plain(_over(seconds, part, np.max)),
-                }
-                for part in parts
+                part: dict(zip(("low", "median", "high"), map(plain, span), strict=True))
+                for part, span in spans.items()
             },
-            "memory": {
-                kind: plain(np.array([each.get(kind, math.nan) for each in memory]))
-                for kind in dict.fromkeys(name for each in memory for name in each)
-            },
+            "memory": {kind: plain(np.array([each.get(kind, math.nan) for each in memory])) for kind in _names(memory)},
             "stragglers": [
                 {
                     "rank": each.rank,
@@ -139,8 +132,7 @@ class Ranks:
         if path is None:
             return None
         columns = Columns()
-        for record in parse_lines(Tail(path, window=_WHOLE).read(_WHOLE).lines)[0]:
-            columns.add(record)
+        columns.add(parse_lines(Tail(path, window=_WHOLE).read(_WHOLE).lines)[0])
         found = {}
         for name in columns.names:
             steps, values = columns.column(name)
@@ -149,10 +141,31 @@ class Ranks:
         return {"rank": rank, "series": found}
 
 
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 def _numbers(value: Any) -> dict[str, float]:
-    given = value if isinstance(value, dict) else {}
-    return {name: found for name, each in given.items() if (found := number(each)) is not None}
+    """Those of an object that are finite."""
+    return {
+        name: found
+        for name, each in _object(value).items()
+        if (found := number(each)) is not None and math.isfinite(found)
+    }
 
 
-def _over(seconds: list[dict[str, list[float]]], part: str, of: Any) -> np.ndarray:
-    return np.array([float(of(each[part])) if part in each else math.nan for each in seconds])
+def _names(records: Iterable[dict[str, float]]) -> list[str]:
+    return list(dict.fromkeys(itertools.chain.from_iterable(dict.fromkeys(map(tuple, records)))))
+
+
+def _over(seconds: list[list[dict[str, float]]], part: str) -> np.ndarray:
+    """Lowest, median and highest of each rank's steps, float64 (3, R); NaN for a rank that has none."""
+    longest = max((len(each) for each in seconds), default=0)
+    table = np.full((len(seconds), max(1, longest)), np.nan)
+    for row, steps in zip(table, seconds, strict=True):
+        row[: len(steps)] = [step.get(part, math.nan) for step in steps]
+    # What is missing comes last.
+    table.sort(axis=1)
+    count, row = np.isfinite(table).sum(axis=1), np.arange(len(seconds))
+    middle = (table[row, np.maximum(count - 1, 0) // 2] + table[row, count // 2 % table.shape[1]]) / 2
+    return np.array([table[:, 0], middle, table[row, np.maximum(count - 1, 0)]])

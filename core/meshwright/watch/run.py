@@ -14,19 +14,21 @@ import numpy as np
 
 from ..base.errors import ConfigError
 from ..files.parsing import MAX_BYTES, parse_json, parse_yaml, read_text
+from ..train.files import EVENTS, HOLDER, METRICS, RANKS, RUN, SUMMARY
 from .columns import Columns
 from .downsample import chosen, plain, within
 from .ranks import Ranks
 from .tail import Tail, parse_lines
 
-METRICS, EVENTS, SUMMARY, RUN, HOLDER = "metrics.jsonl", "events.jsonl", "summary.json", "run.yaml", ".lock.json"
-RANKS, TIMELINE = "ranks", "timeline"
+TIMELINE = "timeline"
 PARTS = (METRICS, EVENTS, SUMMARY, RUN, HOLDER, RANKS)
 """What a directory of a run has, or some of it."""
 AT_ONCE = 1 << 23
 """Bytes of metrics that are read for one answer; the page asks again."""
 MAX_EVENTS = 20_000
 MOST_POINTS = 4000
+_TURNS = ("start", "end", "fault", "exit")
+"""Events that begin or end a sitting."""
 
 
 class WatchedRun:
@@ -68,7 +70,7 @@ class WatchedRun:
             self.metrics.clear()
             self._unread = 0
         records, torn = parse_lines(part.lines)
-        self._unread += torn + sum(not self.metrics.add(record) for record in records)
+        self._unread += torn + self.metrics.add(records)
         told = self._event_lines.read(most)
         if told.is_new:
             self.events.clear()
@@ -164,9 +166,13 @@ class WatchedRun:
 
     def _condition(self) -> tuple[str, str]:
         """Whether the run is waiting, running, done, stopped, failed or gone, and what there is to say of it."""
-        end = next((each for each in reversed(self.events) if each["event"] in ("start", "end", "fault")), {})
+        end: dict[str, Any] = next((each for each in reversed(self.events) if each["event"] in _TURNS), {})
         holder = self._read(HOLDER, parse_json)
         is_held, is_dead = isinstance(holder, dict), isinstance(holder, dict) and _is_dead(holder)
+        if end.get("event") == "exit":
+            fault = self._last("fault")
+            told = f"{_text(fault.get('kind'))}: {_text(fault.get('message'))}" if fault else ""
+            return "failed", told or f"exit code {_text(end.get('code'))}"
         if end.get("event") == "end":
             reason = _text(end.get("reason"))
             return {"done": "done", "early stopping": "done", "failed": "failed"}.get(reason, "stopped"), reason
