@@ -42,8 +42,8 @@ def write_lines(path: Path, lines: Sequence[Any] | Iterator[Any], *, mode: str =
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def event(kind: str, step: int, **values: Any) -> dict[str, Any]:
-    return {"time": START + 0.25 * step, "event": kind, "step": step, **values}
+def event(name: str, step: int, **values: Any) -> dict[str, Any]:
+    return {"time": START + 0.25 * step, "event": name, "step": step, **values}
 
 
 def start(steps: int, *, world_size: int = 4, begin: int = 0) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from starlette.datastructures import QueryParams
 
 _POINTS = 1200
+_PATIENCE_S = 0.3
+"""Of reading, for one answer and run; the page asks again."""
 _NAMES = 500
 """Of columns in one answer."""
 
@@ -42,7 +45,10 @@ class Answers:
         found, more = [], False
         for run in self._runs:
             with run.lock:
-                more |= run.refresh()
+                begun, has_more = time.monotonic(), True
+                while has_more and time.monotonic() - begun < _PATIENCE_S:
+                    has_more = run.refresh()
+                more |= has_more
                 found.append(run.state())
         return {"runs": found, "more": more}
 

@@ -23,8 +23,8 @@ from .tail import Tail, parse_lines
 TIMELINE = "timeline"
 PARTS = (METRICS, EVENTS, SUMMARY, RUN, HOLDER, RANKS)
 """What a directory of a run has, or some of it."""
-AT_ONCE = 1 << 23
-"""Bytes of metrics that are read for one answer; the page asks again."""
+AT_ONCE = 1 << 22
+"""Bytes of metrics that are read at once."""
 MAX_EVENTS = 20_000
 MOST_POINTS = 4000
 _TURNS = ("start", "end", "fault", "exit")

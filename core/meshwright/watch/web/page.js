@@ -15,7 +15,7 @@ const STATES = {running: "running", done: "done", failed: "failed", gone: "ended
 const view = new View();
 const runs = [];
 const panels = {};
-let parted = new Map(), isPaused = false, isBusy = false, isStale = false, charts = [];
+let parted = new Map(), isPaused = false, isBusy = false, isStale = false, charts = [], drawnAt = 0;
 
 // -- pictures of all runs that are shown
 
@@ -38,12 +38,15 @@ const marks = (u, hasLabels) => {
   const at = step => Math.round(u.valToPos(step, "x", true));
   pen.save();
   pen.font = `${11 * ratio}px system-ui, sans-serif`;
-  for (const run of shown()) for (const event of run.marks) {
+  for (const run of shown()) { let before = -Infinity; for (const event of run.marks) {
     if (event.step < min || event.step > max) continue;
     const x = at(event.step), low = bbox.top + bbox.height;
     pen.strokeStyle = pen.fillStyle = event.kind === "fault" ? colour("bad") : colour(run.variable);
     pen.lineWidth = 1.4 * ratio;
     if (event.kind === "checkpoint") {
+      // Where they would hide each other, some stand for all.
+      if (x - before < 9 * ratio) continue;
+      before = x;
       pen.beginPath();
       pen.moveTo(x, low - 7 * ratio);
       pen.lineTo(x - 4 * ratio, low);
@@ -57,7 +60,7 @@ const marks = (u, hasLabels) => {
     pen.lineTo(x, low);
     pen.stroke();
     say(event.kind, x);
-  }
+  } }
   pen.setLineDash([2 * ratio, 2 * ratio]);
   for (const [step, words] of parted) {
     if (step < min || step > max) continue;
@@ -290,7 +293,11 @@ const poll = async () => {
       found.runs.forEach((state, index) => { runs[index].state = state; runs[index].tell(); });
       document.title = runs.map(run => run.state.name).join(", ") + " · meshwright watch";
       live(found.runs.some(run => run.state === "running") ? "live" : "no run is going on");
-      await refresh({});
+      // What is read bit by bit is drawn now and then.
+      if (!more || Date.now() - drawnAt > EVERY_MS) {
+        await refresh({});
+        drawnAt = Date.now();
+      }
     } catch (error) {
       console.error(error);
       live("no answer from meshwright watch; it is asked again");

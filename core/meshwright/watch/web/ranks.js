@@ -12,7 +12,7 @@ const words = part => part === "seconds" ? "whole step" : part.replaceAll("_", "
 export class Ranks {
   constructor(run, swatch, names) {
     this.run = run;
-    this.part = "seconds";
+    this.part = null;
     this.kind = null;
     this.parts = h("select", {"aria-label": "Part of the step", onchange: () => { this.part = this.parts.value; this.show(); }});
     this.kinds = h("select", {"aria-label": "Kind of memory", onchange: () => { this.kind = this.kinds.value; this.show(); }});
@@ -33,7 +33,7 @@ export class Ranks {
     const kinds = Object.keys(KINDS).filter(kind => kind in found.memory);
     if (!kinds.includes(this.kind)) this.kind = kinds[0];
     const parts = Object.keys(found.parts);
-    if (!parts.includes(this.part)) this.part = parts[0];
+    if (!parts.includes(this.part)) this.part = found.stragglers[0]?.part ?? parts[0];
     fill(this.kinds, kinds, this.kind, kind => KINDS[kind]);
     fill(this.parts, parts, this.part, words);
     this.show();
