@@ -39,6 +39,7 @@ from .files import (
     REFERENCE,
     RUN,
     SUMMARY,
+    TIMELINE,
 )
 from .report import shown
 from .run_file import RunConfig, as_plain
@@ -104,7 +105,7 @@ def prepare_output(config: RunConfig, *, replaces: bool) -> None:
     directory = Path(config.output_dir)
     try:
         if replaces:
-            for name in (CHECKPOINTS, MODEL, AVERAGED_MODEL, RANKS):
+            for name in (CHECKPOINTS, MODEL, AVERAGED_MODEL, RANKS, TIMELINE):
                 if (directory / name).is_dir():
                     shutil.rmtree(directory / name)
             for name in (METRICS, CURVE, EVENTS, REFERENCE):

@@ -46,6 +46,7 @@ from .run_file import RunConfig, as_plain
 from .run_model import fetch_model, make_model
 from .run_sections import KeepBestConfig
 from .schedules import build_scheduler, set_schedule
+from .timeline_log import timeline_logs
 from .trackers import chosen, tracking
 
 if TYPE_CHECKING:
@@ -283,6 +284,7 @@ def _fit(
     with _saving(manager, config, plan, loop) as loop, ExitStack() as held:
         if config.metrics.ranks:
             held.enter_context(observing(RankLog(directory, mesh.rank)))
+        held.enter_context(observing(*timeline_logs(manager, directory, config.metrics.timeline_every)))
         # On the first rank alone, but what is wrong with one is told on all.
         mesh.world.from_first(lambda: held.enter_context(tracking(chosen(config.trackers), run)))
         if mesh.rank != 0:

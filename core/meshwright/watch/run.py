@@ -14,13 +14,12 @@ import numpy as np
 
 from ..base.errors import ConfigError
 from ..files.parsing import MAX_BYTES, parse_json, parse_yaml, read_text
-from ..train.files import EVENTS, HOLDER, METRICS, RANKS, RUN, SUMMARY
+from ..train.files import EVENTS, HOLDER, METRICS, RANKS, RUN, SUMMARY, TIMELINE
 from .columns import Columns
 from .downsample import chosen, plain, within
 from .ranks import Ranks
 from .tail import Tail, parse_lines
 
-TIMELINE = "timeline"
 PARTS = (METRICS, EVENTS, SUMMARY, RUN, HOLDER, RANKS)
 """What a directory of a run has, or some of it."""
 AT_ONCE = 1 << 22

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..files.parsing import read_json_object
+from ..train.files import PLANNED
 from .tail import Tail, number, parse_lines
 
-PLANNED = "planned.json"
 _FILE = re.compile(r"rank-(\d{1,9})\.jsonl")
 _WINDOW = 1 << 18
 _MAX_FILES = 256

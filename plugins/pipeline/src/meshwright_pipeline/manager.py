@@ -37,6 +37,7 @@ from meshwright.tensors.norms import check_clip, joined_norm
 
 from .config import PipelineConfig, check_options
 from .cut.shallow import InStages, in_stages
+from .run.action_times import TimelineRecorder
 from .run.actions import Run
 from .run.batches import check_sizes, converted, cut_batch, filled_up, number_of_pieces
 from .run.in_flight import check_activations, choose_activations
@@ -90,6 +91,8 @@ class PipelineManager(StatefulStages):
         self._tried_out: set[bool] = set()
         self._gradients_are_checked = False
         self._steps, self._recorder = Steps(mesh, self._trainable), Recorder()
+        self.timeline = TimelineRecorder(mesh.device, mesh.axis_rank("pp"))
+        """See `meshwright.train.timeline_log`."""
 
     # -- the model
 
@@ -228,8 +231,12 @@ class PipelineManager(StatefulStages):
         batches = converted(pieces, part)
         length = orders.run_length(len(batches))
         losses: list[Tensor] = []
+        times = self.timeline.begin(orders, length=length, runs=len(batches) // length) if train else None
         for start in range(0, len(batches), length):
-            run = Run(self._stages, orders.placement, self.mesh.group("pp"), self.mesh.device, train=train)
+            if times is not None:
+                times.begin_run(start)
+            group, device = self.mesh.group("pp"), self.mesh.device
+            run = Run(self._stages, orders.placement, group, device, train=train, times=times)
             is_last = start + length >= len(batches)
             run(orders.actions(length, train=train), batches[start : start + length], is_last=is_last)
             losses += [run.losses[index] for index in sorted(run.losses)]
