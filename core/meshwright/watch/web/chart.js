@@ -229,7 +229,7 @@ export class Chart {
     else if (event.key === "Home" || event.key === "End") this.to(event.key === "Home" ? 0 : Infinity);
     else if ((event.key === "+" || event.key === "=") && view) this.zoom(0.5);
     else if ((event.key === "-" || event.key === "−") && view) this.zoom(2);
-    else if (event.key === "Escape") this.drawn.setCursor({left: -10, top: -10});
+    else if (event.key === "Escape") this.drawn.setCursor({left: -10, top: -10}, true, true);
     else return;
     event.preventDefault();
     event.stopPropagation();
@@ -252,7 +252,7 @@ export class Chart {
   to(place) {
     const points = this.points();
     const at = points[Math.max(0, Math.min(points.length - 1, place))];
-    this.drawn.setCursor({left: this.drawn.valToPos(at, "x"), top: this.drawn.over.clientHeight / 2});
+    this.drawn.setCursor({left: this.drawn.valToPos(at, "x"), top: this.drawn.over.clientHeight / 2}, true, true);
     this.cursorAt = at;
     this.tell();
   }
