@@ -7,7 +7,9 @@ import itertools
 import json
 import warnings
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from meshwright.events.step import StepResult
 from meshwright.testing import pool
 from meshwright.train.run import run_rank
 from meshwright.train.run_file import load_run
-from meshwright.train.timeline_log import TimelineLog
+from meshwright.train.timeline_log import TimelineLog, timeline_logs
 from meshwright.watch import timelines
 
 
@@ -79,13 +81,6 @@ def test_ranks_of_a_pipeline_note_each_action_of_the_steps_that_are_asked_for(wo
         assert [action[:3] for action in row] == [action[:3] for action in lines[0]["actions"]]
 
 
-@pytest.mark.parametrize(
-    "changes", [{"pp_size": 2, "metrics": {"timeline_every": None}}, {"metrics": {"timeline_every": 1}}]
-)
-def test_there_is_no_timeline_where_none_is_asked_for_or_there_is_no_pipeline(changes, workplace, tmp_path):
-    assert not (_trained(workplace, tmp_path, steps=2, **changes) / "timeline").exists()
-
-
 class _Recorder:
     def __init__(self) -> None:
         self.asked = 0
@@ -97,6 +92,20 @@ class _Recorder:
         return {"time": 0.0, "pp_rank": 0, "actions": []}
 
     planned: dict[str, Any] = {"schedule": "s", "ranks": []}  # noqa: RUF012 as the recorder has it
+
+
+@dataclass
+class _Manager:
+    """What is asked of a manager."""
+
+    mesh: Any
+    timeline: Any = None
+
+
+@pytest.mark.parametrize(("recorder", "every", "count"), [(_Recorder(), 100, 1), (_Recorder(), None, 0), (None, 1, 0)])
+def test_there_is_a_timeline_where_one_is_asked_for_and_there_is_a_pipeline(recorder, every, count, tmp_path):
+    manager = _Manager(SimpleNamespace(rank=1), recorder)
+    assert len(timeline_logs(manager, tmp_path, every)) == count
 
 
 def _info(start: int) -> RunInfo:

@@ -244,18 +244,28 @@ const place = ({element, grid, link}, cards) => {
   if (cards.length !== grid.children.length || cards.some((card, index) => grid.children[index] !== card)) grid.replaceChildren(...cards);
 };
 
-const draw = () => {
+// Lets the browser answer keys and pointer between pictures.
+let drawingSince = 0;
+const breathe = async () => {
+  if (performance.now() - drawingSince < 12) return;
+  await new Promise(go => setTimeout(go));
+  drawingSince = performance.now();
+};
+
+const draw = async () => {
   const visible = shown();
+  drawingSince = performance.now();
   for (const picture of PICTURES) {
     const has = !picture.needs || visible.some(run => names(run, picture.needs).length);
     picture.chart.element.hidden = !has;
     if (has) picture.chart.update(visible.flatMap(run => picture.lines(run)));
+    await breathe();
   }
   const timed = visible.filter(run => names(run, "times/").length), normed = visible.filter(run => names(run, "norms/").length);
   place(panels.time, timed.map(run => splitOf(run).element));
-  timed.forEach(drawSplit);
+  for (const run of timed) { drawSplit(run); await breathe(); }
   place(panels.norms, normed.map(run => normsOf(run).element));
-  normed.forEach(drawNorms);
+  for (const run of normed) { drawNorms(run); await breathe(); }
   place(panels.ranks, visible.filter(run => run.own?.ranks?.found?.ranks.length).flatMap(run => run.own.ranks.elements));
   place(panels.pipeline, visible.filter(run => run.own?.timeline?.found).map(run => run.own.timeline.element));
   drawEvents(visible);
@@ -333,7 +343,7 @@ const refresh = async ({all = false}) => {
       }));
       if (news.length || again || !panels.isDrawn) await panels.compare.update(visible);
       panels.isDrawn = true;
-      draw();
+      await draw();
       again = true;
     } while (isStale);
   } finally { isBusy = false; }
@@ -345,11 +355,15 @@ const loadTimeline = async run => {
 };
 
 let waiting = null;
-view.listeners.push(range => {
+view.listeners.push(async range => {
   byId("all").hidden = !range;
-  charts.forEach(chart => chart.options?.view && chart.drawn && chart.rescale());
   clearTimeout(waiting);
-  waiting = setTimeout(() => refresh({all: true}), 120);
+  waiting = setTimeout(() => refresh({all: true}).catch(console.error), 120);
+  for (const chart of charts) {
+    if (view.range !== range) return;
+    if (chart.options?.view && chart.drawn) chart.rescale();
+    await new Promise(go => setTimeout(go));
+  }
 });
 byId("all").addEventListener("click", () => view.set(null));
 
