@@ -16,8 +16,8 @@ export class Compare {
       format: value => value === null || value === undefined ? "–" : value === 0 ? "0" : value.toExponential(2)});
     this.card = h("figure", {class: "card"}, h("header", {}, h("h3", {}, "First differing step")), this.steps, this.settings);
     this.element = h("section", {class: "panel", id: "compare"}, h("h2", {}, "Side by side"),
-      h("p", {}, "Numbers of the same step, compared bit by bit with those of the first run that is shown. Sums in another order differ by 1e-7 or so for many steps; from 1e-6 on, two runs have parted."),
-      h("div", {class: "grid"}, this.card, this.chart.element));
+      h("p", {}, "Numbers of the same step, compared bit by bit with those of the first run that is shown. Sums in another order differ by 1e-7 or so for many steps; runs part at the first step in which they differ by more than 1e-6, relatively."),
+      h("div", {class: "grid pairs"}, this.card, this.chart.element));
   }
 
   async update(shown) {
@@ -36,7 +36,7 @@ export class Compare {
       const first = Object.values(found[place].columns).map(each => each.first).filter(Boolean).sort((a, b) => a.step - b.step)[0];
       if (first) parted.set(first.step, `differs: ${other.state.name}`);
     });
-    this.steps.replaceChildren(table(`Beside ${one.state.name}`, ["run", "column", "steps of both", "first that differs", "by more than 1e-6", "largest, relative"], rows, {texts: [0, 1]}));
+    this.steps.replaceChildren(table(`Beside ${one.state.name}`, ["run", "column", "steps", "differs from", "parts from", "at most"], rows, {texts: [0, 1]}));
     this.settings.replaceChildren(...others.map((other, place) => found[place].settings.length
       ? table(`Run files: ${one.state.name} and ${other.state.name}`, ["key", one.state.name, other.state.name], found[place].settings, {texts: [0, 1, 2], wraps: [1, 2]})
       : h("p", {class: "said"}, `The run files of ${one.state.name} and ${other.state.name} say the same.`)));

@@ -40,7 +40,7 @@ from meshwright.tensors.norms import check_clip, joined_norm
 from .config import PipelineConfig, check_options
 from .cut.shallow import InStages, in_stages
 from .run.action_times import TimelineRecorder
-from .run.actions import Run
+from .run.all_runs import run_all
 from .run.batches import check_sizes, converted, cut_batch, filled_up, number_of_pieces
 from .run.in_flight import check_activations, choose_activations
 from .run.stage import PipelineStage
@@ -231,18 +231,7 @@ class PipelineManager(StatefulStages):
             return forward.on_device(divided if has_last else split_whole(divided)[0])
 
         batches = converted(pieces, part)
-        length = orders.run_length(len(batches))
-        losses: list[Tensor] = []
-        times = self.timeline.begin(orders, length=length, runs=len(batches) // length) if train else None
-        for start in range(0, len(batches), length):
-            if times is not None:
-                times.begin_run(start)
-            group, device = self.mesh.group("pp"), self.mesh.device
-            run = Run(self._stages, orders.placement, group, device, train=train, times=times)
-            is_last = start + length >= len(batches)
-            run(orders.actions(length, train=train), batches[start : start + length], is_last=is_last)
-            losses += [run.losses[index] for index in sorted(run.losses)]
-        return losses
+        return run_all(self._stages, orders, self.mesh, batches, train=train, recorder=self.timeline)
 
     @contextmanager
     def _around(self, microbatches: Sequence[Batch]) -> Iterator[None]:
