@@ -29,6 +29,7 @@ class MeshwrightError(Exception):
     """Base of all errors raised on purpose; its message is meant for the user, without a traceback."""
 
     exit_code = 2
+    """Of the command line: 2 for what the user can correct, 1 for a failure while running."""
 
     def __str__(self) -> str:
         # It may quote what somebody wrote, of which no character is to steer a terminal, or to be half of one.

@@ -1,0 +1,27 @@
+"""The site's list of pages: what mkdocs.yml names, as far as it is there, with folders in place of their pages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import PurePosixPath
+from typing import Any
+
+
+def filled(nav: Any, pages: Collection[str]) -> Any:
+    """Return the list without what is not there.
+
+    A page that is there and not in the list is no matter of this: mkdocs warns of it, which ends a strict build.
+
+    Args:
+        nav: as mkdocs.yml has it: lists, one-entry mappings of title to page or list, and pages. An entry without the
+            suffix `.md` is a folder, and stands for its pages in the order of their names, `README.md` first.
+        pages: paths in docs/, with slashes.
+    """
+    if isinstance(nav, list):
+        return [kept for each in nav if (kept := filled(each, pages))]
+    if isinstance(nav, dict):
+        return {title: kept for title, each in nav.items() if (kept := filled(each, pages))}
+    if nav.endswith(".md"):
+        return nav if nav in pages else None
+    inside = [page for page in pages if str(PurePosixPath(page).parent) == nav]
+    return sorted(inside, key=lambda page: (not page.endswith("/README.md"), page))
