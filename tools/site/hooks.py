@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import links
-import nav
 import reference
+import site_pages
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
@@ -15,7 +15,7 @@ from mkdocs.structure.pages import Page
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     pages = {path.relative_to(links.DOCS).as_posix() for path in links.DOCS.rglob("*.md")}
-    config.nav = nav.filled(config.nav, pages | reference.pages().keys())
+    config.nav = site_pages.filled(config.nav, pages | reference.pages().keys())
     return config
 
 

@@ -22,6 +22,7 @@ PAGES = {
     "errors": ("Errors", ("base.errors",)),
     "mesh": ("World and mesh", ("mesh",)),
     "strategies": ("Strategies", ("strategy", "manager", "model", "base", "files")),
+    "observers": ("What observers are told", ("events",)),
     "training": ("Training", ()),
 }
 """Pages of core's names: what each is called, and the rooms or modules whose names are on it; the last has the rest."""

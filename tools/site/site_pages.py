@@ -6,6 +6,17 @@ from collections.abc import Collection
 from pathlib import PurePosixPath
 from typing import Any
 
+import yaml
+from links import DOCS, ROOT
+
+
+def listed() -> list[Any]:
+    """The list of mkdocs.yml, of pages that are files of docs/."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    # The rest has tags of Python.
+    nav = yaml.safe_load(text[text.index("\nnav:") :])["nav"]
+    return list(filled(nav, {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}))
+
 
 def filled(nav: Any, pages: Collection[str]) -> Any:
     """Return the list without what is not there.
