@@ -133,11 +133,11 @@ def test_a_link_out_of_the_docs_that_leads_nowhere_is_an_error() -> None:
 
 def test_pages_that_are_not_there_are_left_out_of_the_list_and_folders_stand_for_theirs() -> None:
     given = ["a.md", {"B": ["b.md", {"C": "c.md"}]}, {"D": "d"}]
-    assert site_pages.filled(given, {"a.md", "d/z.md", "d/README.md", "d/e/f.md"}) == [
+    assert site_pages.filled(given, ["a.md", "d/b.md", "d/README.md", "d/e/f.md"]) == [
         "a.md",
-        {"D": ["d/README.md", "d/z.md"]},
+        {"D": ["d/README.md", "d/b.md"]},
     ]
-    assert site_pages.filled(given, {"a.md", "b.md", "c.md"}) == ["a.md", {"B": ["b.md", {"C": "c.md"}]}]
+    assert site_pages.filled(given, ["a.md", "b.md", "c.md"]) == ["a.md", {"B": ["b.md", {"C": "c.md"}]}]
 
 
 # -- the whole

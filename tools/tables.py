@@ -201,19 +201,22 @@ def front() -> str:
     lines: list[str] = []
     for entry in script("tools/site/site_pages.py").listed():
         for title, pages in entry.items():
-            if isinstance(pages, list):
+            if isinstance(pages, list) and title != "Reference":
                 lines += ["", f"**{title}**", "", *_page_lines(pages)]
     return between(FRONT, "pages", "\n".join(lines).strip())
 
 
-def _page_lines(pages: list[Any], indent: str = "") -> Iterator[str]:
+def _page_lines(pages: list[Any]) -> Iterator[str]:
+    """A line for each page, and one for those of a section together; a section that is a folder, without titles."""
     for entry in pages:
         for title, page in entry.items() if isinstance(entry, dict) else [(_heading(entry), entry)]:
-            if isinstance(page, list):
-                yield f"{indent}- {title}"
-                yield from _page_lines(page, indent + "    ")
+            if not isinstance(page, list):
+                yield f"- [{title}]({page})"
+            elif any(isinstance(each, dict) for each in page):
+                inside = [each if isinstance(each, dict) else {_heading(each): each} for each in page]
+                yield f"- {title}: " + ", ".join(f"[{name}]({to})" for each in inside for name, to in each.items())
             else:
-                yield f"{indent}- [{title}]({page})"
+                yield f"- [{title}]({Path(page[0]).parent.as_posix()})"
 
 
 def _heading(page: str) -> str:

@@ -14,8 +14,7 @@ from mkdocs.structure.pages import Page
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    pages = {path.relative_to(links.DOCS).as_posix() for path in links.DOCS.rglob("*.md")}
-    config.nav = site_pages.filled(config.nav, pages | reference.pages().keys())
+    config.nav = site_pages.filled(config.nav, [*site_pages.pages_of_docs(), *reference.pages()])
     return config
 
 

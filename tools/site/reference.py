@@ -19,11 +19,11 @@ from links import DOCS, ROOT
 
 INDEX = DOCS / "reference" / "README.md"
 PAGES = {
-    "errors": ("Errors", ("base.errors",)),
+    "training": ("Training", ("train", "checkpoint", "objectives", "step", "launch")),
     "mesh": ("World and mesh", ("mesh",)),
-    "strategies": ("Strategies", ("strategy", "manager", "model", "base", "files")),
     "observers": ("What observers are told", ("events",)),
-    "training": ("Training", ()),
+    "errors": ("Errors", ("base.errors",)),
+    "strategies": ("Strategies", ()),
 }
 """Pages of core's names: what each is called, and the rooms or modules whose names are on it; the last has the rest."""
 HEAD = """# Reference
@@ -126,7 +126,8 @@ def pages() -> dict[str, str]:
     by_page: dict[str, list[Name]] = defaultdict(list)
     for name in names():
         by_page[name.page].append(name)
-    return {f"reference/{page}.md": "\n".join(_page_lines(page, on_it)) for page, on_it in by_page.items()}
+    order = sorted(by_page, key=lambda page: [*PAGES, page].index(page))
+    return {f"reference/{page}.md": "\n".join(_page_lines(page, by_page[page])) for page in order}
 
 
 def _page_lines(page: str, on_it: list[Name]) -> Iterator[str]:

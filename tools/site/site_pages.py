@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -15,17 +15,21 @@ def listed() -> list[Any]:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     # The rest has tags of Python.
     nav = yaml.safe_load(text[text.index("\nnav:") :])["nav"]
-    return list(filled(nav, {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}))
+    return list(filled(nav, pages_of_docs()))
 
 
-def filled(nav: Any, pages: Collection[str]) -> Any:
+def pages_of_docs() -> list[str]:
+    return sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+
+
+def filled(nav: Any, pages: Sequence[str]) -> Any:
     """Return the list without what is not there.
 
     A page that is there and not in the list is no matter of this: mkdocs warns of it, which ends a strict build.
 
     Args:
         nav: as mkdocs.yml has it: lists, one-entry mappings of title to page or list, and pages. An entry without the
-            suffix `.md` is a folder, and stands for its pages in the order of their names, `README.md` first.
+            suffix `.md` is a folder, and stands for its pages in their order, but `README.md` first.
         pages: paths in docs/, with slashes.
     """
     if isinstance(nav, list):
@@ -35,4 +39,4 @@ def filled(nav: Any, pages: Collection[str]) -> Any:
     if nav.endswith(".md"):
         return nav if nav in pages else None
     inside = [page for page in pages if str(PurePosixPath(page).parent) == nav]
-    return sorted(inside, key=lambda page: (not page.endswith("/README.md"), page))
+    return sorted(inside, key=lambda page: not page.endswith("/README.md"))
