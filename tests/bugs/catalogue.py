@@ -162,7 +162,7 @@ _bug(
     "meshwright.launch.rank",
     "return cls(error.exit_code, text, echo, timed_out)",
     "return cls(1, text, echo, timed_out)",
-    "tests/test_launch.py::TestOutsideAWorld::test_user_error_is_one_line",
+    "tests/test_launch.py::TestOutsideAWorld::test_user_error_is_its_message_and_where_to_read_on",
     kind="wrong input ends with the exit code of a crash",
 )
 _bug(
