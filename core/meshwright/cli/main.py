@@ -13,10 +13,12 @@ from typer.main import get_group
 from ..launch.rank import leave
 from ..strategy.registry import Failure, Registry, get_registry
 from . import data
+from .about import about
 from .check import check
 from .checkpoint import show
 from .errors import told
 from .export import export
+from .init import init
 from .launch import launch
 from .plan import plan
 from .schema import schema
@@ -27,8 +29,8 @@ app = typer.Typer(
     name="meshwright",
     help="Train any Hugging Face causal LM under any parallelism strategy, chosen by name, with one loop.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    callback=about,
 )
 checkpoints = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
 checkpoints.command()(show)
@@ -43,6 +45,7 @@ app.add_typer(checkpoints, name="checkpoint")
 app.add_typer(data_commands, name="data")
 app.command()(export)
 app.command()(schema)
+app.command()(init)
 
 
 def main() -> None:
