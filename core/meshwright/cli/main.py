@@ -17,6 +17,7 @@ from .about import about
 from .check import check
 from .checkpoint import show
 from .errors import told
+from .explain import explain
 from .export import export
 from .init import init
 from .launch import launch
@@ -46,6 +47,7 @@ app.add_typer(data_commands, name="data")
 app.command()(export)
 app.command()(schema)
 app.command()(init)
+app.command()(explain)
 
 
 def main() -> None:
