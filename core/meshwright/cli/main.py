@@ -16,6 +16,7 @@ from . import data
 from .about import about
 from .check import check
 from .checkpoint import show
+from .doctor import doctor
 from .errors import told
 from .explain import explain
 from .export import export
@@ -48,6 +49,7 @@ app.command()(export)
 app.command()(schema)
 app.command()(init)
 app.command()(explain)
+app.command()(doctor)
 
 
 def main() -> None:
