@@ -48,13 +48,13 @@ LAYOUTS = {
     "ddp": (
         ["strategy=ddp"],
         2,
-        ["parameters: 148 kB, the whole.", "optimizer state: 297 kB, the whole.", "gradients: at most 148 kB"],
+        ["parameters: 150 kB, the whole.", "optimizer state: 311 kB, the whole.", "gradients: at most 150 kB"],
         ["in the backward passes: 1 all-reduce among the 2 ranks of dp_replicate, 148 kB of float32"],
     ),
     "ddp-zero1": (
         ["strategy=ddp", "strategy_config={engine: bucketed, use_distributed_optimizer: true}"],
         2,
-        ["parameters: 148 kB, the whole.", "1/2 of the whole (296 kB), divided along dp_replicate."],
+        ["parameters: 149 kB, the whole.", "1/2 of the whole (296 kB), divided along dp_replicate."],
         ["1 reduce-scatter among the 2 ranks of dp_replicate", "1 all-gather among the 2 ranks of dp_replicate"],
     ),
     "fsdp2": (
