@@ -4124,7 +4124,7 @@ _bug(
 )
 _bug(
     "norms_of_copies_on_stages",
-    "meshwright_pipeline.manager",
+    "meshwright_pipeline.state.copies",
     "if parameter not in repeated",
     "if repeated is not None",
     f"{_NORMS}[pp-single-tied]",

@@ -286,13 +286,7 @@ class PipelineManager(StatefulStages):
         names = in_order(self._names.parts.values())
         squares = torch.zeros(len(names), dtype=torch.float64)
         for index, manager in self._managers.items():
-            repeated = set(self._copies.repeated(index))
-            parts = {
-                parameter: self._names.parts[self._names.canonical[name]]
-                for name, parameter in manager.named_trainable()
-                if parameter not in repeated
-            }
-            squares += manager.gradients.squares(parts, names)
+            squares += manager.gradients.squares(self._copies.counted(index), names)
         squares = squares.to(self.mesh.device)
         dist.all_reduce(squares, group=self.mesh.group("pp"))
         return dict(zip(names, squares.sqrt().tolist(), strict=True))
