@@ -4145,3 +4145,68 @@ _bug(
     f"{_TRACKERS}::test_mlflow_goes_on_with_its_run_and_keeps_options_that_have_changed",
     kind="a run that has failed looks done",
 )
+
+# -- profiles
+
+_bug(
+    "waits_compute",
+    "meshwright.profile.activity",
+    "without(computing, _covered(each for each in of_main if each.sends))",
+    "computing",
+    "tests/test_profile.py::test_an_operator_that_waits_for_messages_computes_nothing_though_another_is_around_it",
+    kind="exposed communication is told as computing",
+)
+
+_bug(
+    "threads_of_gloo_compute",
+    "meshwright.profile.activity",
+    "[each for each in spans if each.thread == main]",
+    "list(spans)",
+    "tests/test_profile.py::test_on_a_cpu_exposed_is_what_gloo_takes_while_the_main_thread_runs_no_operator",
+    kind="exposed communication is told as computing",
+)
+
+_bug(
+    "kernels_of_nccl_compute",
+    "meshwright.profile.activity",
+    "_covered(each for each in on_device if not each.is_communication)",
+    "_covered(on_device)",
+    "tests/test_profile.py::test_on_a_gpu_exposed_is_what_nccl_takes_while_no_other_kernel_or_copy_runs",
+    kind="exposed communication is told as computing",
+)
+
+_bug(
+    "waits_that_no_thread_shows",
+    "meshwright.launch.background",
+    "with marked(WAIT):",
+    "if True:",
+    "tests/test_profile_runs.py::test_exposed_communication_is_sampled_on_the_first_rank_every_so_many_steps",
+    kind="a wait for a late rank is not seen",
+)
+
+_bug(
+    "windows_count_from_the_sitting",
+    "meshwright.profile.recording",
+    "step = self._start + index + 1",
+    "step = index + 1",
+    "tests/test_profile_runs.py::test_a_resumed_run_profiles_what_is_left_of_its_windows",
+    kind="a run that goes on counts its steps anew",
+)
+
+_bug(
+    "every_rank_is_profiled",
+    "meshwright.train.profiling",
+    "asked.takes(mesh.rank)",
+    "True",
+    "tests/test_profile_runs.py::test_a_run_profiles_the_steps_and_the_ranks_that_were_chosen",
+    kind="an option is ignored",
+)
+
+_bug(
+    "windows_of_other_lengths",
+    "meshwright.profile.compare",
+    "getattr(table[name], attribute) / each.count",
+    "getattr(table[name], attribute)",
+    "tests/test_profile.py::test_a_comparison_is_by_step_and_by_the_size_of_the_difference",
+    kind="sums of windows of different lengths are compared",
+)
