@@ -16,7 +16,8 @@
       RankError               a worker process failed, or the rendezvous store cannot be reached
 
 Every message says what is wrong, the value, what is allowed, and how to fix it. `exit_code` is what the
-command line returns: 2 for input that the user can correct, 1 for a failure while running.
+command line returns: 2 for input that the user can correct, 1 for a failure while running. Each class has a section in
+docs/troubleshooting.md.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class MeshwrightError(Exception):
     """Base of all errors raised on purpose; its message is meant for the user, without a traceback."""
 
     exit_code = 2
+    """Of the command line: 2 for what the user can correct, 1 for a failure while running."""
 
     def __str__(self) -> str:
         # It may quote what somebody wrote, of which no character is to steer a terminal, or to be half of one.

@@ -21,7 +21,8 @@ class ModelSize:
 
 
 def model_layout(model: nn.Module, registry: Registry | None = None) -> ModelLayout:
-    """Describe `model`: what a plugin's hook says, else what its structure says."""
+    """Describe the structure of a whole model: what a plugin of `registry` (None: of the installed ones) says,
+    else what its modules say."""
     registry = registry or get_registry()
     answer = registry.hook.model_layout(model=model)
     return answer if answer is not None else layout_by_structure(model)

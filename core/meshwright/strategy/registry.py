@@ -271,10 +271,10 @@ def get_registry() -> Registry:
 
 
 def get_strategy(name: str) -> StrategySpec:
-    """`Registry.get` of the installed plugins."""
+    """The strategy of a name such as "fsdp2", or of an alias, among the installed ones; raises as `Registry.get`."""
     return get_registry().get(name)
 
 
 def list_strategies() -> dict[str, StrategySpec]:
-    """`Registry.strategies` of the installed plugins."""
+    """The strategies of the installed plugins by name, without their aliases; imports no torch."""
     return get_registry().strategies
