@@ -1,4 +1,4 @@
-"""What `meshwright watch` reads, thins out, compares and tells; without a browser."""
+"""What `meshwright watch` reads, thins out, compares and tells, as docs/watch.md says; without a browser."""
 
 from __future__ import annotations
 
