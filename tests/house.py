@@ -27,7 +27,7 @@ FLOORS = (
     ("step", "objectives", "data", "checkpoint", "profile"),
     ("parallel", "train"),
     ("manager",),
-    ("single", "testing", "clusters"),
+    ("single", "testing", "clusters", "watch"),
     ("plan",),
     ("guide",),
     ("cli",),

@@ -162,7 +162,7 @@ _bug(
     "meshwright.launch.rank",
     "return cls(error.exit_code, text, echo, timed_out)",
     "return cls(1, text, echo, timed_out)",
-    "tests/test_launch.py::TestOutsideAWorld::test_user_error_is_one_line",
+    "tests/test_launch.py::TestOutsideAWorld::test_user_error_is_its_message_and_where_to_read_on",
     kind="wrong input ends with the exit code of a crash",
 )
 _bug(
@@ -4144,4 +4144,150 @@ _bug(
     'self.end("done", {})',
     f"{_TRACKERS}::test_mlflow_goes_on_with_its_run_and_keeps_options_that_have_changed",
     kind="a run that has failed looks done",
+)
+
+# -- profiles
+
+_bug(
+    "waits_compute",
+    "meshwright.profile.activity",
+    "without(computing, _covered(each for each in of_main if each.sends))",
+    "computing",
+    "tests/test_profile.py::test_an_operator_that_waits_for_messages_computes_nothing_though_another_is_around_it",
+    kind="exposed communication is told as computing",
+)
+
+_bug(
+    "threads_of_gloo_compute",
+    "meshwright.profile.activity",
+    "[each for each in spans if each.thread == main]",
+    "list(spans)",
+    "tests/test_profile.py::test_on_a_cpu_exposed_is_what_gloo_takes_while_the_main_thread_runs_no_operator",
+    kind="exposed communication is told as computing",
+)
+
+_bug(
+    "kernels_of_nccl_compute",
+    "meshwright.profile.activity",
+    "_covered(each for each in on_device if not each.is_communication)",
+    "_covered(on_device)",
+    "tests/test_profile.py::test_on_a_gpu_exposed_is_what_nccl_takes_while_no_other_kernel_or_copy_runs",
+    kind="exposed communication is told as computing",
+)
+
+_bug(
+    "waits_that_no_thread_shows",
+    "meshwright.launch.background",
+    "with marked(WAIT):",
+    "if True:",
+    "tests/test_profile_runs.py::test_exposed_communication_is_sampled_on_the_first_rank_every_so_many_steps",
+    kind="a wait for a late rank is not seen",
+)
+
+_bug(
+    "windows_count_from_the_sitting",
+    "meshwright.profile.recording",
+    "step = self._start + index + 1",
+    "step = index + 1",
+    "tests/test_profile_runs.py::test_a_resumed_run_profiles_what_is_left_of_its_windows",
+    kind="a run that goes on counts its steps anew",
+)
+
+_bug(
+    "every_rank_is_profiled",
+    "meshwright.train.profiling",
+    "asked.takes(mesh.rank)",
+    "True",
+    "tests/test_profile_runs.py::test_a_run_profiles_the_steps_and_the_ranks_that_were_chosen",
+    kind="an option is ignored",
+)
+
+_bug(
+    "windows_of_other_lengths",
+    "meshwright.profile.compare",
+    "getattr(table[name], attribute) / each.count",
+    "getattr(table[name], attribute)",
+    "tests/test_profile.py::test_a_comparison_is_by_step_and_by_the_size_of_the_difference",
+    kind="sums of windows of different lengths are compared",
+)
+
+_WATCH = "tests/test_watch.py"
+_bug(
+    "a_spike_is_left_out_of_a_picture",
+    "meshwright.watch.downsample",
+    "(is_finite & (values == lowest[number]), is_finite & (values == highest[number]), ~is_finite)",
+    "(is_finite & (values == lowest[number]), ~is_finite)",
+    f"{_WATCH}::test_the_lowest_and_highest_of_all_are_drawn_whatever_is_left_out",
+    kind="what is shown is not what was done",
+)
+
+_bug(
+    "a_torn_line_is_read_twice_or_never",
+    "meshwright.watch.tail",
+    '        end = content.rfind(b"\\n") + 1\n',
+    "        end = len(content)\n",
+    f"{_WATCH}::test_each_line_is_given_once_and_a_torn_one_when_it_is_whole",
+    kind="a file that somebody else is writing",
+)
+
+_bug(
+    "a_step_done_again_is_shown_twice",
+    "meshwright.watch.columns",
+    "            place = bisect.bisect_left(steps, step)\n",
+    "            place = bisect.bisect_right(steps, step)\n",
+    f"{_WATCH}::test_later_lines_replace_earlier_ones_as_for_a_run_that_goes_on",
+    kind="what is shown is not what was done",
+)
+
+_bug(
+    "any_name_is_this_machine",
+    "meshwright.watch.server",
+    "        return name in names\n",
+    "        return bool(name)\n",
+    f"{_WATCH}::test_another_name_for_this_machine_is_refused",
+    kind="a check that lets all pass",
+)
+
+_bug(
+    "waiting_for_a_neighbour_counts_as_computing",
+    "meshwright_pipeline.run.actions",
+    "        received = () if stage.is_first else self._arrived(Kind.RECV_F, action)\n        self._starts()\n",
+    "        self._starts()\n        received = () if stage.is_first else self._arrived(Kind.RECV_F, action)\n",
+    "tests/test_timeline.py::test_ranks_of_a_pipeline_note_each_action_of_the_steps_that_are_asked_for",
+    kind="what is reported is not what was done",
+)
+
+# -- guide
+
+_bug(
+    "a_run_file_is_replaced_unasked",
+    "meshwright.guide.first_run.write",
+    'file.open("w" if overwrite else "x"',
+    'file.open("w" if file.exists() else "x"',
+    "tests/test_init.py::test_what_has_appeared_meanwhile_is_left_as_it_is",
+    kind="a file of the user's is lost",
+)
+_bug(
+    "copies_are_told_as_divided",
+    "meshwright.guide.explain.holdings",
+    "if others[axis].parameters != first.parameters)",
+    "if True)",
+    "tests/test_explain.py::test_who_holds_what_and_what_is_sent_follow_the_layout[hsdp]",
+    kind="words that are true of another layout",
+)
+_bug(
+    "clocks_that_are_off_pass",
+    "meshwright.guide.doctor.together",
+    "if abs(offset) > SKEW_S + trip:",
+    "if offset > SKEW_S + trip:",
+    "tests/test_doctor.py::test_nodes_compare_their_clocks_and_what_they_see_of_a_directory[-5.0-warning]",
+    kind="what is off in one direction is not seen",
+)
+_bug(
+    "what_is_wrong_exits_well",
+    "meshwright.guide.doctor.finding",
+    'if each.state == "wrong")',
+    'if each.state == "failed")',
+    "tests/test_doctor.py::test_the_exit_code_is_that_of_what_is_wrong",
+    kind="a failure that a script cannot see",
 )

@@ -26,6 +26,7 @@ from .plan import plan
 from .schema import schema
 from .strategies import strategies
 from .train import train
+from .watch import watch
 
 app = typer.Typer(
     name="meshwright",
@@ -51,6 +52,7 @@ app.add_typer(data_commands, name="data")
 app.add_typer(profiles, name="profile")
 app.command()(export)
 app.command()(schema)
+app.command()(watch)
 app.command()(init)
 app.command()(explain)
 app.command()(doctor)
