@@ -4301,3 +4301,38 @@ _bug(
     "tests/test_timeline.py::test_ranks_of_a_pipeline_note_each_action_of_the_steps_that_are_asked_for",
     kind="what is reported is not what was done",
 )
+
+# -- guide
+
+_bug(
+    "a_run_file_is_replaced_unasked",
+    "meshwright.guide.first_run.write",
+    'file.open("w" if overwrite else "x"',
+    'file.open("w" if file.exists() else "x"',
+    "tests/test_init.py::test_what_has_appeared_meanwhile_is_left_as_it_is",
+    kind="a file of the user's is lost",
+)
+_bug(
+    "copies_are_told_as_divided",
+    "meshwright.guide.explain.holdings",
+    "if others[axis].parameters != first.parameters)",
+    "if True)",
+    "tests/test_explain.py::test_who_holds_what_and_what_is_sent_follow_the_layout[hsdp]",
+    kind="words that are true of another layout",
+)
+_bug(
+    "clocks_that_are_off_pass",
+    "meshwright.guide.doctor.together",
+    "if abs(offset) > SKEW_S + trip:",
+    "if offset > SKEW_S + trip:",
+    "tests/test_doctor.py::test_nodes_compare_their_clocks_and_what_they_see_of_a_directory[-5.0-warning]",
+    kind="what is off in one direction is not seen",
+)
+_bug(
+    "what_is_wrong_exits_well",
+    "meshwright.guide.doctor.finding",
+    'if each.state == "wrong")',
+    'if each.state == "failed")',
+    "tests/test_doctor.py::test_the_exit_code_is_that_of_what_is_wrong",
+    kind="a failure that a script cannot see",
+)
