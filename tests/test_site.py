@@ -49,7 +49,7 @@ def test_every_public_name_says_what_it_is() -> None:
 
 
 def test_options_are_described_as_pydantic_has_it() -> None:
-    from described_fields import description
+    from described_fields import default, description
 
     constants = {"BETA": "'of the reward'", "REST": "'the rest'"}
     assert description("Field(1, ge=1, description='a ' 'b')", constants) == "a b"
@@ -57,6 +57,7 @@ def test_options_are_described_as_pydantic_has_it() -> None:
     assert description("Field(None, description=f'Rate; {REST}')", constants) == "Rate; the rest"
     assert description("Field(1, ge=1)", constants) is None
     assert description("field(default=1)", constants) is None
+    assert [default(f"Field({each})") for each in ("1, ge=1", "...", "default_factory=dict")] == ["1", None, None]
 
 
 # -- errors
@@ -98,7 +99,7 @@ def quoted_messages() -> Iterator[str]:
             yield re.findall(r"`([^`]+)`", line.split(" | ")[0])[0]
 
 
-@pytest.mark.parametrize("message", quoted_messages())
+@pytest.mark.parametrize("message", [*quoted_messages()])
 def test_messages_of_the_page_are_those_of_the_sources(message: str) -> None:
     fragments = [each.strip(" ,.:;()") for each in message.split("...")]
     fragments = [each for each in fragments if len(each) > 3]
