@@ -24,10 +24,10 @@ FLOORS = (
     ("tensors",),
     ("model",),
     ("strategy",),
-    ("step", "objectives", "data", "checkpoint"),
+    ("step", "objectives", "data", "checkpoint", "profile"),
     ("parallel", "train"),
     ("manager",),
-    ("single", "testing", "clusters"),
+    ("single", "testing", "clusters", "watch"),
     ("plan",),
     ("cli",),
 )

@@ -179,6 +179,8 @@ def describe(result: StepResult) -> str:
         f"loss {result.loss:.6f}  norm {result.grad_norm:.3f}  lr {result.learning_rate:.2e}  "
         f"{result.tokens_per_second:,.0f} tokens/s"
     )
+    if result.mfu is not None:
+        text += f"  MFU {result.mfu:.1%}"
     losses = (f"{shown(name)} {value:.6f}" for name, value in result.evaluations.items())
     return "  ".join(
         [text, *losses, *(f"{name} {value / result.num_tokens:.4g}" for name, value in result.sums.items())]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,6 +25,7 @@ from meshwright.manager.start import check_trainable
 from meshwright.manager.steps import Steps
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import CLAIMABLE_AXES
+from meshwright.model.layout import in_order
 from meshwright.model.merge import merging_of
 from meshwright.model.weights import Weights
 from meshwright.step.agreement import agree, announce
@@ -37,7 +39,8 @@ from meshwright.tensors.norms import check_clip, joined_norm
 
 from .config import PipelineConfig, check_options
 from .cut.shallow import InStages, in_stages
-from .run.actions import Run
+from .run.action_times import TimelineRecorder
+from .run.all_runs import run_all
 from .run.batches import check_sizes, converted, cut_batch, filled_up, number_of_pieces
 from .run.in_flight import check_activations, choose_activations
 from .run.stage import PipelineStage
@@ -90,6 +93,8 @@ class PipelineManager(StatefulStages):
         self._tried_out: set[bool] = set()
         self._gradients_are_checked = False
         self._steps, self._recorder = Steps(mesh, self._trainable), Recorder()
+        self.timeline = TimelineRecorder(mesh.device, mesh.axis_rank("pp"))
+        """See `meshwright.train.timeline_log`."""
 
     # -- the model
 
@@ -226,14 +231,7 @@ class PipelineManager(StatefulStages):
             return forward.on_device(divided if has_last else split_whole(divided)[0])
 
         batches = converted(pieces, part)
-        length = orders.run_length(len(batches))
-        losses: list[Tensor] = []
-        for start in range(0, len(batches), length):
-            run = Run(self._stages, orders.placement, self.mesh.group("pp"), self.mesh.device, train=train)
-            is_last = start + length >= len(batches)
-            run(orders.actions(length, train=train), batches[start : start + length], is_last=is_last)
-            losses += [run.losses[index] for index in sorted(run.losses)]
-        return losses
+        return run_all(self._stages, orders, self.mesh, batches, train=train, recorder=self.timeline)
 
     @contextmanager
     def _around(self, microbatches: Sequence[Batch]) -> Iterator[None]:
@@ -282,6 +280,22 @@ class PipelineManager(StatefulStages):
             losses, mesh.device, further=further, over=mesh.group("dp_cp"), alike=alike, stages=mesh.group("pp")
         )
         return self._steps.loss(total, tally, ending).to(self._loss_dtype)
+
+    def gradient_norms(self) -> dict[str, float]:
+        require_model(self._model)
+        names = in_order(self._names.parts.values())
+        squares = torch.zeros(len(names), dtype=torch.float64)
+        for index, manager in self._managers.items():
+            repeated = set(self._copies.repeated(index))
+            parts = {
+                parameter: self._names.parts[self._names.canonical[name]]
+                for name, parameter in manager.named_trainable()
+                if parameter not in repeated
+            }
+            squares += manager.gradients.squares(parts, names)
+        squares = squares.to(self.mesh.device)
+        dist.all_reduce(squares, group=self.mesh.group("pp"))
+        return dict(zip(names, squares.sqrt().tolist(), strict=True))
 
     def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
         managers = self._managers
