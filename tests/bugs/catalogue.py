@@ -4256,3 +4256,20 @@ _bug(
     "tests/test_timeline.py::test_ranks_of_a_pipeline_note_each_action_of_the_steps_that_are_asked_for",
     kind="what is reported is not what was done",
 )
+
+_bug(
+    "class_of_one_room_leads_to_no_section",
+    "meshwright.base.errors",
+    "known = next(cls for cls in type(error).__mro__ if cls.__module__ == __name__)",
+    "known = type(error)",
+    "tests/test_site.py::test_an_error_of_a_class_of_one_room_leads_to_the_class_that_it_derives_from",
+    kind="a message that leads nowhere",
+)
+_bug(
+    "error_of_a_rank_does_not_say_where_to_read",
+    "meshwright.launch.rank",
+    "_render(error, said(error), with_traceback=show_traceback)",
+    'f"error: {error}\\n"',
+    "tests/test_launch.py::TestOutsideAWorld::test_user_error_is_its_message_and_where_to_read_on",
+    kind="a message that leads nowhere",
+)
