@@ -29,6 +29,7 @@ FLOORS = (
     ("manager",),
     ("single", "testing", "clusters", "watch"),
     ("plan",),
+    ("guide",),
     ("cli",),
 )
 """The rooms of core from the ground up; each stands on those of lower floors alone, or on those left of it."""

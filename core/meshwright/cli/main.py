@@ -13,10 +13,14 @@ from typer.main import get_group
 from ..launch.rank import leave
 from ..strategy.registry import Failure, Registry, get_registry
 from . import data, profile
+from .about import about
 from .check import check
 from .checkpoint import show
+from .doctor import doctor
 from .errors import told
+from .explain import explain
 from .export import export
+from .init import init
 from .launch import launch
 from .plan import plan
 from .schema import schema
@@ -28,8 +32,8 @@ app = typer.Typer(
     name="meshwright",
     help="Train any Hugging Face causal LM under any parallelism strategy, chosen by name, with one loop.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    callback=about,
 )
 checkpoints = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
 checkpoints.command()(show)
@@ -49,6 +53,9 @@ app.add_typer(profiles, name="profile")
 app.command()(export)
 app.command()(schema)
 app.command()(watch)
+app.command()(init)
+app.command()(explain)
+app.command()(doctor)
 
 
 def main() -> None:
