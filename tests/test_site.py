@@ -21,7 +21,8 @@ import site_pages
 
 import meshwright
 from meshwright.base import errors
-from meshwright.base.errors import MeshwrightError, said
+from meshwright.base.errors import MeshwrightError
+from meshwright.launch.error_text import said
 
 ROOT = Path(__file__).parents[1]
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
