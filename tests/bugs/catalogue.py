@@ -4336,3 +4336,21 @@ _bug(
     "tests/test_doctor.py::test_the_exit_code_is_that_of_what_is_wrong",
     kind="a failure that a script cannot see",
 )
+
+_bug(
+    "class_of_one_room_leads_to_no_section",
+    "meshwright.launch.error_text",
+    "known = next(cls for cls in type(error).__mro__ if cls.__module__ == errors.__name__)",
+    "known = type(error)",
+    "tests/test_site.py::test_an_error_of_a_class_of_one_room_leads_to_the_class_that_it_derives_from",
+    kind="a message that leads nowhere",
+)
+
+_bug(
+    "error_of_a_rank_does_not_say_where_to_read",
+    "meshwright.launch.rank",
+    "_render(error, said(error), with_traceback=show_traceback)",
+    'f"error: {error}\\n"',
+    "tests/test_launch.py::TestOutsideAWorld::test_user_error_is_its_message_and_where_to_read_on",
+    kind="a message that leads nowhere",
+)
