@@ -63,7 +63,8 @@ def listed(results: list[Any]) -> list[Any]:
 
 def call_own(plugin: Any, manager: pluggy.PluginManager, hook: str, **arguments: Any) -> list[Any]:
     """Call one plugin's implementation of a hook, if it has one; its results that are not None."""
-    others = [other for other in manager.get_plugins() if other is not plugin]
+    # Of those that have the hook alone: pluggy needs a hash of them, which observers may not have.
+    others = [each for _, each in manager.list_name_plugin() if each is not plugin and implements(each, hook, manager)]
     return list(manager.subset_hook_caller(hook, remove_plugins=others)(**arguments))
 
 
