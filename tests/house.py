@@ -19,17 +19,17 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FLOORS = (
     ("base",),
-    ("files", "events", "_compat", "launch"),
+    ("events", "files", "_compat", "launch"),
     ("mesh",),
     ("tensors",),
     ("model",),
     ("strategy",),
-    ("step", "objectives", "data", "checkpoint", "profile"),
-    ("parallel", "train"),
+    ("step", "objectives", "data", "checkpoint"),
+    ("parallel", "profile", "train"),
     ("manager",),
-    ("single", "testing", "clusters", "watch"),
+    ("single", "testing"),
     ("plan",),
-    ("guide",),
+    ("clusters", "guide", "watch"),
     ("cli",),
 )
 """The rooms of core from the ground up; each stands on those of lower floors alone, or on those left of it."""

@@ -227,9 +227,8 @@ def train_step(
     measures_norms = loop.norms_every is not None and (step + 1) % loop.norms_every == 0
     stopwatch.end("forward_backward", "norms" if measures_norms else "clip")
     sums = manager.last_sums
-    norms: Mapping[str, float] = {}
+    norms = manager.gradient_norms() if measures_norms else {}
     if measures_norms:
-        norms = manager.gradient_norms()
         stopwatch.end("norms", "clip")
     grad_norm = manager.clip_grad_norm(loop.max_grad_norm, loop.grad_norm_type)
     stopwatch.end("clip", "read" if ahead is None else "data")
@@ -239,11 +238,7 @@ def train_step(
     # One wait for the device per step; it also keeps a bad gradient out of the parameters.
     loss_value, norm_value, *sum_values = manager.read(loss, grad_norm, *sums.values())
     stopwatch.end("read", "optimizer")
-    if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
-        raise TrainingError(
-            f"step {step + 1}: the loss is {loss_value} and the gradient norm {norm_value}. The parameters were not "
-            f"changed by this step. Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the step's data."
-        )
+    _check_finite(step + 1, loss_value, norm_value)
     scheduler = loop.scheduler
     if scheduler is None:
         scheduled = [group["lr"] for group in manager.optimizer.param_groups]
@@ -255,7 +250,7 @@ def train_step(
     if scheduler is not None:
         scheduler.step()
     stopwatch.end("optimizer")
-    tokens, per_token = int(num_tokens), loop.flops_per_token
+    tokens = int(num_tokens)
     return StepResult(
         step=step + 1,
         steps=loop.num_steps,
@@ -272,9 +267,17 @@ def train_step(
         norms=norms,
         memory=memory_now(manager.mesh.device),
         world_size=manager.mesh.world.size,
-        flops=None if per_token is None else per_token * tokens,
+        flops=None if loop.flops_per_token is None else loop.flops_per_token * tokens,
         peak_flops=loop.peak_flops,
     )
+
+
+def _check_finite(step: int, loss: float, norm: float) -> None:
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise TrainingError(
+            f"step {step}: the loss is {loss} and the gradient norm {norm}. The parameters were not changed by this "
+            f"step. Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the step's data."
+        )
 
 
 def _by_group(manager: StrategyManager, rates: Sequence[float]) -> dict[str, float]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,37 +24,17 @@ from .optimizer_config import AVERAGED, FinitePositive
 from .optimizer_config import EMAConfig as EMAConfig
 from .optimizer_config import OptimizerConfig as OptimizerConfig
 from .optimizer_config import OptimizerGroup as OptimizerGroup
-from .run_sections import HELD_OUT, CheckpointConfig, EvalConfig, MetricsConfig, PlanConfig, SampleConfig
+from .run_sections import (
+    HELD_OUT,
+    CheckpointConfig,
+    EvalConfig,
+    MetricsConfig,
+    PlanConfig,
+    SampleConfig,
+    ScheduleConfig,
+)
 
 PositiveFloat = Annotated[float, Field(gt=0)]
-
-
-class ScheduleConfig(FrozenModel):
-    """A learning-rate schedule of transformers.get_scheduler."""
-
-    name: str = Field("cosine", description="Schedule name, such as cosine, linear or constant_with_warmup.")
-    warmup_steps: int = Field(0, ge=0, lt=2**31, description="Steps of linear warm-up.")
-    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="Warm-up as a share of all steps, rounded up; in the place of warmup_steps."
-    )
-    options: dict[str, Any] = Field({}, description="Further arguments of the schedule, such as num_cycles.")
-
-    @model_validator(mode="after")
-    def _warms_up_one_way(self) -> ScheduleConfig:
-        if self.warmup_steps and self.warmup_ratio is not None:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio} say different things; leave "
-                f"one of the two out"
-            )
-        return self
-
-    def over(self, steps: int) -> ScheduleConfig:
-        """The same with its warm-up in steps, of a run that has so many."""
-        if self.warmup_ratio is None:
-            return self
-        # As it is written: 0.07 of 100 steps are 7, and not 8.
-        warmup_steps = math.ceil(Fraction(str(self.warmup_ratio)) * steps)
-        return self.model_copy(update={"warmup_steps": warmup_steps, "warmup_ratio": None})
 
 
 Allowed = Literal[

@@ -1,10 +1,12 @@
-"""Sections of the run file: evaluation, the sample, and checkpoints. No torch in this module."""
+"""Sections of the run file: the schedule, evaluation, the sample, and checkpoints. No torch in this module."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from fractions import Fraction
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from ..base.validation import FrozenModel
 from ..launch.stopping import StopName
@@ -13,6 +15,34 @@ from ..mesh.sizes import Size
 HELD_OUT = "held_out"
 """The set that is held out of the sources."""
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+class ScheduleConfig(FrozenModel):
+    """A learning-rate schedule of transformers.get_scheduler."""
+
+    name: str = Field("cosine", description="Schedule name, such as cosine, linear or constant_with_warmup.")
+    warmup_steps: int = Field(0, ge=0, lt=2**31, description="Steps of linear warm-up.")
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Warm-up as a share of all steps, rounded up; in the place of warmup_steps."
+    )
+    options: dict[str, Any] = Field({}, description="Further arguments of the schedule, such as num_cycles.")
+
+    @model_validator(mode="after")
+    def _warms_up_one_way(self) -> ScheduleConfig:
+        if self.warmup_steps and self.warmup_ratio is not None:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio} say different things; leave "
+                f"one of the two out"
+            )
+        return self
+
+    def over(self, steps: int) -> ScheduleConfig:
+        """The same with its warm-up in steps, of a run that has so many."""
+        if self.warmup_ratio is None:
+            return self
+        # As it is written: 0.07 of 100 steps are 7, and not 8.
+        warmup_steps = math.ceil(Fraction(str(self.warmup_ratio)) * steps)
+        return self.model_copy(update={"warmup_steps": warmup_steps, "warmup_ratio": None})
 
 
 class EarlyStoppingConfig(FrozenModel):
