@@ -272,7 +272,7 @@ def parity() -> Any:
 
 
 def parity_results() -> dict[str, Any]:
-    """What is in benchmarks/results of comparisons with one process, and of planted bugs."""
+    """What is in benchmarks/results of comparisons with one process."""
     results = ROOT / "benchmarks" / "results"
     cells: dict[str, list[float]] = {}
     others, passed, left_out = [], 0, 0
@@ -285,14 +285,11 @@ def parity_results() -> dict[str, Any]:
                     others.append(cell["worst"])
                 else:
                     cells.setdefault(path.stem, []).append(cell["worst"])
-    bugs = json.loads((results / "bugs.json").read_text(encoding="utf-8"))["bugs"]
     return {
         "cells": {name: sorted(worst) for name, worst in cells.items()},
         "norms in float32": sorted(others),
         "passed": passed,
         "do not apply": left_out,
-        "bugs": len(bugs),
-        "caught": sum(each["status"] == "caught" for each in bugs.values()),
     }
 
 
