@@ -32,13 +32,7 @@ def norms_by_part(
     parts = in_order(names.parts.values())
     squares = torch.zeros(len(parts), dtype=torch.float64)
     for index, manager in managers.items():
-        repeated = set(copies.repeated(index))
-        of = {
-            parameter: names.parts[names.canonical[name]]
-            for name, parameter in manager.named_trainable()
-            if parameter not in repeated
-        }
-        squares += manager.gradients.squares(of, parts)
+        squares += manager.gradients.squares(copies.counted(index), parts)
     squares = squares.to(mesh.device)
     dist.all_reduce(squares, group=mesh.group("pp"))
     return dict(zip(parts, squares.sqrt().tolist(), strict=True))
