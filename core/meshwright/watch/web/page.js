@@ -98,6 +98,8 @@ const PICTURES = [
   }, names: run => ["learning_rate", ...names(run, "learning_rates/").slice(0, 6)]},
   {title: "Tokens per second", about: "of all ranks", format: short, fromZero: true, lines: lines("tokens_per_second", only), names: () => ["tokens_per_second"]},
   {title: "Model FLOPs utilization", about: "of the devices' peak", format: percent, fromZero: true, lines: lines("mfu", only), names: () => ["mfu"], needs: "mfu"},
+  {title: "Exposed communication", about: "of rank 0, in steps that measure it", format: seconds, axisFormat: seconds, fromZero: true,
+    lines: lines("times/exposed_communication", only), names: () => ["times/exposed_communication"], needs: "times/exposed_communication"},
   {title: "Memory", about: "of rank 0; dashed: now", format: bytes, isBytes: true, fromZero: true, lines: run => {
     const kind = run.state.names.includes("memory/allocated") ? "allocated" : "host";
     return [...lines(`memory/${kind}_peak`, () => `${run.state.name}: ${kind}, peak`)(run),
@@ -209,8 +211,8 @@ const drawSplit = run => {
 const normsOf = run => own(run, "norms", () => new Chart({title: "Gradient norms by block", about: run.state.name, swatch: `var(--${run.variable})`, format: plain, axisFormat: short, view, log: true}));
 const drawNorms = run => {
   const blocks = Object.entries(run.blocks).filter(([, each]) => each.x.length);
-  blocks.forEach(([name], place) => shade(`block-${place}`, place, blocks.length, name));
-  normsOf(run).update(blocks.map(([name, each], place) => ({label: name.slice(6), colour: `block-${place}`, x: each.x, y: each.y, width: 1.2})));
+  blocks.forEach((_, place) => shade(`block-${run.place}-${place}`, place, blocks.length));
+  normsOf(run).update(blocks.map(([name, each], place) => ({label: name.slice(6), colour: `block-${run.place}-${place}`, x: each.x, y: each.y, width: 1.2})));
 };
 // From the first block to the last, one colour into another.
 const shade = (name, place, number) => document.documentElement.style.setProperty(`--${name}`, `hsl(${Math.round(215 + 150 * place / Math.max(1, number - 1))} 62% ${matchDark() ? 68 : 44}%)`);
@@ -288,7 +290,7 @@ const drawEvents = visible => {
   panels.events.mark = mark;
   const rows = told.slice(0, 200).map(({run, event}) => [new Date(1000 * (event.time || 0)).toLocaleString(), h("span", {class: "name"}, h("span", {class: "swatch", colour: `var(--${run.variable})`}), run.state.name),
     event.event === "start" && event.start > 0 ? "restart" : event.event, typeof (event.step ?? event.start) === "number" ? count(event.step ?? event.start) : "", words(event)]);
-  place(panels.events, rows.length ? [h("figure", {class: "card"}, table(told.length > 200 ? `The latest 200 of ${count(told.length)}` : `${count(told.length)} events, the latest first`, ["when", "run", "what", "step", ""], rows, {texts: [0, 1, 2, 4], wraps: [4]}))] : []);
+  place(panels.events, rows.length ? [h("figure", {class: "card"}, table(told.length > 200 ? `The latest 200 of ${count(told.length)}` : `${count(told.length)} event${told.length > 1 ? "s, the latest first" : ""}`, ["when", "run", "what", "step", ""], rows, {texts: [0, 1, 2, 4], wraps: [4]}))] : []);
 };
 const words = event => {
   if (event.event === "evaluation") return Object.entries(event.losses || {}).map(([name, loss]) => `${name} ${plain(loss)}`).join(", ");
