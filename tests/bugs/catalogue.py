@@ -4354,3 +4354,20 @@ _bug(
     "tests/test_launch.py::TestOutsideAWorld::test_user_error_is_its_message_and_where_to_read_on",
     kind="a message that leads nowhere",
 )
+
+_bug(
+    "utilization_of_one_device",
+    "meshwright.events.step",
+    "(self.seconds * self.peak_flops * self.world_size)",
+    "(self.seconds * self.peak_flops)",
+    "tests/test_observers.py::test_utilization_is_the_models_work_of_what_all_devices_could_do",
+    kind="what is reported is not what was done",
+)
+_bug(
+    "tokens_of_all_as_of_one",
+    "meshwright.events.step",
+    "return self.tokens_per_second / self.world_size",
+    "return self.tokens_per_second",
+    "tests/test_observers.py::test_a_step_tells_its_parts_rates_and_memory",
+    kind="what is reported is not what was done",
+)

@@ -55,7 +55,7 @@ OWNERS = {
     "meshwright.train.optimizer_config": ["OptimizerConfig", "OptimizerGroup", "EMAConfig"],
     "meshwright.train.run_sections": [
         *("EvalConfig", "EarlyStoppingConfig", "SampleConfig", "CheckpointConfig", "KeepBestConfig", "SaveOnConfig"),
-        *("OnSignalConfig", "PlanConfig"),
+        *("OnSignalConfig", "PlanConfig", "MetricsConfig"),
     ],
     "meshwright.train.launch_section": [
         *("LaunchConfig", "SlurmSection", "KubernetesSection", "SkyPilotSection", "RaySection"),
@@ -69,6 +69,7 @@ REASONS: dict[str, str] = {
     "MegatronFSDPConfig.calculate_per_token_loss": _PER_TOKEN,
     "nvfsdp_strategy_parallelize.calculate_per_token_loss": _PER_TOKEN,
     "RunConfig.plan": "each of its options is tried by itself",
+    "RunConfig.metrics": "each of its options is tried by itself",
     "RunConfig.profile": "each of its options is tried by itself",
     "RunConfig.seq_len": "it becomes data.seq_len before the file is validated, where nothing is dropped yet",
 }
