@@ -8,7 +8,8 @@ import {Timeline} from "./timeline.js";
 
 const EVERY_MS = 1000, RANKS_EVERY_MS = 2000, MANY_RANKS_EVERY_MS = 6000;
 const byId = id => document.getElementById(id);
-const PARTS = [["data", "part-data"], ["forward_backward", "part-forward"], ["clip", "part-clip"], ["optimizer", "part-optimizer"],
+const PARTS = [["data", "part-data"], ["forward_backward", "part-forward"], ["norms", "run-6"], ["clip", "part-clip"],
+  ["read", "part-communication"], ["optimizer", "part-optimizer"],
   ["rest", "part-rest"], ["save", "part-save"], ["evaluation", "part-evaluation"]];
 const STATES = {running: "running", done: "done", failed: "failed", gone: "ended", stopped: "stopped", waiting: "waiting"};
 
@@ -202,7 +203,7 @@ const drawSplit = run => {
   const series = [];
   for (const [name, variable] of PARTS) {
     const y = name === "rest"
-      ? (columns.seconds || []).map((whole, place) => whole === null ? null : Math.max(0, whole - ["data", "forward_backward", "clip", "optimizer"].reduce((sum, part) => sum + (found(part)?.[place] || 0), 0)))
+      ? (columns.seconds || []).map((whole, place) => whole === null ? null : Math.max(0, whole - ["data", "forward_backward", "norms", "clip", "read", "optimizer"].reduce((sum, part) => sum + (found(part)?.[place] || 0), 0)))
       : found(name);
     if (y?.some(value => value > 0)) series.push({label: name.replaceAll("_", " "), colour: variable, x, y});
   }
