@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from meshwright.base.deprecation import warn_deprecated
 from meshwright.base.errors import StrategyError, nearest
 from meshwright.model.activation_options import ActivationCheckpointing
 from meshwright.strategy.spec import StrategyConfig
@@ -181,10 +181,8 @@ class DistributedDataParallelConfig(StrategyConfig):
             ValueError: names them; pydantic makes a finding of it.
         """
         if self.use_custom_fsdp:
-            warnings.warn(
-                "use_custom_fsdp is the old name of use_megatron_fsdp and will go away. Set use_megatron_fsdp=true.",
-                DeprecationWarning,
-                stacklevel=2,
+            warn_deprecated(
+                "use_custom_fsdp", since="0.1.0", removed_in="1.0.0", instead="Set use_megatron_fsdp=true."
             )
         changed = self.changed
         if self.hands_over:
