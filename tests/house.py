@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FLOORS = (
     ("base",),
-    ("files", "_compat", "launch"),
+    ("files", "events", "_compat", "launch"),
     ("mesh",),
     ("tensors",),
     ("model",),

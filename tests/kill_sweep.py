@@ -30,6 +30,8 @@ import transformers
 import yaml
 from test_cli import LAUNCHER_VARIABLES, write_run
 
+from meshwright.train.report import MEASURED
+
 STEPS = 24
 PATIENCE_S = 400.0
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -84,7 +86,7 @@ class Run:
     def numbers(self) -> list[dict[str, Any]]:
         """All that the metrics say, but for durations."""
         lines = [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
-        return [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in lines]
+        return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
 
     def newest(self) -> Path:
         return max(path for path in self.checkpoints.iterdir() if path.name[-1].isdigit())

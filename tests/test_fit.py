@@ -34,6 +34,7 @@ from meshwright import (
 from meshwright.checkpoint.directory import best_of
 from meshwright.checkpoint.manifest import step_directory, steps_in
 from meshwright.checkpoint.values import decoded, plain
+from meshwright.events.step import MEASURED
 from meshwright.strategy.contract import Batch, StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, full_weights
@@ -68,7 +69,7 @@ def _loader(manager: StrategyManager, rows: int = 2, **more: Any) -> DataLoader:
 
 
 def _told(results: list[StepResult]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in vars(each).items() if key not in ("seconds", "rank")} for each in results]
+    return [{key: value for key, value in vars(each).items() if key not in {*MEASURED, "rank"}} for each in results]
 
 
 def _trained(strategy: str, sizes: dict[str, int]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:

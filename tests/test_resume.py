@@ -16,6 +16,8 @@ import pytest
 import yaml
 from test_cli import LAUNCHER_VARIABLES, write_run
 
+from meshwright.train.report import MEASURED
+
 STEPS = 14
 PATIENCE_S = 400
 
@@ -61,7 +63,7 @@ def _finish(run_file: Path) -> str:
 def _numbers(directory: Path) -> list[dict[str, Any]]:
     """All that a step's numbers are, but for its duration."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in lines]
+    return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
 
 
 def _when(condition: Callable[[], bool]) -> None:

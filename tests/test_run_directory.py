@@ -31,7 +31,7 @@ from meshwright.train.fate import check_restarts
 from meshwright.train.optim import decay_groups
 from meshwright.train.output import locked
 from meshwright.train.plan import data_and_model_config
-from meshwright.train.report import as_record, read_metrics
+from meshwright.train.report import MEASURED, as_record, read_metrics
 from meshwright.train.run import run_rank
 from meshwright.train.run_file import RunConfig, ScheduleConfig, load_run
 from meshwright.train.schedules import build_scheduler, set_schedule
@@ -101,7 +101,7 @@ class Place:
 
     def metrics(self, directory: Path | None = None) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in ((directory or self.out) / "metrics.jsonl").read_text().splitlines()]
-        return [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in lines]
+        return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
 
     def steps(self, root: Path | None = None) -> list[int]:
         return [step for step, _ in steps_in(root or self.root)]

@@ -25,6 +25,7 @@ from meshwright import (
     load_checkpoint,
 )
 from meshwright.checkpoint.manifest import step_directory
+from meshwright.events.step import MEASURED
 from meshwright.strategy.contract import StrategyManager
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
@@ -326,7 +327,7 @@ def _in_part(strategy: str, config: dict[str, Any], sizes: dict[str, int], direc
 
     def told(results: list[StepResult], *without: str) -> list[dict[str, Any]]:
         return [
-            {key: value for key, value in vars(each).items() if key not in ("seconds", *without)} for each in results
+            {key: value for key, value in vars(each).items() if key not in {*MEASURED, *without}} for each in results
         ]
 
     weights, others = full_weights(first), full_weights(again)

@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpointer as Checkpointer
     from .checkpoint import load_checkpoint as load_checkpoint
     from .checkpoint import save_checkpoint as save_checkpoint
+    from .events.run import Evaluation as Evaluation
+    from .events.run import Fault as Fault
+    from .events.run import RunInfo as RunInfo
+    from .events.run import RunSummary as RunSummary
+    from .events.run import SavedCheckpoint as SavedCheckpoint
+    from .events.step import StepResult as StepResult
+    from .events.tracker import TrackerSpec as TrackerSpec
     from .files.class_paths import allow_imports as allow_imports
     from .launch.stopping import Stopped as Stopped
     from .launch.stopping import StopSignals as StopSignals
@@ -45,7 +52,6 @@ if TYPE_CHECKING:
     from .strategy.contract import Batch as Batch
     from .strategy.contract import Objective as Objective
     from .strategy.contract import OptimizerFactory as OptimizerFactory
-    from .strategy.contract import StepResult as StepResult
     from .strategy.contract import StrategyManager as StrategyManager
     from .strategy.hooks import hookimpl as hookimpl
     from .strategy.registry import Registry as Registry
@@ -124,7 +130,13 @@ _MODULE_OF = {
     "Callback": "train.loop",
     "EarlyStopping": "train.watch",
     "Loop": "train.loop",
-    "StepResult": "strategy.contract",
+    "StepResult": "events.step",
+    "Evaluation": "events.run",
+    "Fault": "events.run",
+    "RunInfo": "events.run",
+    "RunSummary": "events.run",
+    "SavedCheckpoint": "events.run",
+    "TrackerSpec": "events.tracker",
     "fit": "train.loop",
     "optimizer_factory": "train.optim",
     "EMAConfig": "train.optimizer_config",

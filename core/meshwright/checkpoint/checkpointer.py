@@ -82,6 +82,7 @@ class Checkpointer:
         tokenizer: of Hugging Face, to be exported with the model.
 
     Attributes:
+        root: see above.
         saved: step of the last one that is on disk, of those that this has written; None: none is. After `wait`.
     """
 
@@ -99,7 +100,7 @@ class Checkpointer:
         tokenizer: Any = None,
     ) -> None:
         self._manager = manager
-        self._root = Path(root)
+        self.root = Path(root)
         self._keep_last, self._keep_every = keep_last, keep_every
         self.keep_best, self.best_of = keep_best, best_of
         self._asynchronous = asynchronous
@@ -111,7 +112,7 @@ class Checkpointer:
         self._error: CheckpointError | None = None
         self.saved: int | None = None
         if manager.mesh.rank == 0:
-            remove_leftovers(self._root)
+            remove_leftovers(self.root)
 
     def save(
         self,
@@ -130,7 +131,7 @@ class Checkpointer:
             CheckpointError: this one, or the one before it, could not be written and `on_error` is "stop".
         """
         self.wait()
-        directory = step_directory(self._root, step)
+        directory = step_directory(self.root, step)
         try:
             saving = Saving(
                 self._manager,
@@ -189,7 +190,7 @@ class Checkpointer:
             self.saved = step
             if self._manager.mesh.rank == 0:
                 retain(
-                    self._root,
+                    self.root,
                     newest=step,
                     keep_last=self._keep_last,
                     keep_every=self._keep_every,

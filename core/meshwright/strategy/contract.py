@@ -16,10 +16,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import BaseModel
+
+from ..base.errors import StrategyError
+from ..events.step import StepResult as StepResult
 
 if TYPE_CHECKING:
     import torch
@@ -158,6 +160,22 @@ class StrategyManager(ABC):
             Total norm of the whole model's gradient before clipping, scalar, equal on all ranks.
         """
 
+    def gradient_norms(self) -> dict[str, float]:
+        """L2 norms of the gradients of a step by block, before clipping; between `forward_backward` and
+        `clip_grad_norm`. Collective.
+
+        Returns:
+            By the name of a block such as `model.layers.3`, and of what is in none; equal on all ranks. Each trained
+            parameter counts in one of them, so that the root of the sum of their squares is the total norm.
+
+        Raises:
+            StrategyError: the strategy does not tell them; on all ranks.
+        """
+        raise StrategyError(
+            f"strategy {self.strategy or type(self).__name__!r} does not tell norms by block. Leave out "
+            f"metrics.norms_every, or use a strategy that does."
+        )
+
     @abstractmethod
     def optimizer_step(self) -> None:
         """Step the optimizer and drop the gradients."""
@@ -254,36 +272,3 @@ class StrategyManager(ABC):
         Raises:
             StrategyError: the state is not of this model and optimizer; before anything is changed.
         """
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What hook `on_step_end` gets."""
-
-    step: int
-    """The step that has ended, from 1."""
-    steps: int
-    """Steps of the whole run."""
-    loss: float
-    """Mean over the step's tokens [nats], or an objective's sum over `num_tokens`."""
-    grad_norm: float
-    """Total norm before clipping."""
-    learning_rate: float
-    """Of this rank's first parameter group, during the step; what stepped is seen to have used it."""
-    num_tokens: int
-    """Unmasked targets of the global batch, or what else an objective counts."""
-    seconds: float
-    """Duration of the step, without evaluation."""
-    rank: int
-    sums: Mapping[str, float] = field(default_factory=dict)
-    """See `StrategyManager.last_sums`; of the step."""
-    evaluations: Mapping[str, float] = field(default_factory=dict)
-    """Loss of each set by name, as `loss` is, in steps that evaluate."""
-
-    @property
-    def held_out_loss(self) -> float | None:
-        return self.evaluations.get("held_out")
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.tensor.parallel import ParallelStyle
 
+    from ..events.run import Evaluation, Fault, RunInfo, RunSummary, SavedCheckpoint
+    from ..events.step import StepResult
+    from ..events.tracker import TrackerSpec
+    from ..mesh.mesh import Mesh
     from ..model.layout import ModelLayout
-    from .contract import StepResult
     from .spec import StrategySpec
 
 StyleName: TypeAlias = "str | ParallelStyle"
@@ -54,5 +57,38 @@ def register_commands(app: typer.Typer) -> None:
 
 
 @hookspec
+def register_trackers() -> list[TrackerSpec]:  # type: ignore[empty-body]
+    """Return the trackers this plugin brings, which run files name. Must not import their libraries."""
+
+
+# -- observers: called on every rank, in this order; none may issue collectives, and what one raises ends the run
+
+
+@hookspec
+def on_run_start(run: RunInfo, mesh: Mesh) -> None:
+    """Observe a run that is about to do its first step of this sitting."""
+
+
+@hookspec
+def on_evaluation(evaluation: Evaluation) -> None:
+    """Observe the losses of the sets after a step, before its `on_step_end`."""
+
+
+@hookspec
 def on_step_end(result: StepResult) -> None:
-    """Observe a finished optimizer step, on every rank. Must not issue collectives."""
+    """Observe a finished optimizer step."""
+
+
+@hookspec
+def on_checkpoint(checkpoint: SavedCheckpoint) -> None:
+    """Observe a checkpoint, as soon as training goes on."""
+
+
+@hookspec
+def on_fault(fault: Fault) -> None:
+    """Observe the error that ends the run on this rank."""
+
+
+@hookspec
+def on_run_end(summary: RunSummary) -> None:
+    """Observe the end of a run, also of one that fails, as long as its process lives."""

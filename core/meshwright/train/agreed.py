@@ -58,6 +58,7 @@ def told_of(loop: Loop) -> dict[str, Any]:
         ("accumulate", loop.accumulate, 1),
         ("eval_every", loop.eval_every, 1),
         ("save_every", loop.save_every, 1),
+        ("norms_every", loop.norms_every, 1),
         ("start", loop.start, 0),
     ):
         if value is not None and (type(value) is not int or value < least):
@@ -89,6 +90,7 @@ def told_of(loop: Loop) -> dict[str, Any]:
         "checkpointer": checkpointer and (checkpointer.keep_best, checkpointer.best_of),
         "save_every": loop.save_every,
         "save_after_s": loop.save_after_s,
+        "norms_every": loop.norms_every,
         "seed": loop.seed,
         "signals": loop.signals and loop.signals.names,
     }

@@ -12,7 +12,7 @@ from ..base.errors import CheckpointError, ConfigError
 from ..checkpoint import read_manifest, steps_in
 from .files import AVERAGED_MODEL, CHECKPOINTS, MODEL, RUN, SUMMARY
 from .run_file import RunConfig, load_run
-from .run_sections import EvalConfig
+from .run_sections import EvalConfig, MetricsConfig
 
 NEVER, AUTO = "never", "auto"
 _WATCH: dict[str, Any] = {"eval": EvalConfig()}
@@ -138,7 +138,8 @@ def is_finished(config: RunConfig) -> bool:
 
 def _trains(config: RunConfig, **without: Any) -> RunConfig:
     """A run without what does not say how it trains, and without what else is to be left out."""
-    return config.model_copy(update={"overwrite": False, "resume": AUTO, "launch": None, **without})
+    unseen = {"metrics": MetricsConfig(), "trackers": []}
+    return config.model_copy(update={"overwrite": False, "resume": AUTO, "launch": None, **unseen, **without})
 
 
 def _holds_something(directory: Path) -> bool:

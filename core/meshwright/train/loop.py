@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..base.errors import BatchError, CheckpointError, TrainingError
+from ..checkpoint.manifest import step_directory
+from ..events.run import SavedCheckpoint
+from ..events.step import StepResult
 from ..launch.stopping import Stopped, StopSignals
 from ..mesh.mesh import Mesh
 from ..step.agreement import count_tokens
-from ..strategy.contract import StepResult, StrategyManager
-from ..strategy.registry import get_registry
+from ..strategy.contract import StrategyManager
 from .agreed import agree_on
 from .ahead import Ahead, StopsBefore
 from .batches import Passes, state_of_rank, states_of_ranks
@@ -21,17 +23,20 @@ from .failures import done_on_all, raise_on_all
 from .loop_options import Callback as Callback
 from .loop_options import Loop as Loop
 from .loop_options import is_due
+from .memory import memory_now
 from .optimizer_config import AVERAGED
 from .rates import check_rates, groups_stepped
 from .seeds import step_seed
+from .stopwatch import Stopwatch
+from .telling import Telling
 from .watch import STATE, Watch
 
 
 def fit(manager: StrategyManager, loop: Loop) -> list[StepResult]:
     """Train until the last step, or until a callback or `early_stopping` ends it; collective.
 
-    After each step sets that are due are evaluated, then the hook `on_step_end` of plugins and then the callbacks are
-    told, then a checkpoint that is due is saved.
+    After each step sets that are due are evaluated, then the hook `on_step_end` of observers and then the callbacks are
+    told, then a checkpoint that is due is saved. The other hooks of observers are in `strategy.hooks`.
 
     Returns:
         Of the steps from `loop.start` on.
@@ -65,34 +70,54 @@ class _Course:
         self.tokens = {name: count_tokens(each, manager.mesh, loop.objective) for name, each in self.sets.items()}
         self.ahead = _ahead(manager, loop)
         self.saved_at = loop.clock()
+        self.told, self.stopwatch = Telling(manager, loop), Stopwatch(manager.mesh.device)
+        self.saving: dict[str, float] = {}
 
     def run(self) -> list[StepResult]:
+        with self.told:
+            return self.steps()
+
+    def steps(self) -> list[StepResult]:
         results: list[StepResult] = []
         for step in range(self.loop.start, self.loop.num_steps):
             if self.watch.is_exhausted:
                 # It was before the run was interrupted.
+                self.told.reason = "early stopping"
                 break
             try:
                 with self.loop.around(step - self.loop.start):
-                    result = train_step(self.manager, self.loop, step, self.ahead)
+                    result = train_step(self.manager, self.loop, step, self.ahead, self.stopwatch)
             except StopsBefore as stop:
                 if self.loop.signals is None:
                     raise
                 raise self.stopped(stop.number, self.loop.signals, results) from None
+            result = replace(result, times={**result.times, **self.saving, **self.loop.measured()})
+            self.saving = {}
             if self.loop.evaluates_after(result.step):
-                result = replace(result, evaluations=self.evaluated())
+                result = self.evaluated(result)
             is_best = self.watch.note(result)
-            get_registry().hook.on_step_end(result=result)
+            self.told.step(result)
             results.append(result)
             stops, is_late = self.asked(result) if self.is_asked else (False, False)
-            stops = stops or self.watch.is_exhausted
+            if stops or self.watch.is_exhausted:
+                self.told.reason = "callback" if stops else "early stopping"
+                stops = True
             if stops or is_best or is_late or is_due(result.step, self.loop.save_every, self.loop.num_steps):
-                self.save(result)
+                self.save(result, is_best=is_best)
             if stops:
                 break
         return results
 
-    def evaluated(self) -> dict[str, float]:
+    def evaluated(self, result: StepResult) -> StepResult:
+        """The same with the losses of the sets, of which observers are told."""
+        start = time.perf_counter()
+        losses = self.all_losses()
+        seconds = time.perf_counter() - start
+        result = replace(result, evaluations=losses, times={**result.times, "evaluation": seconds})
+        self.told.evaluation(result, seconds)
+        return result
+
+    def all_losses(self) -> dict[str, float]:
         """The loss of each set, and that of the averaged weights."""
         losses, ema = self.losses(), self.loop.ema
         if ema is not None and ema.config.evaluate:
@@ -123,10 +148,11 @@ class _Course:
             raise_on_all(self.world, error, TrainingError, f"a callback fails after step {result.step}")
         return bool(wanted), bool(late)
 
-    def save(self, result: StepResult) -> None:
+    def save(self, result: StepResult, *, is_best: bool = False) -> None:
         loop = self.loop
         if loop.checkpointer is None:
             return
+        start = time.perf_counter()
         state = self.watch.state()
         if not callable(loop.batches):
             state["batches"] = states_of_ranks(self.ahead.state, self.manager.mesh)
@@ -138,6 +164,10 @@ class _Course:
             result.step, scheduler=loop.scheduler, extra={**extra, STATE: state}, evaluations=result.evaluations
         )
         self.saved_at = loop.clock()
+        seconds = time.perf_counter() - start
+        self.saving = {"save": seconds}
+        path = step_directory(loop.checkpointer.root, result.step)
+        self.told.checkpoint(SavedCheckpoint(result.step, path, seconds, result.rank, is_best))
 
     def stopped(self, number: int, signals: StopSignals, results: list[StepResult]) -> Stopped:
         """Save what is not saved, and wait until it is on disk everywhere. Collective."""
@@ -172,21 +202,35 @@ def _passes(loop: Loop, mesh: Mesh) -> Passes:
     return Passes(source, accumulate=loop.accumulate, state=state, seed=seed)
 
 
-def train_step(manager: StrategyManager, loop: Loop, step: int, ahead: Ahead | None = None) -> StepResult:
+def train_step(
+    manager: StrategyManager, loop: Loop, step: int, ahead: Ahead | None = None, stopwatch: Stopwatch | None = None
+) -> StepResult:
     """Run one optimizer step, counted from 0; see `fit`.
 
     Args:
         ahead: of the loop, to begin the next step in it; None: it is left to itself.
+        stopwatch: of the loop.
     """
     start = time.perf_counter()
+    stopwatch = stopwatch or Stopwatch(manager.mesh.device)
+    stopwatch.begin()
     microbatches, num_tokens = (ahead or _ahead(manager, loop)).take(step)
+    stopwatch.end("data")
     loss = manager.forward_backward(microbatches, num_tokens=num_tokens, objective=loop.objective)
+    stopwatch.end("forward_backward")
     sums = manager.last_sums
+    norms: Mapping[str, float] = {}
+    if loop.norms_every is not None and (step + 1) % loop.norms_every == 0:
+        norms = manager.gradient_norms()
+        stopwatch.end("norms")
     grad_norm = manager.clip_grad_norm(loop.max_grad_norm, loop.grad_norm_type)
+    stopwatch.end("clip")
     if ahead is not None:
         ahead.begin(step + 1)
+        stopwatch.end("data")
     # One wait for the device per step; it also keeps a bad gradient out of the parameters.
     loss_value, norm_value, *sum_values = manager.read(loss, grad_norm, *sums.values())
+    stopwatch.end("read")
     if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
         raise TrainingError(
             f"step {step + 1}: the loss is {loss_value} and the gradient norm {norm_value}. The parameters were not "
@@ -202,14 +246,31 @@ def train_step(manager: StrategyManager, loop: Loop, step: int, ahead: Ahead | N
     check_rates(scheduled, stepped, step=step + 1)
     if scheduler is not None:
         scheduler.step()
+    stopwatch.end("optimizer")
+    tokens, per_token = int(num_tokens), loop.flops_per_token
     return StepResult(
         step=step + 1,
         steps=loop.num_steps,
         loss=loss_value,
         grad_norm=norm_value,
         learning_rate=float(scheduled[0]),
-        num_tokens=int(num_tokens),
+        num_tokens=tokens,
         seconds=time.perf_counter() - start,
         rank=manager.mesh.rank,
         sums=dict(zip(sums, sum_values, strict=True)),
+        ended=time.time(),
+        times=stopwatch.take(),
+        learning_rates=_by_group(manager, scheduled),
+        norms=norms,
+        memory=memory_now(manager.mesh.device),
+        world_size=manager.mesh.world.size,
+        flops=None if per_token is None else per_token * tokens,
+        peak_flops=loop.peak_flops,
     )
+
+
+def _by_group(manager: StrategyManager, rates: Sequence[float]) -> dict[str, float]:
+    """Learning rates by parameter group: under its name, if it has one that no other has, or else its number."""
+    names = [group.get("name") for group in manager.optimizer.param_groups]
+    told = [name if name and names.count(name) == 1 else str(number) for number, name in enumerate(names)]
+    return dict(zip(told, map(float, rates), strict=False))

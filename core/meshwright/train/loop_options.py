@@ -13,8 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..base.errors import ConfigError
 from ..checkpoint import Checkpointer, Manifest
 from ..checkpoint.values import decoded
+from ..events.run import RunInfo
+from ..events.step import StepResult
 from ..launch.stopping import StopSignals
-from ..strategy.contract import Batch, Objective, StepResult
+from ..strategy.contract import Batch, Objective
 from .batches import steps_in_a_pass
 from .ema import EMA
 from .optimizer_config import AVERAGED
@@ -63,6 +65,13 @@ class Loop:
         signals: end the loop before the next step, with a checkpoint if there is a checkpointer; see
             [Note: agreeing to stop] in `train.ahead`. Each rank enters its own before `fit`, with the same names.
         around: `around(step)`, counted from 0 in this call of `fit`: what a step on this rank happens within.
+        measured: asked right after a step, within which `around` has measured something: further entries of
+            `StepResult.times`.
+        norms_every: steps between those in which norms by block are measured; None: none are. See
+            `StrategyManager.gradient_norms`.
+        flops_per_token: of the model, for `StepResult.flops`; None: not known.
+        peak_flops: see `StepResult`.
+        run: what observers are told that it is; None: made up. Ranks may differ in it.
         clock: tells seconds.
     """
 
@@ -88,6 +97,11 @@ class Loop:
     seed: int | None = None
     signals: StopSignals | None = None
     around: Callable[[int], AbstractContextManager[None]] = _nothing
+    measured: Callable[[], Mapping[str, float]] = dict
+    norms_every: int | None = None
+    flops_per_token: float | None = None
+    peak_flops: float | None = None
+    run: RunInfo | None = None
     clock: Callable[[], float] = time.monotonic
 
     @property

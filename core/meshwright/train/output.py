@@ -22,10 +22,25 @@ from ..checkpoint import export_checkpoint, save_checkpoint, steps_in
 from ..checkpoint.directory import best_of, put_in_place
 from ..data import load_tokenizer
 from ..data.encoding.chat_template import read_chat_template
+from ..events.step import StepResult
 from ..files.parsing import as_yaml
-from ..strategy.contract import StepResult, StrategyManager
-from .files import AVERAGED_MODEL, CHECKPOINTS, CURVE, HOLDER, LOCK, METRICS, MODEL, REFERENCE, RUN, SUMMARY
-from .report import draw_loss_curve, shown
+from ..strategy.contract import StrategyManager
+from .curve import draw_loss_curve
+from .files import (
+    AVERAGED_MODEL,
+    CHECKPOINTS,
+    CURVE,
+    EVENTS,
+    HOLDER,
+    LOCK,
+    METRICS,
+    MODEL,
+    RANKS,
+    REFERENCE,
+    RUN,
+    SUMMARY,
+)
+from .report import shown
 from .run_file import RunConfig, as_plain
 from .run_sections import HELD_OUT
 from .sample import generate_sample, load_trained
@@ -89,10 +104,10 @@ def prepare_output(config: RunConfig, *, replaces: bool) -> None:
     directory = Path(config.output_dir)
     try:
         if replaces:
-            for name in (CHECKPOINTS, MODEL, AVERAGED_MODEL):
+            for name in (CHECKPOINTS, MODEL, AVERAGED_MODEL, RANKS):
                 if (directory / name).is_dir():
                     shutil.rmtree(directory / name)
-            for name in (METRICS, CURVE, REFERENCE):
+            for name in (METRICS, CURVE, EVENTS, REFERENCE):
                 (directory / name).unlink(missing_ok=True)
         for name in (_CHECKPOINT_OF_MODEL, _NEW_MODEL, _NEW_AVERAGED):
             shutil.rmtree(directory / name, ignore_errors=True)

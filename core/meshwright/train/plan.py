@@ -47,6 +47,7 @@ from .resume import check_source
 from .run_file import RunConfig, ScheduleConfig
 from .run_model import RunModel, find_model
 from .run_sections import HELD_OUT
+from .trackers import chosen
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
     )
     micro_batch_size = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
     check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=micro_batch_size)
+    chosen(config.trackers)
     check_restarts(config)
     check_output(config, config.steps)
     device = find_device(config.device)

@@ -6,7 +6,6 @@ import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -14,14 +13,20 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..events.step import StepResult
 from ..files.parsing import parse_json
 from ..launch.stopping import Stopped
-from ..strategy.contract import StepResult
 from ..strategy.hooks import hookimpl
 from .files import SUMMARY
 from .optimizer_config import AVERAGED
 from .run_file import RunConfig
 
+MEASURED = ("seconds", "tokens_per_second", "tokens_per_second_per_device", "time", "times", "memory", "mfu")
+"""Keys of a line that clocks and machines tell. The others are the same when the run is repeated."""
+_MAPPINGS = ("sums", "evaluations", "times", "learning_rates", "norms", "memory")
+_PLAIN = ("step", "loss", "grad_norm", "learning_rate", "num_tokens", "seconds", "world_size", "flops", "peak_flops")
+_NUMBERS = {**{name: name for name in _PLAIN}, "ended": "time"}
+"""Fields of a StepResult that are numbers, with the keys of a line that have them."""
 _TOLD = 5
 """This many lines are named that cannot be read."""
 
@@ -111,22 +116,25 @@ def read_metrics(path: Path, *, until: int, steps: int) -> list[StepResult]:
 def _read_line(line: bytes, steps: int) -> StepResult:
     """Raises ValueError, TypeError or KeyError where it does not hold numbers of a step."""
     record = parse_json(line.decode())
-    sums, evaluations = (_with_nan(record.pop(name, {})) for name in ("sums", "evaluations"))
-    if (loss := record.pop("held_out_loss", None)) is not None:
-        evaluations.setdefault("held_out", loss)
-    numbers = {each.name: record[each.name] for each in fields(StepResult) if each.name in record}
-    if not all(type(value) in (int, float) for value in (*numbers.values(), *sums.values(), *evaluations.values())):
+    if not isinstance(record, dict):
+        raise ValueError("no record")
+    mappings = {name: _with_nan(record.get(name, {})) for name in _MAPPINGS}
+    if (loss := record.get("held_out_loss")) is not None:
+        mappings["evaluations"].setdefault("held_out", loss)
+    numbers = {name: record[key] for name, key in _NUMBERS.items() if key in record}
+    every = [value for values in (numbers, *mappings.values()) for value in values.values()]
+    if not all(type(value) in (int, float) for value in every):
         raise ValueError("no numbers of a step")
     if type(numbers["step"]) is not int:
         raise ValueError("no number of a step")
-    return StepResult(**{**numbers, "steps": steps, "rank": 0, "sums": sums, "evaluations": evaluations})
+    return StepResult(**{**numbers, **mappings, "steps": steps, "rank": 0})
 
 
 def _with_nan(values: dict[str, Any]) -> dict[str, Any]:
     return {name: math.nan if value is None else value for name, value in values.items()}
 
 
-def _without_nan(values: Mapping[str, float]) -> dict[str, Any]:
+def without_nan(values: Mapping[str, float]) -> dict[str, Any]:
     """What is not finite is no number of JSON."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
@@ -144,14 +152,19 @@ def as_record(result: StepResult) -> dict[str, Any]:
         "learning_rate": result.learning_rate,
         "num_tokens": result.num_tokens,
         "tokens_per_second": result.tokens_per_second,
+        "tokens_per_second_per_device": result.tokens_per_second_per_device,
         "seconds": result.seconds,
+        "time": result.ended,
+        "world_size": result.world_size,
     }
-    if result.evaluations:
-        record["evaluations"] = _without_nan(result.evaluations)
+    for name in _MAPPINGS:
+        if values := getattr(result, name):
+            record[name] = without_nan(values)
     if "held_out" in result.evaluations:
         record["held_out_loss"] = record["evaluations"]["held_out"]
-    if result.sums:
-        record["sums"] = _without_nan(result.sums)
+    for name in ("flops", "peak_flops", "mfu"):
+        if (value := getattr(result, name)) is not None:
+            record[name] = value
     return record
 
 
@@ -194,26 +207,3 @@ def say_stopped(stopped: Stopped, *, steps: int) -> None:
         highlight=False,
         soft_wrap=True,
     )
-
-
-def draw_loss_curve(results: list[StepResult], path: Path, *, of_tokens: bool = True) -> None:
-    """Write a PNG of the losses of training and of each set over steps.
-
-    Args:
-        of_tokens: whether they are those of tokens; else of an objective, in what it measures.
-    """
-    # The object interface draws without a display and without global state.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.plot([r.step for r in results], [r.loss for r in results], linewidth=1, label="training")
-    for name in dict.fromkeys(name for r in results for name in r.evaluations):
-        points = [(r.step, r.evaluations[name]) for r in results if name in r.evaluations]
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.5, label=shown(name))
-    axes.set(xlabel="step", ylabel="loss [nats per token]" if of_tokens else "loss")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path)

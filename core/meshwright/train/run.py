@@ -12,34 +12,41 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
+from ..base.errors import ConfigError
 from ..checkpoint import Checkpointer, load_checkpoint
 from ..checkpoint.directory import set_aside
 from ..data import ORDER_VERSION, Feed, Place, eval_microbatches
 from ..data.progress import CONSOLE
+from ..events.run import RunInfo
+from ..events.step import StepResult
 from ..launch.rank import guarded, signs_of_life, started_by_launcher
 from ..launch.stopping import Stopped, StopSignals
 from ..mesh.mesh import Mesh
 from ..mesh.world import World, open_world
 from ..model.pretrained import PretrainedWeights
-from ..strategy.contract import Batch, StepResult, StrategyManager
+from ..strategy.contract import Batch, StrategyManager
 from ..strategy.registry import get_registry
 from .apart import check_kept_apart
 from .columns import as_asked, with_reference
 from .companion import Accompany, Companion
+from .curve import Curve, draw_metrics
 from .ema import EMA
 from .fate import Fate, check_output, is_finished
-from .files import CHECKPOINTS, METRICS
+from .files import CHECKPOINTS, CURVE, METRICS, SUMMARY
 from .from_pretrained import check_same_weights, tell
+from .journal import Journal, id_of, note
 from .loop import Loop, fit
 from .optim import optimizer_factory
 from .output import export, finish, locked, prepare_output, run_tokenizer
 from .plan import Plan, headline, masks_padding, plan_run, processes
+from .rank_log import RankLog
 from .report import Reporter, read_metrics, say_finished, say_stopped
 from .resume import Source, early_stopping, find_source
 from .run_file import RunConfig, as_plain
 from .run_model import fetch_model, make_model
 from .run_sections import KeepBestConfig
 from .schedules import build_scheduler, set_schedule
+from .trackers import chosen, tracking
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -78,7 +85,21 @@ def start(config: RunConfig, *, show_traceback: bool = False, accompany: Accompa
     from ..launch.local import launch
 
     passed_on = config.checkpoint.stops_on.signals
-    return launch(run_rank, (config, companion), nproc=count, show_traceback=show_traceback, passed_on=passed_on)
+    code = launch(run_rank, (config, companion), nproc=count, show_traceback=show_traceback, passed_on=passed_on)
+    _note_failure(config, code)
+    return code
+
+
+def _note_failure(config: RunConfig, code: int) -> None:
+    """Leave behind what the first rank may not have come to: which code has ended it, and the picture of its losses."""
+    directory = Path(config.output_dir)
+    # What is wrong with the input, another run that holds the directory included, has left it as it was.
+    if code in (0, ConfigError.exit_code, config.checkpoint.stops_on.exit_code):
+        return
+    if not (directory / METRICS).exists() or (directory / SUMMARY).exists():
+        return
+    note(directory, "exit", code=code)
+    draw_metrics(directory / METRICS, directory / CURVE, of_tokens=config.objective is None)
 
 
 def run_rank(store: Store | None, config: RunConfig, companion: Companion | None = None) -> None:
@@ -134,6 +155,7 @@ def _train(
     mesh = Mesh(plan.degrees, world)
     manager = plan.stack.build(mesh)
     model, weights = world.together(lambda: make_model(config.model, plan.model, plan.model_config, seed=config.seed))
+    parameters = sum(each.numel() for each in model.parameters())
     earlier: list[StepResult] = []
     world.from_first(lambda: earlier.extend(_prepare(config, plan, fate, source, console)))
     if world.rank == 0:
@@ -150,7 +172,8 @@ def _train(
         load_checkpoint(manager, Path(config.model["checkpoint"]).expanduser())
     if plan.needs_reference:
         plan = _with_reference(manager, config, plan, console, is_loaded=source is None)
-    results = _fit(manager, config, plan, source, earlier, console, signals, companion)
+    run = _run_info(manager, config, plan, source, parameters)
+    results = _fit(manager, config, plan, source, earlier, console, signals, companion, run)
     # There may have been nothing left to be done.
     done = results[-1].step if results else plan.steps if source is None else source.step
     export(manager, config, plan, step=done)
@@ -212,6 +235,7 @@ def _fit(
     console: Console,
     signals: StopSignals,
     companion: Companion | None,
+    run: RunInfo,
 ) -> list[StepResult]:
     mesh = manager.mesh
     with _seen(companion, mesh):
@@ -250,19 +274,48 @@ def _fit(
         seed=config.seed,
         signals=signals,
         objective=plan.objective,
+        norms_every=config.metrics.norms_every,
+        run=run,
     )
     if source is not None:
         loop = replace(loop, start=source.step, state=source.watched)
-    with _saving(manager, config, plan, loop) as loop:
+    directory, observing = Path(config.output_dir), get_registry().observing
+    with _saving(manager, config, plan, loop) as loop, ExitStack() as held:
+        if config.metrics.ranks:
+            held.enter_context(observing(RankLog(directory, mesh.rank)))
+        # On the first rank alone, but what is wrong with one is told on all.
+        mesh.world.from_first(lambda: held.enter_context(tracking(chosen(config.trackers), run)))
         if mesh.rank != 0:
             return fit(manager, loop)
-        metrics = Path(config.output_dir) / METRICS
-        reporter = Reporter(metrics, log_every=config.log_every, console=console, earlier=earlier)
-        with reporter, get_registry().observing(reporter), ExitStack() as more:
-            if companion is not None:
-                more.enter_context(get_registry().observing(companion))
-                loop = replace(loop, around=companion.around(manager))
-            return earlier + fit(manager, loop)
+        metrics = directory / METRICS
+        reporter = held.enter_context(Reporter(metrics, log_every=config.log_every, console=console, earlier=earlier))
+        curve = held.enter_context(Curve(metrics, directory / CURVE, of_tokens=config.objective is None))
+        held.enter_context(observing(reporter, curve, Journal(directory)))
+        if companion is not None:
+            held.enter_context(observing(companion))
+            loop = replace(loop, around=companion.around(manager))
+        return earlier + fit(manager, loop)
+
+
+def _run_info(
+    manager: StrategyManager, config: RunConfig, plan: Plan, source: Source | None, parameters: int
+) -> RunInfo:
+    """What observers are told of the run. Collective."""
+    mesh, directory = manager.mesh, Path(config.output_dir)
+    return RunInfo(
+        id=mesh.world.from_first(lambda: id_of(directory)),
+        name=directory.name,
+        strategy=str(plan.stack),
+        mesh=str(plan.degrees),
+        world_size=mesh.world.size,
+        rank=mesh.rank,
+        start=0 if source is None else source.step,
+        steps=plan.steps,
+        parameters=parameters,
+        device=mesh.device.type,
+        directory=directory,
+        config=as_plain(config),
+    )
 
 
 def _average(config: RunConfig, manager: StrategyManager, *, step: int = 0) -> EMA | None:

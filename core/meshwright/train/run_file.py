@@ -25,7 +25,7 @@ from .optimizer_config import AVERAGED, FinitePositive
 from .optimizer_config import EMAConfig as EMAConfig
 from .optimizer_config import OptimizerConfig as OptimizerConfig
 from .optimizer_config import OptimizerGroup as OptimizerGroup
-from .run_sections import HELD_OUT, CheckpointConfig, EvalConfig, PlanConfig, SampleConfig
+from .run_sections import HELD_OUT, CheckpointConfig, EvalConfig, MetricsConfig, PlanConfig, SampleConfig
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 
@@ -152,6 +152,12 @@ class RunConfig(MeshSizes):
         "[...]}.",
     )
     plan: PlanConfig = PlanConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    trackers: list[str | dict[str, Any]] = Field(
+        [],
+        description="Where the first rank tells of the run: names of installed trackers, such as tensorboard, or "
+        "mappings of name and options, {name: wandb, mode: offline}; see docs/trackers.md.",
+    )
     launch: LaunchConfig | None = Field(None, description="What `meshwright launch` tells a cluster.")
     log_every: Size = Field(10, description="Steps between lines where no progress bar can be drawn.")
 

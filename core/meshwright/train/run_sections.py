@@ -61,6 +61,18 @@ class PlanConfig(FrozenModel):
     )
 
 
+class MetricsConfig(FrozenModel):
+    """What is measured of a run beside losses, norms and rates; see docs/fit.md."""
+
+    ranks: bool = Field(True, description="A file of each rank in output_dir/ranks, with its times and memory by step.")
+    norms_every: Size | None = Field(
+        None, description="Steps between those in which norms of the gradients are measured by block; null: none."
+    )
+    communication_every: Size | None = Field(
+        None, description="Steps between those in which exposed communication is measured; null: none."
+    )
+
+
 class KeepBestConfig(FrozenModel):
     """Checkpoints that are kept because their loss is low."""
 

@@ -15,7 +15,7 @@ from ..base.errors import ConfigError
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpointer
-    from ..strategy.contract import StepResult
+    from ..events.step import StepResult
 
 STATE = "loop"
 """Where `extra` of a checkpoint has what `fit` must remember."""

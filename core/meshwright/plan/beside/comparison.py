@@ -12,8 +12,9 @@ import torch
 from rich.console import Console
 
 from ...base.errors import MeshwrightError, ModelError
+from ...events.step import StepResult
 from ...mesh.world import CONTROL_TAG, find_device
-from ...strategy.contract import StepResult, StrategyManager
+from ...strategy.contract import StrategyManager
 from ...strategy.hooks import hookimpl
 from ...testing.collectives import Recorder
 from ...train.model_trial import memory_of_node

@@ -1,0 +1,112 @@
+"""The picture of the losses of a run: drawn now and then while it trains, and at its end, whichever that is.
+
+Drawing takes a second or two, so while the run trains another process does it, at low priority, and the longer drawing
+takes the more seldom. No torch in this module, so that this process has none.
+
+    python -m meshwright.train.curve METRICS PNG     # what it runs
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from ..events.step import StepResult
+from ..strategy.hooks import hookimpl
+from .report import read_metrics, shown
+
+FIRST_AFTER_S = 30.0
+PART_OF_TIME = 0.001
+"""Of one core, that drawing may take."""
+_NICE = "import os, runpy; os.nice(10); runpy.run_module('meshwright.train.curve', run_name='__main__')"
+_ENDS_WITHIN_S = 10.0
+
+
+def draw_loss_curve(results: Sequence[StepResult], path: Path, *, of_tokens: bool = True) -> None:
+    """Write a PNG of the losses of training and of each set over steps.
+
+    Args:
+        of_tokens: whether they are those of tokens; else of an objective, in what it measures.
+    """
+    # The object interface draws without a display and without global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.plot([r.step for r in results], [r.loss for r in results], linewidth=1, label="training")
+    for name in dict.fromkeys(name for r in results for name in r.evaluations):
+        points = [(r.step, r.evaluations[name]) for r in results if name in r.evaluations]
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.5, label=shown(name))
+    axes.set(xlabel="step", ylabel="loss [nats per token]" if of_tokens else "loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    new = path.with_name(f".{path.name}")
+    figure.savefig(new, format="png")
+    new.replace(path)
+
+
+def draw_metrics(metrics: Path, path: Path, *, of_tokens: bool = True) -> None:
+    """The same of the steps that a file of metrics holds; nothing where it holds none."""
+    results = read_metrics(metrics, until=sys.maxsize, steps=0)
+    if results:
+        draw_loss_curve(results, path, of_tokens=of_tokens)
+
+
+class Curve:
+    """The first rank's observer that has the picture drawn; a context manager, which leaves no process behind.
+
+    Args:
+        metrics: the file of metrics, of which the last lines may be missing in a picture.
+        path: of the picture.
+        of_tokens: see `draw_loss_curve`.
+        clock: tells seconds.
+    """
+
+    def __init__(
+        self, metrics: Path, path: Path, *, of_tokens: bool = True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._metrics, self._path, self._of_tokens, self._clock = metrics, path, of_tokens, clock
+        self._process: subprocess.Popen[bytes] | None = None
+        self._begun, self._due = clock(), clock() + FIRST_AFTER_S
+
+    def __enter__(self) -> Curve:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end()
+        if error is not None:
+            draw_metrics(self._metrics, self._path, of_tokens=self._of_tokens)
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        now = self._clock()
+        if self._process is not None and self._process.poll() is not None:
+            self._process = None
+            self._due = now + (now - self._begun) / PART_OF_TIME
+        if self._process is None and now >= self._due:
+            self._begun = now
+            command = [sys.executable, "-c", _NICE, str(self._metrics), str(self._path), str(int(self._of_tokens))]
+            quiet = subprocess.DEVNULL
+            self._process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+
+    def _end(self) -> None:
+        if self._process is None:
+            return
+        try:
+            self._process.wait(_ENDS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+
+if __name__ == "__main__":
+    draw_metrics(Path(sys.argv[1]), Path(sys.argv[2]), of_tokens=sys.argv[3] == "1")

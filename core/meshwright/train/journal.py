@@ -1,0 +1,73 @@
+"""What has happened to a run, a line of JSON each, and which run it is.
+
+The file tells of all sittings, also of steps that were done again after one was killed: nothing in it is taken back. A
+run that is resumed is known by the id that the first line has.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..events.run import Evaluation, Fault, RunInfo, RunSummary, SavedCheckpoint
+from ..files.parsing import parse_json
+from ..strategy.hooks import hookimpl
+from .files import EVENTS
+from .report import without_nan
+from .telling import new_id
+
+
+def id_of(directory: Path) -> str:
+    """Of the run that a directory is of, or a new one where nothing tells."""
+    try:
+        with (directory / EVENTS).open(encoding="utf-8") as file:
+            known = parse_json(file.readline())["id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return new_id()
+    return known if isinstance(known, str) and known else new_id()
+
+
+def note(directory: Path, event: str, **values: Any) -> None:
+    """Add a line. A disk that takes none is told in a warning, and ends no run."""
+    try:
+        with (directory / EVENTS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": time.time(), "event": event, **values}, default=str) + "\n")
+    except OSError as error:
+        warnings.warn(f"{directory / EVENTS} cannot be written: {error}. The run goes on.", stacklevel=2)
+
+
+class Journal:
+    """The first rank's observer that writes them.
+
+    Args:
+        directory: of the run.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    @hookimpl
+    def on_run_start(self, run: RunInfo) -> None:
+        told = {name: value for name, value in vars(run).items() if name not in ("config", "directory", "rank")}
+        note(self._directory, "start", **told)
+
+    @hookimpl
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        note(self._directory, "evaluation", **{**asdict(evaluation), "losses": without_nan(evaluation.losses)})
+
+    @hookimpl
+    def on_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
+        note(self._directory, "checkpoint", **asdict(checkpoint))
+
+    @hookimpl
+    def on_fault(self, fault: Fault) -> None:
+        note(self._directory, "fault", **asdict(fault))
+
+    @hookimpl
+    def on_run_end(self, summary: RunSummary) -> None:
+        told = {name: value for name, value in vars(summary).items() if name != "run"}
+        note(self._directory, "end", **{**told, "evaluations": without_nan(summary.evaluations)})

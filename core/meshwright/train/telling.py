@@ -1,0 +1,126 @@
+"""What observers are told of one call of `fit`: that it begins, what happens in it, and how it ends."""
+
+from __future__ import annotations
+
+import time
+import uuid
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from ..base.errors import TrainingError
+from ..events.run import Evaluation, Fault, Reason, RunInfo, RunSummary, SavedCheckpoint
+from ..events.step import StepResult
+from ..launch.stopping import Stopped
+from ..mesh.mesh import Mesh
+from ..strategy.contract import StrategyManager
+from ..strategy.registry import get_registry
+from .failures import done_on_all
+from .loop_options import Loop
+
+
+class Telling:
+    """Tells observers; a context manager around the steps.
+
+    Args:
+        loop: with its number of steps known.
+
+    Attributes:
+        reason: why the loop has ended, if it has not failed.
+    """
+
+    def __init__(self, manager: StrategyManager, loop: Loop) -> None:
+        self._mesh, self._loop = manager.mesh, loop
+        self.run = _info(manager, loop)
+        self.reason: Reason = "done"
+        self._last: StepResult | None = None
+        self._losses: dict[str, float] = {}
+        self._began = time.monotonic()
+
+    def __enter__(self) -> Telling:
+        hook, mesh = get_registry().hook, self._mesh
+        done_on_all(
+            mesh.world,
+            lambda: hook.on_run_start(run=self.run, mesh=mesh),
+            TrainingError,
+            "an observer fails at the start of the run",
+        )
+        return self
+
+    def step(self, result: StepResult) -> None:
+        self._last = result
+        get_registry().hook.on_step_end(result=result)
+
+    def evaluation(self, result: StepResult, seconds: float) -> None:
+        self._losses |= result.evaluations
+        told = Evaluation(result.step, result.steps, result.evaluations, seconds, result.rank)
+        get_registry().hook.on_evaluation(evaluation=told)
+
+    def checkpoint(self, saved: SavedCheckpoint) -> None:
+        get_registry().hook.on_checkpoint(checkpoint=saved)
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        hook, rank, done = get_registry().hook, self._mesh.rank, self._loop.start
+        if self._last is not None:
+            done = self._last.step
+        if isinstance(error, Stopped):
+            self.reason = "signal"
+        elif error is not None:
+            self.reason = "failed"
+            fault = Fault(done, rank, type(error).__name__, str(error), time.time())
+            _in_vain(lambda: hook.on_fault(fault=fault))
+        summary = RunSummary(
+            run=self.run,
+            reason=self.reason,
+            step=done,
+            steps=self._loop.num_steps,
+            seconds=time.monotonic() - self._began,
+            loss=None if self._last is None else self._last.loss,
+            evaluations=dict(self._losses),
+            rank=rank,
+        )
+        if error is None:
+            hook.on_run_end(summary=summary)
+        else:
+            _in_vain(lambda: hook.on_run_end(summary=summary))
+
+
+def _in_vain(tell: Callable[[], Any]) -> None:
+    """Tell observers of an error, which is more than what one of them may meet meanwhile."""
+    try:
+        tell()
+    except Exception as error:
+        warnings.warn(f"an observer fails at the end of the run: {type(error).__name__}: {error}", stacklevel=2)
+
+
+def _info(manager: StrategyManager, loop: Loop) -> RunInfo:
+    """What the run is, as far as it is known here."""
+    mesh = manager.mesh
+    if loop.run is not None:
+        return replace(loop.run, rank=mesh.rank)
+    return RunInfo(
+        id=_new_id(mesh),
+        name="run",
+        strategy=manager.strategy,
+        mesh=str(mesh.degrees),
+        world_size=mesh.world.size,
+        rank=mesh.rank,
+        start=loop.start,
+        steps=loop.num_steps,
+        parameters=None,
+        device=mesh.device.type,
+    )
+
+
+def _new_id(mesh: Mesh) -> str:
+    """Collective."""
+    return mesh.world.from_first(new_id)
+
+
+def new_id() -> str:
+    """One that no other run has."""
+    return uuid.uuid4().hex
