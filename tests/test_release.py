@@ -1,4 +1,4 @@
-"""What is released: one version everywhere, wheels with all that they need, and an index that pip resolves ours from."""
+"""What is released: one version everywhere, whole wheels, and an index that pip resolves ours from."""
 
 from __future__ import annotations
 
