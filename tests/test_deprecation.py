@@ -13,7 +13,7 @@ import pytest
 from packaging.version import Version
 
 import meshwright
-from meshwright.base.deprecation import warn_deprecated
+from meshwright.files.deprecation import warn_deprecated
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [*ROOT.glob("core/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")]

@@ -7,8 +7,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from meshwright.base.deprecation import warn_deprecated
 from meshwright.base.errors import StrategyError, nearest
+from meshwright.files.deprecation import warn_deprecated
 from meshwright.model.activation_options import ActivationCheckpointing
 from meshwright.strategy.spec import StrategyConfig
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshwright.base.deprecation import warn_deprecated
 from meshwright.base.errors import ConfigError, MeshError, StrategyError
 from meshwright.base.validation import validated
+from meshwright.files.deprecation import warn_deprecated
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.mesh.world import open_world
