@@ -1,6 +1,6 @@
 """One model, one loss curve, eight layouts: runs them on this machine, and draws the picture at the top of README.
 
-    python benchmarks/front.py           # runs all, writes results/front.json, draws docs/front.png and docs/front-dark.png
+    python benchmarks/front.py           # runs all, writes results/front.json, draws docs/front*.png
     python benchmarks/front.py --only    # draws again what was written
 
 Each layout is a run of `meshwright train` on four ranks of the CPU over gloo, and one is a single process. Losses come
@@ -40,10 +40,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "megatron_fsdp": {"strategy": "megatron_fsdp"},
     "fsdp2": {},
-    "fsdp2, hybrid 2 × 2": {"dp_replicate_size": 2},
-    "fsdp2, tensor 2 × 2": {"tp_size": 2, "strategy_config": {"sequence_parallel": True}},
-    "fsdp2, context 2 × 2": {"cp_size": 2},
-    "fsdp2, pipeline 2 × 2": {"pp_size": 2},
+    "fsdp2, hybrid 2 x 2": {"dp_replicate_size": 2},
+    "fsdp2, tensor 2 x 2": {"tp_size": 2, "strategy_config": {"sequence_parallel": True}},
+    "fsdp2, context 2 x 2": {"cp_size": 2},
+    "fsdp2, pipeline 2 x 2": {"pp_size": 2},
 }
 RUN: dict[str, Any] = {
     "strategy": "fsdp2",
