@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PLUGINS := -e plugins/fsdp2 -e plugins/ddp -e plugins/megatron_fsdp -e plugins/pipeline
 # Over frameworks of others, which training does not need.
-BRIDGES := -e plugins/fabric -e plugins/trainer
+BRIDGES := -e plugins/fabric -e plugins/trainer -e plugins/trackers
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DISTRIBUTIONS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 

@@ -24,7 +24,7 @@ FLOORS = (
     ("tensors",),
     ("model",),
     ("strategy",),
-    ("step", "objectives", "data", "checkpoint"),
+    ("step", "objectives", "data", "checkpoint", "profile"),
     ("parallel", "train"),
     ("manager",),
     ("single", "testing", "clusters"),

@@ -236,6 +236,34 @@ class ShufflesStatistics(DDPManager):
         return super().token_stats(microbatches, names)[::-1]
 
 
+class ForgetsTensorParallelism(FSDP2Manager):
+    """Takes norms by block over the ranks of the data alone."""
+
+    def gradient_norms(self) -> dict[str, float]:
+        own, along_tp = self.gradients.groups_of, self.mesh.group("tp")
+        self.gradients.groups_of = lambda p: tuple(each for each in own(p) if each is not along_tp)  # type: ignore[method-assign]
+        try:
+            return super().gradient_norms()
+        finally:
+            self.gradients.groups_of = own  # type: ignore[method-assign]
+
+
+class CountsTiedTwice(DDPManager):
+    """Tells the norm of a weight that embedding and head share under both."""
+
+    def gradient_norms(self) -> dict[str, float]:
+        norms = super().gradient_norms()
+        return {**norms, "head": norms["embedding"]} if self.layout.tied else norms
+
+
+class ClipsForNorms(DDPManager):
+    """Leaves gradients that are not those from before."""
+
+    def gradient_norms(self) -> dict[str, float]:
+        self.gradients.scale(self.gradients.total_norm(2.0), 0.5)
+        return super().gradient_norms()
+
+
 class JoinedInBlocks(Rows):
     """Puts the rows of a rank together, which are every n-th of the microbatch."""
 
@@ -297,6 +325,9 @@ def register_strategies() -> list[StrategySpec]:
         StrategySpec("knows_no_objectives", "Has an old signature.", copies, DDPConfig, KnowsNoObjectives),
         StrategySpec("sums_of_one_rank", "Tells wrong sums.", copies, DDPConfig, SumsOfOneRank),
         StrategySpec("shuffles_statistics", "Loses the order.", copies, DDPConfig, ShufflesStatistics),
+        StrategySpec("forgets_tp", "Forgets a group.", sharded | {"tp"}, FSDP2Config, ForgetsTensorParallelism),
+        StrategySpec("counts_tied_twice", "Counts twice.", copies, DDPConfig, CountsTiedTwice),
+        StrategySpec("clips_for_norms", "Changes gradients.", copies, DDPConfig, ClipsForNorms),
         StrategySpec("joined_in_blocks", "Joins rows wrongly.", rows, StrategyConfig, InBlocksManager),
         StrategySpec("joined_without_sum", "Loses gradients.", rows, StrategyConfig, WithoutSumManager),
         StrategySpec("counts_all_sharers", "Counts twice.", rows, StrategyConfig, AllSharersManager),

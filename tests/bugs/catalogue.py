@@ -4076,4 +4076,45 @@ _bug(
     "        if self.use_custom_fsdp and False:\n            warn_deprecated(",
     f"{_D}/test_ddp_config.py::test_use_custom_fsdp_is_an_old_name_and_warns",
     kind="what will go away does not say so",
+# -- observers
+
+_bug(
+    "saves_count_for_the_step_before",
+    "meshwright.train.loop",
+    "            self.saving = {}\n",
+    "",
+    "tests/test_observers.py::test_a_step_tells_its_parts_rates_and_memory",
+    kind="what is reported is not what was done",
+)
+_bug(
+    "a_new_run_at_each_sitting",
+    "meshwright.train.journal",
+    "return known if isinstance(known, str) and known else new_id()",
+    "return new_id()",
+    "tests/test_observers.py::test_events_and_files_of_ranks_go_on_with_a_run_that_is_resumed",
+    kind="a run that goes on is told as another",
+)
+_bug(
+    "a_tracker_ends_the_run",
+    "meshwright.train.trackers",
+    "            self._has_failed = True\n            warnings.warn(",
+    "            raise\n            warnings.warn(",
+    "tests/test_observers.py::test_a_tracker_that_fails_is_told_once_and_training_goes_on",
+    kind="what only watches ends what it watches",
+)
+_bug(
+    "an_observer_hides_the_error",
+    "meshwright.train.telling",
+    "            _in_vain(lambda: hook.on_run_end(summary=summary))",
+    "            hook.on_run_end(summary=summary)",
+    "tests/test_observers.py::test_an_observer_that_fails_at_the_end_does_not_hide_what_has_ended_the_run",
+    kind="what only watches ends what it watches",
+)
+_bug(
+    "the_optimizer_of_an_accelerator_counts_twice",
+    "meshwright.train.stopwatch",
+    "        self._spans = waiting\n",
+    "",
+    "tests/test_observers.py::test_parts_of_an_accelerator_are_told_as_soon_as_they_are_known",
+    kind="what is reported is not what was done",
 )

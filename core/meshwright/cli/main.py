@@ -12,7 +12,7 @@ from typer.main import get_group
 
 from ..launch.rank import leave
 from ..strategy.registry import Failure, Registry, get_registry
-from . import data
+from . import data, profile
 from .check import check
 from .checkpoint import show
 from .errors import told
@@ -34,6 +34,9 @@ checkpoints = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
 checkpoints.command()(show)
 data_commands = typer.Typer(help="Look at the data of a run.", no_args_is_help=True)
 data_commands.command()(data.show)
+profiles = typer.Typer(help="Look at profiles of steps.", no_args_is_help=True)
+profiles.command()(profile.show)
+profiles.command()(profile.compare)
 app.command()(train)
 app.command()(launch)
 app.command()(plan)
@@ -41,6 +44,7 @@ app.command()(strategies)
 app.command()(check)
 app.add_typer(checkpoints, name="checkpoint")
 app.add_typer(data_commands, name="data")
+app.add_typer(profiles, name="profile")
 app.command()(export)
 app.command()(schema)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-MEASURED = frozenset({"seconds", "ended", "times", "memory"})
-"""The fields that clocks and machines tell; the others follow from the run, and are the same when it is repeated."""
+MEASURED = frozenset({"seconds", "ended", "times", "memory", "world_size", "peak_flops"})
+"""The fields that clocks and machines tell; the others are the same when the run is repeated, on other ranks too."""
 
 
 @dataclass(frozen=True)
@@ -14,10 +14,11 @@ class StepResult:
     """What hook `on_step_end` gets.
 
     [Note: parts of a step] Seconds are of this rank. On a CPU they are the host's. On an accelerator
-    `forward_backward`, `clip` and `optimizer` are the device's, between events in its stream, and `optimizer` is that
-    of the step before, since the device is still at it when the step ends for the host; it is left out where that is
-    not known. `save` is what saving after the step before has held the loop up by, and `evaluation` comes after the
-    step's `seconds`, which have neither.
+    `forward_backward`, `norms`, `clip` and `optimizer` are the device's, between events in its stream, and `optimizer`
+    is that of the step before, since the device is still at it when the step ends for the host; it is left out where
+    that is not known. `read` is the host's wait for loss and norm. `save` is what saving after the step before has held
+    the loop up by, and `evaluation` comes after the step's `seconds`, which have neither. `exposed_communication`, in
+    steps in which it was measured, is within the others.
     """
 
     step: int
@@ -42,8 +43,8 @@ class StepResult:
     ended: float = 0.0
     """When it ended [s since 1970]."""
     times: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by part: `data`, `forward_backward`, `clip`, `optimizer`; `save` and `evaluation` where there were such;
-    and `exposed_communication`, which is within the others, where it was measured. See [Note: parts of a step]."""
+    """Seconds by part: `data`, `forward_backward`, `clip`, `read`, `optimizer`; where there were such `norms`, `save`,
+    `evaluation` and `exposed_communication`. See [Note: parts of a step]."""
     learning_rates: Mapping[str, float] = field(default_factory=dict)
     """As `learning_rate`, of each parameter group, by its name or else its number."""
     norms: Mapping[str, float] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from ..mesh.mesh import Mesh
 from ..mesh.world import same_timeout
 from ..model.budget import BudgetedBlocks, choose, without_choice
 from ..model.knapsack import ONE_STAGE
-from ..model.layout import ModelLayout
+from ..model.layout import ModelLayout, in_order
 from ..model.merge import merging_of
 from ..model.offload import OffloadedBlocks
 from ..model.weights import Weights, fill, materialize
@@ -244,6 +244,13 @@ class DataParallelManager(Duties):
             defects = [axis.gradient_defect(self.parts) for axis in self.axes]
             self.mesh.world.raise_together(next((defect for defect in defects if defect is not None), None))
         return findings
+
+    def gradient_norms(self) -> dict[str, float]:
+        self._require_model()
+        parts = {parameter: self.layout.part_of(name) for name, parameter in self.named_trainable()}
+        names = in_order(parts.values())
+        norms = self.gradients.squares(parts, names).sqrt()
+        return dict(zip(names, norms.tolist(), strict=True))
 
     def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
         check_clip(max_norm, norm_type)

@@ -5,14 +5,14 @@ How they are reduced is the strategy's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..mesh.mesh import Mesh
-from ..tensors.norms import Groups, scale_to_norm, total_grad_norm
+from ..tensors.norms import Groups, scale_to_norm, squares_by_part, total_grad_norm
 from ..tensors.state import Parts
 from .ending import Findings
 
@@ -42,12 +42,27 @@ class Gradients:
         """
         left_out = set(without)
         pairs = [(p.grad, p) for p in self._trainable() if p.grad is not None and p not in left_out]
-        groups = [self._groups_of(parameter) for _, parameter in pairs]
+        groups = [self.groups_of(parameter) for _, parameter in pairs]
         gradients = [grad for grad, _ in pairs]
         return total_grad_norm(gradients, norm_type, wide=self._wide, groups=groups, device=self._mesh.device)
 
-    def _groups_of(self, parameter: nn.Parameter) -> Groups:
-        """What divides a parameter, found once."""
+    def squares(self, parts: Mapping[nn.Parameter, str], names: Sequence[str]) -> Tensor:
+        """Of the gradients of each part of the model the sum of squares. Collective.
+
+        Args:
+            parts: of what is trained, the name of the part; what is not among it is left out.
+            names: of the parts.
+
+        Returns:
+            float64, (parts,), on the CPU, equal on all ranks.
+        """
+        numbers = {name: number for number, name in enumerate(names)}
+        groups = [self.groups_of(parameter) for parameter in parts]
+        each = [numbers[name] for name in parts.values()]
+        return squares_by_part(list(parts), each, len(names), groups, wide=self._wide)
+
+    def groups_of(self, parameter: nn.Parameter) -> Groups:
+        """What divides a parameter that is trained, found once."""
         if parameter not in self._groups:
             self._groups[parameter] = self._parts.groups(parameter)
         return self._groups[parameter]

@@ -24,8 +24,10 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from .._compat.profiling import marked
 from .._compat.torch import group_timeout, groups_with_timeout
 from ..base.errors import MeshError, MeshwrightError
+from ..events.marks import WAIT
 from ..launch.background import in_background
 from ..launch.gloo_threads import settle_at_exit
 from ..launch.join import join, local_rank
@@ -92,7 +94,12 @@ class World:
         if not self._doubles or self.size == 1:
             result = self._exchanged(sums, highs)
             return lambda: result
-        waiting = in_background(lambda: self._exchanged(sums, highs))
+        wait = in_background(lambda: self._exchanged(sums, highs))
+
+        def waiting() -> tuple[list[int], list[int]]:
+            with marked(WAIT):
+                return wait()
+
         self._begun = waiting
         return waiting
 

@@ -5,10 +5,13 @@ A plugin answers for a model that these rules would get wrong through the hook `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
+
+EMBEDDING, HEAD, OTHER = "embedding", "head", "other"
+"""Parts of a model beside its blocks, as they are called to a person."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,27 @@ class ModelLayout:
     def blocks(self) -> tuple[str, ...]:
         """The blocks of all stacks."""
         return tuple(block for stack in self.stacks for block in stack)
+
+    def part_of(self, name: str) -> str:
+        """Where a parameter is: the name of its block, or `EMBEDDING`, `HEAD` or `OTHER`.
+
+        Args:
+            name: the first that it has, so that a tied head is a part of the embedding.
+        """
+        blocks, steps = frozenset(self.blocks), name.split(".")
+        around = [".".join(steps[:count]) for count in range(1, len(steps))]
+        block = next((each for each in around if each in blocks), None)
+        if block is not None:
+            return block
+        if self.embedding in around:
+            return EMBEDDING
+        return HEAD if self.head in around else OTHER
+
+
+def in_order(parts: Iterable[str]) -> list[str]:
+    """Each part once, as a token goes through them: blocks as they come, between embedding and head."""
+    place = {EMBEDDING: 0, HEAD: 2, OTHER: 3}
+    return sorted(dict.fromkeys(parts), key=lambda part: place.get(part, 1))
 
 
 def layout_by_structure(model: nn.Module) -> ModelLayout:

@@ -19,7 +19,7 @@ from .ranks import representatives
 from .small_pipelines import InStages, Tracer
 from .stages import from_small
 from .time import Timeline, play, stage_ranks
-from .trace import Job, Trace, traces
+from .trace import Job, Operation, Trace, traces
 from .world import planned_world
 
 LARGEST = ("peak_allocated_bytes", "peak_reserved_bytes", "held_bytes")
@@ -75,10 +75,21 @@ def trace_rank(job: Job, rank: int) -> Trace:
 
 def trace_steps(job: Job, rank: int, counts: Sequence[int]) -> list[Trace]:
     """As `trace_rank`, of a step with each number of microbatches, ascending."""
+    with tracing(job, rank) as mesh:
+        return traces(job, mesh, counts)
+
+
+@contextmanager
+def tracing(job: Job, rank: int) -> Iterator[Mesh]:
+    """A mesh on which a job is traced.
+
+    Raises:
+        StrategyError: in the place of what is raised within and is no error of meshwright.
+    """
     # A mesh of its own: what is made once for a mesh belongs to the first job on it.
     with planned_mesh(job, rank) as mesh:
         try:
-            return traces(job, mesh, counts)
+            yield mesh
         except MeshwrightError:
             raise
         except Exception as error:
@@ -180,10 +191,20 @@ def _of_rank(found: Trace, line: Timeline, device: Device) -> dict[str, Any]:
         "held_by_owner": dict(found.after.owners),
         "activations_by_module": dict(found.peak.activations),
         "flops": sum(each.flops for each in found.operations),
+        "flops_by_dtype": _by_dtype(found.operations),
         "step_seconds": line.seconds,
         "busy_seconds": {name: line.busy(name) for name in dict.fromkeys(span.stream for span in line.spans)},
         "collectives": sums_of(found.collectives),
     }
+
+
+def _by_dtype(operations: Iterable[Operation]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for each in operations:
+        if each.flops:
+            name = str(each.dtype).removeprefix("torch.")
+            found[name] = found.get(name, 0) + each.flops
+    return found
 
 
 def sums_of(collectives: Iterable[Collective]) -> list[dict[str, Any]]:

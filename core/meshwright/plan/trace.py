@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -168,7 +169,7 @@ def traces(job: Job, mesh: Mesh, counts: Sequence[int]) -> list[Trace]:
     """
     with with_values():
         model = job.model()
-        make_batch = _batch_maker(job, model)
+        make_batch = functools.partial(batch_of, job, model)
         batches = [make_batch() for _ in range(counts[0])]
         manager = job.stack.build(mesh)
     meter = StepMeter(is_real=not mesh.world.is_planned)
@@ -252,7 +253,8 @@ def _step(manager: StrategyManager, job: Job, batches: list[Batch], meter: StepM
     meter.phase = "other"
 
 
-def _batch_maker(job: Job, model: nn.Module) -> Callable[[], Batch]:
+def batch_of(job: Job, model: nn.Module) -> Batch:
+    """A microbatch of a job; its numbers are in its vocabulary."""
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or 2
     ids = torch.arange(job.rows * job.length).view(job.rows, job.length) % vocabulary
-    return lambda: {"input_ids": ids.clone(), "labels": ids.clone()}
+    return {"input_ids": ids, "labels": ids.clone()}

@@ -161,19 +161,20 @@ class StrategyManager(ABC):
         """
 
     def gradient_norms(self) -> dict[str, float]:
-        """L2 norms of the gradients of a step by block, before clipping; between `forward_backward` and
-        `clip_grad_norm`. Collective.
+        """The 2-norms of the gradients of each part of the whole model, between `forward_backward` and
+        `clip_grad_norm`; it changes nothing, and waits for the device.
 
         Returns:
-            By the name of a block such as `model.layers.3`, and of what is in none; equal on all ranks. Each trained
-            parameter counts in one of them, so that the root of the sum of their squares is the total norm.
+            Under the name of each block, and under "embedding", "head" and "other", as far as they train; equal on all
+            ranks. Every parameter that trains is in one of them, and under the first of its names: the root of the sum
+            of their squares is the total norm.
 
         Raises:
             StrategyError: the strategy does not tell them; on all ranks.
         """
         raise StrategyError(
-            f"strategy {self.strategy or type(self).__name__!r} does not tell norms by block. Leave out "
-            f"metrics.norms_every, or use a strategy that does."
+            f"{type(self).__name__} does not tell gradient norms by block. Leave out norms_every (in a run file, "
+            f"metrics.norms_every), or derive the strategy from DataParallelManager, which tells them."
         )
 
     @abstractmethod

@@ -63,7 +63,9 @@ def listed(results: list[Any]) -> list[Any]:
 
 def call_own(plugin: Any, manager: pluggy.PluginManager, hook: str, **arguments: Any) -> list[Any]:
     """Call one plugin's implementation of a hook, if it has one; its results that are not None."""
-    others = [other for other in manager.get_plugins() if other is not plugin]
+    # Observers need no hash, which pluggy asks of plugins that it leaves out.
+    named = [other for _, other in manager.list_name_plugin() if other is not None and other is not plugin]
+    others = [other for other in named if implements(other, hook, manager)]
     return list(manager.subset_hook_caller(hook, remove_plugins=others)(**arguments))
 
 

@@ -104,6 +104,52 @@ def each_norm(tensors: Sequence[Tensor], groups: Sequence[Groups]) -> Tensor:
     return squares.sqrt()
 
 
+def squares_by_part(
+    parameters: Sequence[Tensor], parts: Sequence[int], count: int, groups: Sequence[Groups], *, wide: bool = False
+) -> Tensor:
+    """The sums of squares of the gradients of each of several parts of a model.
+
+    Collective: for each set of groups, one all-reduce of a vector over each of them that has several ranks.
+
+    Args:
+        parameters: with their gradients, plain or DTensors; None is zeros.
+        parts: the number of the part that each belongs to, below `count`.
+        groups: what shards each.
+        wide: as of `total_grad_norm`.
+
+    Returns:
+        float64, (count,), on the CPU, equal on all ranks of the groups.
+    """
+    together: dict[tuple[Groups, torch.device], list[int]] = {}
+    for index, (parameter, sharding) in enumerate(zip(parameters, groups, strict=True)):
+        together.setdefault((sharding, parameter.device), []).append(index)
+    totals: dict[torch.device, Tensor] = {}
+    for (sharding, device), mine in together.items():
+        gradients = [(parts[index], grad) for index in mine if (grad := parameters[index].grad) is not None]
+        vector = _squares([(part, _local(grad)) for part, grad in gradients], count, device, wide)
+        for group in sharding:
+            if group.size() > 1:
+                dist.all_reduce(vector, group=group)
+        totals[device] = totals[device] + vector if device in totals else vector
+    return sum((total.cpu() for total in totals.values()), torch.zeros(count, dtype=torch.float64))
+
+
+def _squares(gradients: list[tuple[int, Tensor]], count: int, device: torch.device, wide: bool) -> Tensor:
+    """The sums of squares of local gradients of each part; float64, (count,)."""
+    norms: list[Tensor] = []
+    places: list[list[int]] = [[] for _ in range(count)]
+    part_of = {id(gradient): part for part, gradient in gradients}
+    for tensors in _by_kind(gradient for _, gradient in gradients if gradient.numel()):
+        for tensor, norm in zip(tensors, _norms(tensors, 2.0, wide), strict=True):
+            places[part_of[id(tensor)]].append(len(norms))
+            norms.append(norm.to(device, torch.float64))
+    # Rows of places, filled up with that of a zero: in a fixed order, and what is not finite stays in its part.
+    longest = max(map(len, places), default=0)
+    rows = torch.tensor([row + [len(norms)] * (longest - len(row)) for row in places], dtype=torch.int64)
+    squares = torch.stack([*norms, torch.zeros((), dtype=torch.float64, device=device)]).square()
+    return squares[rows.to(device)].sum(1)
+
+
 def scale_to_norm(gradients: Iterable[Tensor], total_norm: Tensor, max_norm: float) -> None:
     """Multiply the gradients in place by min(1, max_norm / total_norm).
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..base.errors import MeshwrightError, RankError, TrainingError
 from ..step.agreement import count_tokens
 from ..strategy.registry import get_registry, get_strategy
+from .block_norms import norms_reference, train_by_block
 from .case import Case, Outcome, share
 from .objectives import objective_reference, train_objective
 from .parity import build_manager, difference, reference, train_case, train_from_checkpoint, train_part
@@ -26,7 +27,7 @@ from .pool import pool
 from .resumed import train_resumed, uninterrupted, wrong_rates
 
 Status = Literal["passed", "failed", "does not apply"]
-Kind = Literal["train", "architecture", "objective", "state", "checkpoint", "resume", "bad input"]
+Kind = Literal["train", "architecture", "objective", "norms", "state", "checkpoint", "resume", "bad input"]
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class Cell:
             "train": self._train,
             "architecture": self._train,
             "objective": self._objective,
+            "norms": self._norms,
             "state": self._state,
             "checkpoint": self._checkpoint,
             "resume": self._resume,
@@ -150,6 +152,20 @@ class Cell:
         apart = max(answer.apart(expected) for answer in answers)
         if result.status == "passed" and not apart <= self.case.tolerance:
             return Result(self, "failed", f"token_stats differ by {apart}", apart)
+        return result
+
+    def _norms(self) -> Result | str:
+        """Norms by block before clipping, which all ranks are told alike, and which make up the total."""
+        task = (self.strategy, dict(self.config), dict(self.sizes), self.case, self.device)
+        answers = self._run(self.ranks, train_by_block, *task)
+        if isinstance(answers, str):
+            return answers
+        expected = norms_reference(self.case, self.device)
+        result = self._compared([answer.outcome for answer in answers], expected.outcome)
+        apart = max(max(answer.apart(expected), answer.apart_from_total()) for answer in answers)
+        if result.status == "passed" and not apart <= self.case.tolerance:
+            told = f"gradient_norms tells {answers[0].by_block[0]}, and not {expected.by_block[0]}"
+            return Result(self, "failed", told, apart)
         return result
 
     def _state(self) -> Result | str:

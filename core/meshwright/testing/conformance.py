@@ -176,6 +176,7 @@ def _cases(spec: StrategySpec, degrees: Degrees, main: bool, fixed: Mapping[str,
     }
     for name, case in cases.items():
         yield _entry(name, case)
+    yield _entry("norms by block", replace(_at_once(base, uneven), steps=2), kind="norms")
     empty = replace(base, empty=12 // data_ranks)
     yield _entry("a rank without tokens", empty, reason=alone)
     more = replace(base, empty=24 // data_ranks, sequences=24, microbatches=2)

@@ -21,6 +21,14 @@ class Companion(Protocol):
     def refusal(self) -> MeshwrightError | None:
         """Why the run is not to be done."""
 
+    @property
+    def flops_per_token(self) -> float | None:
+        """See `Loop.flops_per_token`; of the first rank, which tells the others."""
+
+    @property
+    def peak_flops(self) -> float | None:
+        """See `StepResult.peak_flops`; likewise."""
+
     def lines(self) -> Sequence[str]:
         """What is told of the run before it begins."""
 

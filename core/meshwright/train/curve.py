@@ -66,13 +66,16 @@ class Curve:
         path: of the picture.
         of_tokens: see `draw_loss_curve`.
         clock: tells seconds.
+
+    Attributes:
+        drawing: the process that draws, if one does.
     """
 
     def __init__(
         self, metrics: Path, path: Path, *, of_tokens: bool = True, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._metrics, self._path, self._of_tokens, self._clock = metrics, path, of_tokens, clock
-        self._process: subprocess.Popen[bytes] | None = None
+        self.drawing: subprocess.Popen[bytes] | None = None
         self._begun, self._due = clock(), clock() + FIRST_AFTER_S
 
     def __enter__(self) -> Curve:
@@ -88,24 +91,24 @@ class Curve:
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
         now = self._clock()
-        if self._process is not None and self._process.poll() is not None:
-            self._process = None
+        if self.drawing is not None and self.drawing.poll() is not None:
+            self.drawing = None
             self._due = now + (now - self._begun) / PART_OF_TIME
-        if self._process is None and now >= self._due:
+        if self.drawing is None and now >= self._due:
             self._begun = now
             command = [sys.executable, "-c", _NICE, str(self._metrics), str(self._path), str(int(self._of_tokens))]
             quiet = subprocess.DEVNULL
-            self._process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+            self.drawing = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
 
     def _end(self) -> None:
-        if self._process is None:
+        drawing, self.drawing = self.drawing, None
+        if drawing is None:
             return
         try:
-            self._process.wait(_ENDS_WITHIN_S)
+            drawing.wait(_ENDS_WITHIN_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process = None
+            drawing.kill()
+            drawing.wait()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from ..events.run import SavedCheckpoint
 from ..events.step import StepResult
 from ..launch.stopping import Stopped, StopSignals
 from ..mesh.mesh import Mesh
+from ..profile.marks import marked
 from ..step.agreement import count_tokens
 from ..strategy.contract import StrategyManager
 from .agreed import agree_on
@@ -111,7 +112,8 @@ class _Course:
     def evaluated(self, result: StepResult) -> StepResult:
         """The same with the losses of the sets, of which observers are told."""
         start = time.perf_counter()
-        losses = self.all_losses()
+        with marked("evaluation"):
+            losses = self.all_losses()
         seconds = time.perf_counter() - start
         result = replace(result, evaluations=losses, times={**result.times, "evaluation": seconds})
         self.told.evaluation(result, seconds)
@@ -160,9 +162,10 @@ class _Course:
         if (tell := loop.extra) is not None:
             what = f"extra of the loop fails after step {result.step}"
             extra = done_on_all(self.world, lambda: tell(result.step), CheckpointError, what)
-        loop.checkpointer.save(
-            result.step, scheduler=loop.scheduler, extra={**extra, STATE: state}, evaluations=result.evaluations
-        )
+        with marked("save"):
+            loop.checkpointer.save(
+                result.step, scheduler=loop.scheduler, extra={**extra, STATE: state}, evaluations=result.evaluations
+            )
         self.saved_at = loop.clock()
         seconds = time.perf_counter() - start
         self.saving = {"save": seconds}
@@ -215,22 +218,23 @@ def train_step(
     stopwatch = stopwatch or Stopwatch(manager.mesh.device)
     stopwatch.begin()
     microbatches, num_tokens = (ahead or _ahead(manager, loop)).take(step)
-    stopwatch.end("data")
+    stopwatch.end("data", "forward_backward")
     loss = manager.forward_backward(microbatches, num_tokens=num_tokens, objective=loop.objective)
-    stopwatch.end("forward_backward")
+    measures_norms = loop.norms_every is not None and (step + 1) % loop.norms_every == 0
+    stopwatch.end("forward_backward", "norms" if measures_norms else "clip")
     sums = manager.last_sums
     norms: Mapping[str, float] = {}
-    if loop.norms_every is not None and (step + 1) % loop.norms_every == 0:
+    if measures_norms:
         norms = manager.gradient_norms()
-        stopwatch.end("norms")
+        stopwatch.end("norms", "clip")
     grad_norm = manager.clip_grad_norm(loop.max_grad_norm, loop.grad_norm_type)
-    stopwatch.end("clip")
+    stopwatch.end("clip", "read" if ahead is None else "data")
     if ahead is not None:
         ahead.begin(step + 1)
-        stopwatch.end("data")
+        stopwatch.end("data", "read")
     # One wait for the device per step; it also keeps a bad gradient out of the parameters.
     loss_value, norm_value, *sum_values = manager.read(loss, grad_norm, *sums.values())
-    stopwatch.end("read")
+    stopwatch.end("read", "optimizer")
     if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
         raise TrainingError(
             f"step {step + 1}: the loss is {loss_value} and the gradient norm {norm_value}. The parameters were not "

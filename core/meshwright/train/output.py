@@ -24,6 +24,7 @@ from ..data import load_tokenizer
 from ..data.encoding.chat_template import read_chat_template
 from ..events.step import StepResult
 from ..files.parsing import as_yaml
+from ..profile.files import DIRECTORY, FAULTS
 from ..strategy.contract import StrategyManager
 from .curve import draw_loss_curve
 from .files import (
@@ -104,7 +105,7 @@ def prepare_output(config: RunConfig, *, replaces: bool) -> None:
     directory = Path(config.output_dir)
     try:
         if replaces:
-            for name in (CHECKPOINTS, MODEL, AVERAGED_MODEL, RANKS):
+            for name in (CHECKPOINTS, MODEL, AVERAGED_MODEL, RANKS, DIRECTORY, FAULTS):
                 if (directory / name).is_dir():
                     shutil.rmtree(directory / name)
             for name in (METRICS, CURVE, EVENTS, REFERENCE):

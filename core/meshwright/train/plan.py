@@ -34,6 +34,7 @@ from ..mesh.sizes import Degrees
 from ..mesh.world import find_device
 from ..model.configuration import model_config
 from ..objectives.registry import get_objective
+from ..profile.config import check_profile
 from ..step.objective import Given
 from ..strategy.ask import model_layout, model_size
 from ..strategy.contract import Objective
@@ -110,6 +111,7 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
     rows = _tried_rows(config.data, data, hf_config, dtype if tried else None)
     check_groups(rows.training[0].group, batch_size=config.batch_size, micro_batch_size=micro_batch_size)
     steps = config.steps or steps_of(config, rows.rows_per_epoch)
+    check_profile(config.profile, steps=steps, world_size=world_size)
     schedule = config.schedule.over(steps)
     if config.steps is None:
         check_output(config, steps)

@@ -21,8 +21,13 @@ from .files import SUMMARY
 from .optimizer_config import AVERAGED
 from .run_file import RunConfig
 
-MEASURED = ("seconds", "tokens_per_second", "tokens_per_second_per_device", "time", "times", "memory", "mfu")
-"""Keys of a line that clocks and machines tell. The others are the same when the run is repeated."""
+MEASURED = frozenset(
+    {
+        *("seconds", "tokens_per_second", "tokens_per_second_per_device", "time", "times"),
+        *("memory", "world_size", "peak_flops", "mfu"),
+    }
+)
+"""Keys that clocks and machines tell. The others are the same when the run is repeated, on other ranks too."""
 _MAPPINGS = ("sums", "evaluations", "times", "learning_rates", "norms", "memory")
 _PLAIN = ("step", "loss", "grad_norm", "learning_rate", "num_tokens", "seconds", "world_size", "flops", "peak_flops")
 _NUMBERS = {**{name: name for name in _PLAIN}, "ended": "time"}
@@ -174,6 +179,8 @@ def describe(result: StepResult) -> str:
         f"loss {result.loss:.6f}  norm {result.grad_norm:.3f}  lr {result.learning_rate:.2e}  "
         f"{result.tokens_per_second:,.0f} tokens/s"
     )
+    if result.mfu is not None:
+        text += f"  MFU {result.mfu:.1%}"
     losses = (f"{shown(name)} {value:.6f}" for name, value in result.evaluations.items())
     return "  ".join(
         [text, *losses, *(f"{name} {value / result.num_tokens:.4g}" for name, value in result.sums.items())]

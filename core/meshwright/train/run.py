@@ -24,6 +24,7 @@ from ..launch.stopping import Stopped, StopSignals
 from ..mesh.mesh import Mesh
 from ..mesh.world import World, open_world
 from ..model.pretrained import PretrainedWeights
+from ..profile.sampling import around_both
 from ..strategy.contract import Batch, StrategyManager
 from ..strategy.registry import get_registry
 from .apart import check_kept_apart
@@ -39,6 +40,7 @@ from .loop import Loop, fit
 from .optim import optimizer_factory
 from .output import export, finish, locked, prepare_output, run_tokenizer
 from .plan import Plan, headline, masks_padding, plan_run, processes
+from .profiling import looked_at
 from .rank_log import RankLog
 from .report import Reporter, read_metrics, say_finished, say_stopped
 from .resume import Source, early_stopping, find_source
@@ -277,10 +279,13 @@ def _fit(
         norms_every=config.metrics.norms_every,
         run=run,
     )
+    per_token, peak = mesh.world.from_first(lambda: _flops(companion))
+    loop = replace(loop, flops_per_token=per_token, peak_flops=peak)
     if source is not None:
         loop = replace(loop, start=source.step, state=source.watched)
     directory, observing = Path(config.output_dir), get_registry().observing
     with _saving(manager, config, plan, loop) as loop, ExitStack() as held:
+        loop = held.enter_context(looked_at(config, loop, run, mesh))
         if config.metrics.ranks:
             held.enter_context(observing(RankLog(directory, mesh.rank)))
         # On the first rank alone, but what is wrong with one is told on all.
@@ -293,8 +298,13 @@ def _fit(
         held.enter_context(observing(reporter, curve, Journal(directory)))
         if companion is not None:
             held.enter_context(observing(companion))
-            loop = replace(loop, around=companion.around(manager))
+            loop = replace(loop, around=around_both(loop.around, companion.around(manager)))
         return earlier + fit(manager, loop)
+
+
+def _flops(companion: Companion | None) -> tuple[float | None, float | None]:
+    """What the first rank knows of FLOPs: `flops_per_token` and `peak_flops` of the loop."""
+    return (None, None) if companion is None else (companion.flops_per_token, companion.peak_flops)
 
 
 def _run_info(

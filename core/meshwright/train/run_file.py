@@ -18,6 +18,7 @@ from ..files.parsing import parse_yaml, read_text
 from ..files.paths import PathText
 from ..mesh.sizes import MeshSizes, Size
 from ..objectives.registry import check_objective, list_objectives
+from ..profile.config import ProfileConfig
 from ..strategy.registry import Registry, get_registry
 from .launch_section import LaunchConfig
 from .model_section import check_model_section
@@ -158,6 +159,7 @@ class RunConfig(MeshSizes):
         description="Where the first rank tells of the run: names of installed trackers, such as tensorboard, or "
         "mappings of name and options, {name: wandb, mode: offline}; see docs/trackers.md.",
     )
+    profile: ProfileConfig | None = Field(None, description="Steps to profile; null: none. See docs/profiles.md.")
     launch: LaunchConfig | None = Field(None, description="What `meshwright launch` tells a cluster.")
     log_every: Size = Field(10, description="Steps between lines where no progress bar can be drawn.")
 

@@ -11,9 +11,13 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
+from .._compat.profiling import is_profiled
+from ..profile.marks import marked
 
 ON_DEVICE = ("forward_backward", "norms", "clip", "optimizer")
 """Parts whose work is the device's."""
@@ -45,13 +49,20 @@ class Stopwatch:
         self._spans: list[tuple[str, Any, Any]] = []
         self._since = clock()
         self._event: Any = None
+        self._mark: AbstractContextManager[object] | None = None
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, part: str = "data") -> None:
+        """A step begins, and with it a part, which a profiler sees by its name."""
+        self._marks(part)
         self._since = self._clock()
 
-    def end(self, part: str) -> None:
-        """The part ends that began with the step, or where the last one ended. A part may come in pieces."""
+    def end(self, part: str, then: str | None = None) -> None:
+        """The part ends that began with the step, or where the last one ended. A part may come in pieces.
+
+        Args:
+            then: the one that begins; None: the step ends.
+        """
+        self._marks(then)
         now = self._clock()
         if self._has_events:
             event = self._new_event(self._device)
@@ -62,6 +73,14 @@ class Stopwatch:
         if not self._has_events or part not in ON_DEVICE:
             self._times[part] += now - self._since
         self._since = now
+
+    def _marks(self, part: str | None) -> None:
+        """A step that an error has ended leaves its last mark open; the next one closes it."""
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+        self._mark = marked(part) if part is not None and is_profiled() else None
+        if self._mark is not None:
+            self._mark.__enter__()
 
     def take(self) -> dict[str, float]:
         """Seconds by part, of what is known; see [Note: device times]. Of one rank."""

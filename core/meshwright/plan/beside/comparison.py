@@ -14,19 +14,22 @@ from rich.console import Console
 from ...base.errors import MeshwrightError, ModelError
 from ...events.step import StepResult
 from ...mesh.world import CONTROL_TAG, find_device
+from ...objectives.registry import get_objective
 from ...strategy.contract import StrategyManager
 from ...strategy.hooks import hookimpl
 from ...testing.collectives import Recorder
 from ...train.model_trial import memory_of_node
 from ...train.run_file import RunConfig
+from ...train.run_model import find_model
 from .. import device as devices
 from ..device import Device
 from ..job import job_of
 from ..meter import StepMeter
+from ..model_flops import ModelFlops, model_flops
 from ..planned import plan, sums_of
-from ..trace import groups
+from ..trace import Job, groups
 from .advice import advice
-from .here import device_here
+from .here import device_here, peak_flops
 
 LOOKED_AT = 2
 """The step that is compared, from 0: the first makes what is kept, and the second may still settle."""
@@ -42,6 +45,8 @@ class Comparison:
         plan: see `planned.plan`; None: the run cannot be planned.
         why_not: the reason then.
         refusal: why the run is not to be done.
+        model: what it needs.
+        peak_flops: see `meshwright.train.companion.Companion`.
         has_time: whether the plan is of a device whose times are known.
         sees_operators: whether operators can be seen one by one; not where they are compiled.
         found: of the step that was looked at: bytes, and collectives as in the plan.
@@ -51,6 +56,8 @@ class Comparison:
     plan: dict[str, Any] | None
     why_not: str = ""
     refusal: MeshwrightError | None = None
+    model: ModelFlops = field(default_factory=lambda: ModelFlops(None))
+    peak_flops: float | None = None
     has_time: bool = False
     sees_operators: bool = True
     found: dict[str, Any] = field(default_factory=dict)
@@ -58,17 +65,28 @@ class Comparison:
     _meter: StepMeter | None = None
     _is_told: bool = False
 
+    @property
+    def flops_per_token(self) -> float | None:
+        return self.model.per_token
+
     def lines(self) -> list[str]:
+        return [self._planned(), *self._uncounted()]
+
+    def _uncounted(self) -> list[str]:
+        reason = self.model.why_not
+        return [f"FLOPs of the model are not counted, so there is no MFU: {reason}"] if reason else []
+
+    def _planned(self) -> str:
         if self.plan is None:
-            return [f"not planned: {self.why_not}"]
+            return f"not planned: {self.why_not}"
         largest = max(self.plan["ranks"], key=lambda each: each["peak_allocated_bytes"])
         parts = ", ".join(f"{owner} {_mb(size)}" for owner, size in largest["peak_by_owner"].items() if size >= 50_000)
         passed = sum(row["bytes"] for row in self.plan["collectives"])
         took = f"; a step of {self.plan['step_seconds']:.3g} s" if self.has_time else ""
-        return [
+        return (
             f"planned: a rank holds {_mb(largest['peak_allocated_bytes'])} at the peak of a step ({parts}), "
             f"{_mb(self.plan['held_bytes'])} between steps, and passes {_mb(passed)} a step{took}"
-        ]
+        )
 
     def seeing(self) -> AbstractContextManager[None]:
         if self.plan is None or not self.sees_operators:
@@ -135,13 +153,23 @@ def accompany(config: RunConfig, world_size: int) -> Comparison | None:
     asked = config.plan
     if not asked.enabled:
         return None
-    if config.objective is not None:
-        return Comparison(None, f"plans are of the token loss, and not of objective={config.objective!r}")
     try:
         device, has_time = _device(config, world_size)
         job = job_of(config, world_size)
+        objective = None if config.objective is None else get_objective(config.objective)
     except MeshwrightError:
         return None
+    comparison = _planned(config, world_size, job, device, has_time=has_time)
+    if comparison.refusal is not None:
+        return comparison
+    comparison.model = model_flops(job, objective)
+    comparison.peak_flops = peak_flops(find_device(config.device), _dtype(comparison.plan, config))
+    return comparison
+
+
+def _planned(config: RunConfig, world_size: int, job: Job, device: Device, *, has_time: bool) -> Comparison:
+    if config.objective is not None:
+        return Comparison(None, f"plans are of the token loss, and not of objective={config.objective!r}")
     try:
         # The first rank has the most, and all stages of its pipeline are traced with it.
         found = plan(job, device, [0])
@@ -150,11 +178,19 @@ def accompany(config: RunConfig, world_size: int) -> Comparison | None:
     comparison = Comparison(found, has_time=has_time, sees_operators=not job.is_compiled)
     if not found["fits"]:
         refusal = _too_large(found, advice(config, world_size, device))
-        if asked.when_too_large == "refuse":
+        if config.plan.when_too_large == "refuse":
             comparison.refusal = refusal
         else:
             Console(stderr=True).print(f"warning: {refusal}", highlight=False, soft_wrap=True)
     return comparison
+
+
+def _dtype(found: dict[str, Any] | None, config: RunConfig) -> str:
+    """In which most of the products of a run are computed; without a plan, that of its model."""
+    if found is None:
+        return str(find_model(config.model).dtype(config.model)).removeprefix("torch.")
+    by_dtype: dict[str, int] = found["ranks"][0]["flops_by_dtype"]
+    return max(by_dtype, key=by_dtype.__getitem__, default="float32")
 
 
 def plan_of(config: RunConfig, world_size: int) -> dict[str, Any]:

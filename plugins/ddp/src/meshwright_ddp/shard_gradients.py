@@ -5,16 +5,13 @@ Their norm is that of the whole gradients. Reduction is in `reduction`, what is 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.manager.gradients import Gradients
 from meshwright.mesh.mesh import Mesh
-from meshwright.tensors.norms import total_grad_norm
+from meshwright.tensors.norms import Groups
 
 from .optimizer import Shards
 
@@ -26,16 +23,8 @@ class ShardGradients(Gradients):
         super().__init__(lambda: (shard.tensor for shard in shards), shards, mesh, wide=wide)
         self._shards = shards
 
-    def total_norm(self, norm_type: float, *, without: Collection[nn.Parameter] = ()) -> Tensor:
-        left_out = set(without)
-        gradients = [p.grad for p in self._trainable() if p.grad is not None and p not in left_out]
-        norm = total_grad_norm(gradients, norm_type, wide=self._wide, device=self._mesh.device)
-        if math.isinf(norm_type):
-            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self._shards.group)
-            return norm
-        power = norm**norm_type
-        dist.all_reduce(power, group=self._shards.group)
-        return power ** (1.0 / norm_type)
+    def groups_of(self, parameter: nn.Parameter) -> Groups:
+        return (self._shards.group,)
 
     # -- copies of a parameter on several stages of a pipeline, which own different stretches of it
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,6 +25,7 @@ from meshwright.manager.start import check_trainable
 from meshwright.manager.steps import Steps
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import CLAIMABLE_AXES
+from meshwright.model.layout import in_order
 from meshwright.model.merge import merging_of
 from meshwright.model.weights import Weights
 from meshwright.step.agreement import agree, announce
@@ -282,6 +284,22 @@ class PipelineManager(StatefulStages):
             losses, mesh.device, further=further, over=mesh.group("dp_cp"), alike=alike, stages=mesh.group("pp")
         )
         return self._steps.loss(total, tally, ending).to(self._loss_dtype)
+
+    def gradient_norms(self) -> dict[str, float]:
+        require_model(self._model)
+        names = in_order(self._names.parts.values())
+        squares = torch.zeros(len(names), dtype=torch.float64)
+        for index, manager in self._managers.items():
+            repeated = set(self._copies.repeated(index))
+            parts = {
+                parameter: self._names.parts[self._names.canonical[name]]
+                for name, parameter in manager.named_trainable()
+                if parameter not in repeated
+            }
+            squares += manager.gradients.squares(parts, names)
+        squares = squares.to(self.mesh.device)
+        dist.all_reduce(squares, group=self.mesh.group("pp"))
+        return dict(zip(names, squares.sqrt().tolist(), strict=True))
 
     def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
         managers = self._managers

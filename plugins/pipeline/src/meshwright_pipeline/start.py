@@ -35,7 +35,7 @@ from .cut.trial_weights import trial_values
 from .run.orders import Orders
 from .run.routing import StageRouters
 from .run.stage import GivenStage, PipelineStage, StageOptions
-from .state.parameter_names import Names, first_names
+from .state.parameter_names import Names, first_names, trained_parts
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def take_apart(model: nn.Module, weights: Weights | None, setting: Setting) -> S
         cut, split, found = mesh.world.together(lambda: _divided(model, layout, setting))
     wide = next(model.parameters()).dtype == torch.float64
     orders = setting.orders(len(split))
-    names = Names.of_model(model, cut, split)
+    names = Names.of_model(model, layout, cut, split)
     # All that may be refused, before the model is taken apart.
     managers = {index: setting.stage_manager() for index in orders.here}
     for manager in managers.values():
@@ -184,7 +184,8 @@ def take_as_given(model: nn.Module, weights: Weights | None, setting: Setting) -
         )
     orders = setting.orders(ranks)
     known: list[Any] = [None] * ranks
-    dist.all_gather_object(known, (first_names(model), list(model.state_dict())), group=mesh.group("pp"))
+    mine = (first_names(model), trained_parts(model, model_layout(model)), list(model.state_dict()))
+    dist.all_gather_object(known, mine, group=mesh.group("pp"))
     names = Names.of_stages(known)
     boundary = try_stages(model, mesh, forward_options(model))
     stage = GivenStage(setting.stage_manager(), boundary, setting.stage_options(index, orders))

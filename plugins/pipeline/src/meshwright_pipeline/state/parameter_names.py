@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from meshwright.base.errors import ModelError
+from meshwright.model.layout import ModelLayout
 
 from ..cut.cut import Cut
 
@@ -23,6 +24,7 @@ class Names:
     Attributes:
         canonical: for each name of a parameter, the first of that parameter.
         shared: for each trainable parameter that several stages hold, these stages, ascending.
+        parts: for each trainable parameter, the part of the whole model that it is in; see `ModelLayout.part_of`.
         order: of all names of parameters and persistent buffers in the whole state.
     """
 
@@ -30,10 +32,11 @@ class Names:
         self,
         canonical: Mapping[str, str],
         shared: Mapping[str, tuple[int, ...]],
+        parts: Mapping[str, str],
         order: Sequence[str],
         stage_of: Callable[[str], int],
     ) -> None:
-        self.canonical, self.shared, self.order = canonical, shared, order
+        self.canonical, self.shared, self.parts, self.order = canonical, shared, parts, order
         self._first: dict[str, int] = {}
         for name in order:
             first = canonical.get(name, name)
@@ -48,7 +51,7 @@ class Names:
         return {self.canonical[name]: name for name in names}
 
     @classmethod
-    def of_model(cls, model: nn.Module, cut: Cut, split: Sequence[range]) -> Names:
+    def of_model(cls, model: nn.Module, layout: ModelLayout, cut: Cut, split: Sequence[range]) -> Names:
         """Of a model that is to be taken apart."""
         canonical = first_names(model)
         holders: dict[str, set[int]] = {}
@@ -56,20 +59,27 @@ class Names:
             if parameter.requires_grad:
                 holders.setdefault(canonical[name], set()).update(_holders(name, cut, split))
         shared = {name: tuple(sorted(stages)) for name, stages in holders.items() if len(stages) > 1}
-        return cls(canonical, shared, list(model.state_dict()), lambda name: min(_holders(name, cut, split), default=0))
+        return cls(
+            canonical,
+            shared,
+            trained_parts(model, layout),
+            list(model.state_dict()),
+            lambda name: min(_holders(name, cut, split), default=0),
+        )
 
     @classmethod
-    def of_stages(cls, stages: Sequence[tuple[Mapping[str, str], Sequence[str]]]) -> Names:
+    def of_stages(cls, stages: Sequence[tuple[Mapping[str, str], Mapping[str, str], Sequence[str]]]) -> Names:
         """Of stages that are given as such.
 
         Args:
-            stages: `first_names` and the names of the state of each.
+            stages: `first_names`, `trained_parts` and the names of the state of each.
 
         Raises:
             ModelError: two stages have parameters of one name.
         """
         canonical: dict[str, str] = {}
-        for index, (names, _) in enumerate(stages):
+        parts: dict[str, str] = {}
+        for index, (names, trained, _) in enumerate(stages):
             both = sorted(canonical.keys() & names.keys())
             if both:
                 raise ModelError(
@@ -77,9 +87,14 @@ class Names:
                     f"stage the parameters of its own part of the model, under the names of the whole."
                 )
             canonical.update(names)
-        stage_of = {name: index for index, (_, order) in reversed(list(enumerate(stages))) for name in order}
+            parts.update(trained)
+        stage_of = {name: index for index, (*_, order) in reversed(list(enumerate(stages))) for name in order}
         return cls(
-            canonical, {}, list(dict.fromkeys(name for _, order in stages for name in order)), stage_of.__getitem__
+            canonical,
+            {},
+            parts,
+            list(dict.fromkeys(name for *_, order in stages for name in order)),
+            stage_of.__getitem__,
         )
 
 
@@ -89,6 +104,11 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {
         name: first.setdefault(parameter, name) for name, parameter in model.named_parameters(remove_duplicate=False)
     }
+
+
+def trained_parts(model: nn.Module, layout: ModelLayout) -> dict[str, str]:
+    """For each parameter that trains, under the first of its names, the part of the model that it is in."""
+    return {name: layout.part_of(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def renamed(values: Mapping[str, T], local: Mapping[str, str]) -> dict[str, T]:

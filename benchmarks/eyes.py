@@ -1,0 +1,188 @@
+"""What watching a run costs: a step with everything on beside the same step with nothing, alternated.
+
+Off: the manager's own calls, with no clock read, no record made and nobody told. On: `train_step` of the loop, which
+times its parts and reads memory, and all observers of a run: the report with its line of JSON, the journal, the file of
+the rank, the picture, and the trackers that are named. Norms by block and exposed communication are asked for in few
+steps, and not here. The method is that of `benchmarks/step.py`, whose README says how to read it.
+
+    python benchmarks/eyes.py --trackers tensorboard --json benchmarks/results/eyes-cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import step as steps
+import torch.distributed as dist
+from contestants import LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Step, Work
+from rich.console import Console
+
+from meshwright.events.run import RunInfo
+from meshwright.events.step import StepResult
+from meshwright.launch.local import launch
+from meshwright.mesh.mesh import Mesh
+from meshwright.mesh.sizes import MeshSizes
+from meshwright.mesh.world import World
+from meshwright.step.agreement import count_tokens
+from meshwright.strategy.contract import StrategyManager
+from meshwright.strategy.registry import get_registry
+from meshwright.strategy.stack import resolve
+from meshwright.train.curve import Curve
+from meshwright.train.files import CURVE, METRICS
+from meshwright.train.journal import Journal
+from meshwright.train.loop import Loop, train_step
+from meshwright.train.optim import optimizer_factory
+from meshwright.train.optimizer_config import OptimizerConfig
+from meshwright.train.rank_log import RankLog
+from meshwright.train.report import Reporter
+from meshwright.train.run_file import ScheduleConfig
+from meshwright.train.schedules import build_scheduler
+from meshwright.train.stopwatch import Stopwatch
+from meshwright.train.trackers import chosen, tracking
+
+CALLS = 2000
+"""Records that observers are told of to see what one costs by itself."""
+
+
+@dataclass(frozen=True)
+class Eyes:
+    """The contest; see `step.Contest`."""
+
+    trackers: tuple[str, ...]
+
+    def by_hand(self, work: Work, world: World) -> Step:
+        manager, loop = _made(work, world)
+
+        def step(index: int) -> tuple[float, float]:
+            microbatches = loop.batches(index)  # type: ignore[operator]
+            num_tokens = count_tokens(microbatches, manager.mesh)
+            loss = manager.forward_backward(microbatches, num_tokens=num_tokens)
+            norm = manager.clip_grad_norm(MAX_GRAD_NORM)
+            loss_value, norm_value = manager.read(loss, norm)
+            manager.optimizer_step()
+            loop.scheduler.step()  # type: ignore[union-attr]
+            return loss_value, norm_value
+
+        return step
+
+    def ours(self, work: Work, world: World) -> Step:
+        manager, loop = _made(work, world)
+        watch = Stopwatch(world.device)
+        directory = Path(world.from_first(lambda: tempfile.mkdtemp()))
+        observers = Observers(self.trackers, manager, directory)
+
+        def step(index: int) -> tuple[float, float]:
+            result = train_step(manager, loop, index, None, watch)
+            observers.tell(replace(result, step=index + 1, steps=10**6))
+            return result.loss, result.grad_norm
+
+        return step
+
+
+class Observers:
+    """All observers of a run, which are there as long as the process is; the others' steps do not call them."""
+
+    def __init__(self, trackers: Sequence[str], manager: StrategyManager, directory: Path) -> None:
+        world, self._held = manager.mesh.world, ExitStack()
+        run = RunInfo(
+            id="0" * 32,
+            name="eyes",
+            strategy=manager.strategy,
+            mesh=str(manager.mesh.degrees),
+            world_size=world.size,
+            rank=world.rank,
+            start=0,
+            steps=10**6,
+            parameters=None,
+            device=world.device.type,
+            directory=directory,
+        )
+        observing = get_registry().observing
+        self._held.enter_context(observing(RankLog(directory, world.rank)))
+        if world.rank == 0:
+            self._held.enter_context(tracking(chosen(trackers), run))
+            console = Console(file=io.StringIO(), force_terminal=True)
+            reporter = self._held.enter_context(Reporter(directory / METRICS, log_every=10, console=console))
+            curve = self._held.enter_context(Curve(directory / METRICS, directory / CURVE))
+            self._held.enter_context(observing(reporter, curve, Journal(directory)))
+        get_registry().hook.on_run_start(run=run, mesh=manager.mesh)
+
+    def close(self) -> None:
+        self._held.close()
+
+    def tell(self, result: StepResult) -> None:
+        get_registry().hook.on_step_end(result=result)
+
+
+def _made(work: Work, world: World) -> tuple[StrategyManager, Loop]:
+    stack, degrees = resolve("fsdp2", MeshSizes(), world.size)
+    mesh = Mesh(degrees, world)
+    manager = stack.build(mesh)
+    manager.parallelize(work.model())
+    config = OptimizerConfig(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, no_decay=[], options={"fused": True})
+    optimizer = manager.build_optimizer(optimizer_factory(config))
+    scheduler = build_scheduler(ScheduleConfig(name="constant"), optimizer, steps=1)
+    batches = work.batches(mesh.data_rank)
+    return manager, Loop(scheduler=scheduler, steps=10**6, batches=batches, max_grad_norm=MAX_GRAD_NORM)
+
+
+def call_cost(trackers: Sequence[str]) -> dict[str, float]:
+    """Microseconds of the host that one record costs the first rank, in a loop of nothing else."""
+    from meshwright.mesh.world import open_world
+    from meshwright.train.memory import memory_now
+
+    found: dict[str, float] = {}
+    with open_world("cpu") as world:
+        manager, _ = _made(Work(hidden=64, layers=1, seq=16, batch=1, microbatches=1, dtype="float32"), world)
+        times = dict.fromkeys(("data", "forward_backward", "clip", "read", "optimizer"), 0.1)
+        result = StepResult(1, CALLS, 2.0, 1.0, 0.1, 100, 0.5, 0, times=times, memory=memory_now(world.device))
+        for name, chosen_trackers in (("files", ()), *((each, (each,)) for each in trackers)):
+            observers = Observers(chosen_trackers, manager, Path(tempfile.mkdtemp()))
+            start = time.perf_counter()
+            for number in range(CALLS):
+                observers.tell(replace(result, step=number + 1))
+            found[name] = round((time.perf_counter() - start) / CALLS * 1e6, 1)
+            observers.close()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            memory_now(world.device)
+        found["memory"] = round((time.perf_counter() - start) / CALLS * 1e6, 1)
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], add_help=False)
+    parser.add_argument("--trackers", default="", help="names, with commas between them")
+    parser.add_argument("--json", type=Path)
+    options, others = parser.parse_known_args(arguments)
+    trackers = tuple(filter(None, options.trackers.split(",")))
+    sizes = ["--hidden", "512", "--layers", "8", "--seq", "256", "--rounds", "36"]
+    json_file = ["--json", str(options.json)] if options.json else []
+    plan = steps.parse([*sizes, *others, "--strategies", "fsdp2", *json_file])
+    plan = replace(plan, strategies=("eyes",), command=" ".join(["python benchmarks/eyes.py", *arguments]))
+    code = launch(_run_rank, (plan, trackers), nproc=plan.ranks)
+    costs = call_cost(trackers)
+    print("microseconds of one record on the first rank:", ", ".join(f"{key} {value}" for key, value in costs.items()))
+    if options.json is not None and code == 0:
+        report = json.loads(options.json.read_text(encoding="utf-8")) | {"benchmark": "eyes", "record_us": costs}
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return code
+
+
+def _run_rank(store: dist.Store, plan: Any, trackers: tuple[str, ...]) -> None:
+    steps.CONTESTS["eyes"] = Eyes(trackers)  # type: ignore[assignment]
+    steps.run_rank(store, plan)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

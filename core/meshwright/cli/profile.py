@@ -1,0 +1,68 @@
+"""`meshwright profile`: show what a profile comes to, and compare two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .errors import told
+
+Profile = Annotated[
+    Path, typer.Argument(help="A run directory, or a trace (rank-*.json.gz) or summary.json in its directory profile.")
+]
+Rank = Annotated[int | None, typer.Option(min=0, help="Of which rank, in a directory; default: the first there is.")]
+Rows = Annotated[int, typer.Option(min=1, help="How many operators to show.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all of it here.")]
+
+
+def show(profile: Profile, rank: Rank = None, rows: Rows = 12, json_file: JsonFile = None) -> None:
+    """Show what the time of profiled steps went to: parts, communication, operators, memory."""
+    with told(traceback=False):
+        from ..profile.load import load_summary
+        from ..profile.show import shown
+        from ..profile.summary import as_values
+
+        summary = load_summary(profile, rank=rank)
+        _print(shown(summary, rows=rows))
+        _write(as_values(summary), json_file)
+
+
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A", help="A run directory, a trace, or a summary.json.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    rank: Rank = None,
+    rows: Rows = 12,
+    json_file: JsonFile = None,
+) -> None:
+    """Put two profiles side by side: what got slower, and what faster, by what makes most of the difference."""
+    with told(traceback=False):
+        from ..profile.compare import compare as compared_of
+        from ..profile.load import load_summary
+        from ..profile.show import compared
+
+        first, second = (load_summary(path, rank=rank) for path in (before, after))
+        comparison = compared_of(first, second, (str(before), str(after)))
+        _print(compared(comparison, rows=rows))
+        _write(comparison.as_values(), json_file)
+
+
+def _print(what: Any) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 10_000  # a file cuts nothing off
+    console.print(what)
+
+
+def _write(values: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        try:
+            path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            from ..base.errors import ConfigError
+
+            raise ConfigError(f"cannot write {path}: {error.strerror}. Name another file.") from None

@@ -1,0 +1,133 @@
+"""A run of MLflow, found again by a tag that holds the id of ours.
+
+Values are sent in a thread, everything that waits at once: a server may take its time, or go away.
+Source: mlflow.MlflowClient.
+"""
+
+from __future__ import annotations
+
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import mlflow
+from mlflow.entities import Metric, Param, RunTag
+
+from meshwright.events.run import Reason, RunInfo
+
+from .background import Background
+from .config import MLflowConfig
+from .metrics import parameters
+from .tracker import Tracker
+
+RUN_ID_TAG = "meshwright.run_id"
+STATUS = {"failed": "FAILED", "signal": "KILLED"}
+"""Of a run that has ended; FINISHED for other reasons."""
+REACH_TIMEOUT_S = 10.0
+
+# Limits of MLflow: of a batch, and of the length of a value.
+_METRICS, _PARAMS, _TAGS = 1000, 100, 100
+_PARAM_LENGTH, _TAG_LENGTH = 6000, 8000
+
+_Item: TypeAlias = "Metric | RunTag | str"
+"""A str is the status with which the run ends."""
+
+
+class MLflow(Tracker):
+    """See the module.
+
+    Args:
+        config: options.
+        run: to log.
+
+    Raises:
+        OSError: nothing answers at `tracking_uri`.
+    """
+
+    def __init__(self, config: MLflowConfig, run: RunInfo) -> None:
+        directory = (run.directory or Path()).absolute()
+        uri = config.tracking_uri
+        if uri is None:
+            uri = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else f"sqlite:///{directory / 'mlflow.db'}"
+        _reach(uri)
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        self._timeout_s = config.flush_timeout_s
+        experiment = _experiment(self._client, config, directory)
+        self._run_id = _found_or_made(self._client, experiment, config, run)
+        _give_parameters(self._client, self._run_id, run)
+        self._background: Background[_Item] = Background(self._send, name="mlflow")
+
+    def log(self, values: Mapping[str, float], *, step: int, ended: float) -> None:
+        milliseconds = int(ended * 1000)
+        self._background.put(*(Metric(_key(name), value, milliseconds, step) for name, value in values.items()))
+
+    def note(self, name: str, text: str, *, step: int) -> None:
+        self._background.put(RunTag(f"meshwright.{_key(name)}", text[:_TAG_LENGTH]))
+
+    def end(self, reason: Reason, facts: Mapping[str, str | float]) -> None:
+        tags = [RunTag(f"meshwright.{name}", str(value)) for name, value in facts.items()]
+        self._background.put(*tags, STATUS.get(reason, "FINISHED"))
+        self._background.finish(self._timeout_s)
+
+    def _send(self, items: Sequence[_Item]) -> None:
+        metrics = [each for each in items if isinstance(each, Metric)]
+        tags = {each.key: each for each in items if isinstance(each, RunTag)}
+        for start in range(0, len(metrics), _METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS])
+        if tags:
+            self._client.log_batch(self._run_id, tags=list(tags.values())[:_TAGS])
+        for status in (each for each in items if isinstance(each, str)):
+            self._client.set_terminated(self._run_id, status=status)
+
+
+def _reach(uri: str) -> None:
+    """Raises OSError where no server answers; the client itself would try for minutes."""
+    if not uri.startswith(("http://", "https://")):
+        return
+    try:
+        urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=REACH_TIMEOUT_S).close()
+    except urllib.error.HTTPError:
+        # It has answered: what it makes of our requests it tells the client.
+        return
+
+
+def _experiment(client: Any, config: MLflowConfig, directory: Path) -> str:
+    """Its id."""
+    found = client.get_experiment_by_name(config.experiment)
+    if found is not None:
+        return str(found.experiment_id)
+    # A store in a file would have a folder for artifacts made wherever the command was given.
+    location = None if client.tracking_uri.startswith("http") else (directory / "mlartifacts").as_uri()
+    return str(client.create_experiment(config.experiment, artifact_location=location))
+
+
+def _found_or_made(client: Any, experiment: str, config: MLflowConfig, run: RunInfo) -> str:
+    """The id of MLflow's run."""
+    tags = {RUN_ID_TAG: run.id, **config.tags}
+    found = client.search_runs([experiment], f"tags.`{RUN_ID_TAG}` = '{run.id}'", max_results=1)
+    if not found:
+        return str(client.create_run(experiment, tags=tags, run_name=config.run_name or run.name).info.run_id)
+    run_id = str(found[0].info.run_id)
+    client.update_run(run_id, status="RUNNING")
+    client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+    return run_id
+
+
+def _give_parameters(client: Any, run_id: str, run: RunInfo) -> None:
+    """A parameter of MLflow never changes: one that is another in a run that goes on becomes a tag."""
+    known = client.get_run(run_id).data.params
+    wanted = {_key(name): str(value)[:_PARAM_LENGTH] for name, value in parameters(run).items()}
+    missing = [Param(name, value) for name, value in wanted.items() if name not in known]
+    changed = [RunTag(f"changed.{name}", value) for name, value in wanted.items() if known.get(name, value) != value]
+    for start in range(0, len(missing), _PARAMS):
+        client.log_batch(run_id, params=missing[start : start + _PARAMS])
+    for start in range(0, len(changed), _TAGS):
+        client.log_batch(run_id, tags=changed[start : start + _TAGS])
+
+
+def _key(name: str) -> str:
+    """A name that MLflow takes: what it does not allow is told by its number."""
+    return re.sub(r"[^\w\-. :/]", lambda match: f"_{ord(match[0]):x}_", name, flags=re.ASCII)

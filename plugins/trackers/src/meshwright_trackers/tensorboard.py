@@ -1,0 +1,111 @@
+"""Event files of TensorBoard, with the run file as text and as hyperparameters.
+
+Where a run goes on, a new event file says from which step on what was logged before is void.
+Source: tensorboard.summary.writer; [event.proto] SessionLog.START; tensorboard.plugins.hparams.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
+from tensorboard.plugins.hparams import metadata as hparams
+from tensorboard.plugins.text import metadata as texts
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from meshwright.events.run import Reason, RunInfo
+
+from .config import TensorBoardConfig
+from .metrics import parameters
+from .tracker import Tracker
+
+_WAITING = 1000
+"""So many events are written by the library's thread before a step waits for it."""
+
+
+class TensorBoard(Tracker):
+    """See the module.
+
+    Args:
+        config: options.
+        run: to log.
+    """
+
+    def __init__(self, config: TensorBoardConfig, run: RunInfo) -> None:
+        directory = Path(config.log_dir) if config.log_dir else (run.directory or Path()) / "tensorboard"
+        self._writer = EventFileWriter(str(directory), max_queue_size=_WAITING, flush_secs=config.flush_secs)
+        self._step = run.start
+        # Also where nothing was logged before: then it voids nothing.
+        started = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=run.start + 1, session_log=started))
+        given = parameters(run)
+        self._add([_text("run", _table(given))], step=run.start)
+        self._add([_hparams(_started(run.id, given))], step=run.start)
+        self._writer.flush()
+
+    def log(self, values: Mapping[str, float], *, step: int, ended: float) -> None:
+        self._step = step
+        self._add([Summary.Value(tag=name, simple_value=value) for name, value in values.items()], step, ended)
+
+    def note(self, name: str, text: str, *, step: int) -> None:
+        self._add([_text(name, text)], step=step)
+
+    def end(self, reason: Reason, facts: Mapping[str, str | float]) -> None:
+        self._add([_text("end", _table(facts or {"end/reason": reason}))], step=self._step)
+        if reason not in ("failed", "signal"):
+            # TensorBoard keeps the first verdict, and a run that has failed may go on.
+            ended = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
+            self._add([_hparams(plugin_data_pb2.HParamsPluginData(session_end_info=ended))], step=self._step)
+        self._writer.close()
+
+    def _add(self, values: list[Summary.Value], step: int, ended: float | None = None) -> None:
+        wall_time = time.time() if ended is None else ended
+        self._writer.add_event(Event(wall_time=wall_time, step=step, summary=Summary(value=values)))
+
+
+def _text(name: str, text: str) -> Summary.Value:
+    tensor = TensorProto(
+        dtype=DT_STRING,
+        string_val=[text.encode()],
+        tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
+    )
+    return Summary.Value(tag=name, metadata=texts.create_summary_metadata(name, ""), tensor=tensor)
+
+
+def _table(values: Mapping[str, object]) -> str:
+    """In Markdown."""
+    rows = [f"| {name} | {_shown(value)} |" for name, value in values.items()]
+    return "\n".join(["| key | value |", "|---|---|", *rows])
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _started(name: str, given: Mapping[str, object]) -> plugin_data_pb2.HParamsPluginData:
+    info = plugin_data_pb2.SessionStartInfo(group_name=name, start_time_secs=time.time())
+    for key, value in given.items():
+        # A bool is an int, but no number there.
+        if isinstance(value, bool):
+            info.hparams[key].bool_value = value
+        elif isinstance(value, int | float):
+            info.hparams[key].number_value = value
+        elif isinstance(value, str):
+            info.hparams[key].string_value = value
+    return plugin_data_pb2.HParamsPluginData(session_start_info=info)
+
+
+def _hparams(data: plugin_data_pb2.HParamsPluginData) -> Summary.Value:
+    starts = data.HasField("session_start_info")
+    tag = hparams.SESSION_START_INFO_TAG if starts else hparams.SESSION_END_INFO_TAG
+    described: SummaryMetadata = hparams.create_summary_metadata(data)
+    return Summary.Value(tag=tag, metadata=described, tensor=hparams.NULL_TENSOR)

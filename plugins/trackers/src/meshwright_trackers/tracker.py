@@ -1,0 +1,62 @@
+"""What the trackers have in common: an observer that hands on numbers, notes and the end of a run."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from meshwright.events.run import Fault, Reason, RunSummary, SavedCheckpoint
+from meshwright.events.step import StepResult
+from meshwright.strategy.hooks import hookimpl
+
+from .metrics import checkpoint_metrics, outcome, step_metrics
+
+
+class Tracker(ABC):
+    """An observer on the first rank of a run. Its making opens the run of its library, or goes on with it."""
+
+    _has_ended = False
+
+    @abstractmethod
+    def log(self, values: Mapping[str, float], *, step: int, ended: float) -> None:
+        """Take numbers of a step.
+
+        Args:
+            values: by names that all trackers share; may be infinite or NaN.
+            ended: when they were known [s since 1970].
+        """
+
+    @abstractmethod
+    def note(self, name: str, text: str, *, step: int) -> None:
+        """Take a text, of which the last of its name matters most."""
+
+    @abstractmethod
+    def end(self, reason: Reason, facts: Mapping[str, str | float]) -> None:
+        """Take how the run has ended, and see that all is where it is to be kept."""
+
+    def close(self) -> None:
+        """End as failed if the end was not told."""
+        if not self._has_ended:
+            self._has_ended = True
+            self.end("failed", {})
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        self.log(step_metrics(result), step=result.step, ended=result.ended)
+
+    @hookimpl
+    def on_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
+        self.log(checkpoint_metrics(checkpoint), step=checkpoint.step, ended=time.time())
+        self.note("checkpoint/last", str(checkpoint.path), step=checkpoint.step)
+        if checkpoint.is_best:
+            self.note("checkpoint/best", str(checkpoint.path), step=checkpoint.step)
+
+    @hookimpl
+    def on_fault(self, fault: Fault) -> None:
+        self.note("fault", f"{fault.kind}: {fault.message}", step=fault.step)
+
+    @hookimpl
+    def on_run_end(self, summary: RunSummary) -> None:
+        self._has_ended = True
+        self.end(summary.reason, outcome(summary))

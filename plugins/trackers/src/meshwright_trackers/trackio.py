@@ -1,0 +1,56 @@
+"""A run of trackio, found again by its name, which holds a part of the id of ours.
+
+Source: trackio.init, Run.log, Run.alert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import trackio
+
+from meshwright.events.run import Reason, RunInfo
+
+from .config import TrackioConfig
+from .metrics import parameters
+from .tracker import Tracker
+
+
+class Trackio(Tracker):
+    """See the module.
+
+    Args:
+        config: options.
+        run: to log.
+    """
+
+    def __init__(self, config: TrackioConfig, run: RunInfo) -> None:
+        # Another run may have had a name that was chosen, but not one with an id.
+        goes_on = config.name is None or run.start > 0
+        self._run = trackio.init(
+            project=config.project,
+            name=config.name or f"{run.name}-{run.id[:8]}",
+            group=config.group,
+            space_id=config.space_id,
+            private=config.private,
+            server_url=config.server_url,
+            config=parameters(run),
+            resume="allow" if goes_on else "never",
+            embed=False,
+            auto_log_cpu=config.system_metrics,
+            auto_log_gpu=config.system_metrics,
+        )
+        self._step = run.start
+
+    def log(self, values: Mapping[str, float], *, step: int, ended: float) -> None:
+        self._step = step
+        self._run.log(dict(values), step=step)
+
+    def note(self, name: str, text: str, *, step: int) -> None:
+        if name == "fault":
+            self._run.alert(title="the run has failed", text=text, level=trackio.AlertLevel.ERROR, step=step)
+        self._run.log({name: text}, step=step)
+
+    def end(self, reason: Reason, facts: Mapping[str, str | float]) -> None:
+        self._run.log(dict(facts or {"end/reason": reason}), step=self._step)
+        trackio.finish()

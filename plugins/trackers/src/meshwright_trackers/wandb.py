@@ -1,0 +1,57 @@
+"""A run of Weights & Biases, under the id of ours, so that a run that goes on is the same there.
+
+Source: wandb.init, Run.log, Run.mark_preempting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import wandb
+
+from meshwright.events.run import Reason, RunInfo
+
+from .config import WandbConfig
+from .metrics import parameters
+from .tracker import Tracker
+
+
+class WeightsAndBiases(Tracker):
+    """See the module.
+
+    Args:
+        config: options.
+        run: to log.
+    """
+
+    def __init__(self, config: WandbConfig, run: RunInfo) -> None:
+        self._run = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            name=config.name or run.name,
+            group=config.group,
+            job_type=config.job_type,
+            tags=config.tags,
+            notes=config.notes,
+            mode=config.mode,
+            dir=config.dir or (None if run.directory is None else str(run.directory)),
+            id=run.id,
+            resume="allow",
+            reinit="create_new",
+            # What a rank writes is the terminal's; and a run is not to be known as that of the launcher's file.
+            settings=wandb.Settings(console="off"),
+        )
+        # A run that goes on may do so with other options.
+        self._run.config.update(parameters(run), allow_val_change=True)
+
+    def log(self, values: Mapping[str, float], *, step: int, ended: float) -> None:
+        self._run.log(dict(values), step=step)
+
+    def note(self, name: str, text: str, *, step: int) -> None:
+        self._run.summary[name] = text
+
+    def end(self, reason: Reason, facts: Mapping[str, str | float]) -> None:
+        self._run.summary.update(dict(facts))
+        if reason == "signal":
+            self._run.mark_preempting()
+        self._run.finish(exit_code=1 if reason in ("failed", "signal") else 0)
