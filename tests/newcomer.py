@@ -2,7 +2,7 @@
 
     python tests/newcomer.py [--json FILE] [--keep FOLDER]
 
-Wheels of all distributions are built from this clone. Then everything happens in a folder of its own, outside the clone,
+Wheels of all distributions are built from this clone. Then everything happens in a folder of its own, outside of it,
 with a fresh environment: install, `meshwright init`, `doctor`, `train`, `watch` (its page is fetched), `export`, and
 a sentence from the exported model. Any command that fails ends the script with its words.
 """

@@ -57,7 +57,7 @@ TORCH_FREE = {
     "strategy.stack",
     "train.run_file",
 }
-BRIDGES = {"meshwright_fabric", "meshwright_trainer"}
+BRIDGES = {"meshwright_fabric", "meshwright_trainer", "meshwright_trackers"}
 """Packages that register no strategy."""
 PLUGIN_TORCH_FREE = {"__init__", "config", "plugin"}
 KNOWN_PRIVATE = {

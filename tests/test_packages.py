@@ -29,8 +29,10 @@ def project(directory: Path) -> dict[str, Any]:
 CORE = project(ROOT)
 
 
-STRATEGIES = [path for path in PLUGINS if "entry-points" in project(path)]
-"""The others are bridges to frameworks of others, which register nothing."""
+STRATEGIES = [
+    path for path in PLUGINS if any("def register_strategies" in each.read_text() for each in path.rglob("plugin.py"))
+]
+"""The others are bridges to frameworks of others, and trackers."""
 
 
 def extra_of(directory: Path) -> str:

@@ -4118,3 +4118,112 @@ _bug(
     "tests/test_observers.py::test_parts_of_an_accelerator_are_told_as_soon_as_they_are_known",
     kind="what is reported is not what was done",
 )
+
+# -- plugins/trackers
+
+_TRACKERS = "plugins/trackers/tests/test_trackers.py"
+_bug(
+    "steps_are_shown_twice",
+    "meshwright_trackers.tensorboard",
+    "step=run.start + 1, session_log=started",
+    "step=run.steps + 1, session_log=started",
+    f"{_TRACKERS}::test_tensorboard_takes_what_is_not_finite_and_voids_what_is_done_again",
+    kind="what a run that goes on does again is kept beside what it replaces",
+)
+_bug(
+    "another_run_of_mlflow",
+    "meshwright_trackers.mlflow",
+    "if not found:",
+    "if run.start == 0 or not found or found[0].info.status != 'RUNNING':",
+    f"{_TRACKERS}::test_mlflow_goes_on_with_its_run_and_keeps_options_that_have_changed",
+    kind="a run that goes on is a new one to those who watch it",
+)
+_bug(
+    "secrets_are_told",
+    "meshwright_trackers.metrics",
+    'if name != "trackers"',
+    "if name",
+    f"{_TRACKERS}::test_parameters_are_the_run_file_with_dots_and_no_secret_of_a_tracker",
+    kind="a secret of a file is shown to whoever sees the run",
+)
+_bug(
+    "a_lost_server_is_not_told",
+    "meshwright_trackers.background",
+    "self._error, self._has_failed = error, True",
+    "self._has_failed = True",
+    f"{_TRACKERS}::test_what_is_sent_in_the_background_is_sent_in_order_and_what_fails_is_raised_once",
+    kind="a failure in a thread is swallowed",
+)
+_bug(
+    "failed_runs_are_finished",
+    "meshwright_trackers.tracker",
+    'self.end("failed", {})',
+    'self.end("done", {})',
+    f"{_TRACKERS}::test_mlflow_goes_on_with_its_run_and_keeps_options_that_have_changed",
+    kind="a run that has failed looks done",
+)
+
+# -- profiles
+
+_bug(
+    "waits_compute",
+    "meshwright.profile.activity",
+    "without(computing, _covered(each for each in of_main if each.sends))",
+    "computing",
+    "tests/test_profile.py::test_an_operator_that_waits_for_messages_computes_nothing_though_another_is_around_it",
+    kind="exposed communication is told as computing",
+)
+
+_bug(
+    "threads_of_gloo_compute",
+    "meshwright.profile.activity",
+    "[each for each in spans if each.thread == main]",
+    "list(spans)",
+    "tests/test_profile.py::test_on_a_cpu_exposed_is_what_gloo_takes_while_the_main_thread_runs_no_operator",
+    kind="exposed communication is told as computing",
+)
+
+_bug(
+    "kernels_of_nccl_compute",
+    "meshwright.profile.activity",
+    "_covered(each for each in on_device if not each.is_communication)",
+    "_covered(on_device)",
+    "tests/test_profile.py::test_on_a_gpu_exposed_is_what_nccl_takes_while_no_other_kernel_or_copy_runs",
+    kind="exposed communication is told as computing",
+)
+
+_bug(
+    "waits_that_no_thread_shows",
+    "meshwright.launch.background",
+    "with marked(WAIT):",
+    "if True:",
+    "tests/test_profile_runs.py::test_exposed_communication_is_sampled_on_the_first_rank_every_so_many_steps",
+    kind="a wait for a late rank is not seen",
+)
+
+_bug(
+    "windows_count_from_the_sitting",
+    "meshwright.profile.recording",
+    "step = self._start + index + 1",
+    "step = index + 1",
+    "tests/test_profile_runs.py::test_a_resumed_run_profiles_what_is_left_of_its_windows",
+    kind="a run that goes on counts its steps anew",
+)
+
+_bug(
+    "every_rank_is_profiled",
+    "meshwright.train.profiling",
+    "asked.takes(mesh.rank)",
+    "True",
+    "tests/test_profile_runs.py::test_a_run_profiles_the_steps_and_the_ranks_that_were_chosen",
+    kind="an option is ignored",
+)
+
+_bug(
+    "windows_of_other_lengths",
+    "meshwright.profile.compare",
+    "getattr(table[name], attribute) / each.count",
+    "getattr(table[name], attribute)",
+    "tests/test_profile.py::test_a_comparison_is_by_step_and_by_the_size_of_the_difference",
+    kind="sums of windows of different lengths are compared",
+)

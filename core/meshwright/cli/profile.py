@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..base.errors import ConfigError
 from .errors import told
 
 Profile = Annotated[
@@ -16,9 +17,12 @@ Profile = Annotated[
 Rank = Annotated[int | None, typer.Option(min=0, help="Of which rank, in a directory; default: the first there is.")]
 Rows = Annotated[int, typer.Option(min=1, help="How many operators to show.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all of it here.")]
+SvgFile = Annotated[Path | None, typer.Option("--svg", help="Draw what is shown here.")]
 
 
-def show(profile: Profile, rank: Rank = None, rows: Rows = 12, json_file: JsonFile = None) -> None:
+def show(
+    profile: Profile, rank: Rank = None, rows: Rows = 12, json_file: JsonFile = None, svg_file: SvgFile = None
+) -> None:
     """Show what the time of profiled steps went to: parts, communication, operators, memory."""
     with told(traceback=False):
         from ..profile.load import load_summary
@@ -26,8 +30,7 @@ def show(profile: Profile, rank: Rank = None, rows: Rows = 12, json_file: JsonFi
         from ..profile.summary import as_values
 
         summary = load_summary(profile, rank=rank)
-        _print(shown(summary, rows=rows))
-        _write(as_values(summary), json_file)
+        _tell(shown(summary, rows=rows), as_values(summary), json_file, svg_file, title=f"profile show {profile}")
 
 
 def compare(
@@ -36,6 +39,7 @@ def compare(
     rank: Rank = None,
     rows: Rows = 12,
     json_file: JsonFile = None,
+    svg_file: SvgFile = None,
 ) -> None:
     """Put two profiles side by side: what got slower, and what faster, by what makes most of the difference."""
     with told(traceback=False):
@@ -45,24 +49,27 @@ def compare(
 
         first, second = (load_summary(path, rank=rank) for path in (before, after))
         comparison = compared_of(first, second, (str(before), str(after)))
-        _print(compared(comparison, rows=rows))
-        _write(comparison.as_values(), json_file)
+        what = compared(comparison, rows=rows)
+        _tell(what, comparison.as_values(), json_file, svg_file, title=f"profile compare {before} {after}")
 
 
-def _print(what: Any) -> None:
+def _tell(what: Any, values: dict[str, Any], json_file: Path | None, svg_file: Path | None, *, title: str) -> None:
     from rich.console import Console
+
+    from ..profile.show import as_svg
 
     console = Console()
     if not console.is_terminal:
         console.width = 10_000  # a file cuts nothing off
     console.print(what)
+    if json_file is not None:
+        _write(json_file, json.dumps(values, indent=1) + "\n")
+    if svg_file is not None:
+        _write(svg_file, as_svg(what, title=title))
 
 
-def _write(values: dict[str, Any], path: Path | None) -> None:
-    if path is not None:
-        try:
-            path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            from ..base.errors import ConfigError
-
-            raise ConfigError(f"cannot write {path}: {error.strerror}. Name another file.") from None
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}. Name another file.") from None

@@ -6,12 +6,15 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from .._compat.profiling import marked
+from ..events.marks import WAIT
+
 T = TypeVar("T")
 
 
 def in_background(work: Callable[[], T]) -> Callable[[], T]:
     """Run `work` in a thread that does not hold up the end of the process; gives what waits for its result, or raises
-    its error."""
+    its error. What is waited for is what other ranks say, and a profiler sees it so."""
     box: list[T | BaseException] = []
 
     def run() -> None:
@@ -24,7 +27,8 @@ def in_background(work: Callable[[], T]) -> Callable[[], T]:
     thread.start()
 
     def wait() -> T:
-        thread.join()
+        with marked(WAIT):
+            thread.join()
         (result,) = box
         if isinstance(result, BaseException):
             raise result

@@ -24,10 +24,8 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from .._compat.profiling import marked
 from .._compat.torch import group_timeout, groups_with_timeout
 from ..base.errors import MeshError, MeshwrightError
-from ..events.marks import WAIT
 from ..launch.background import in_background
 from ..launch.gloo_threads import settle_at_exit
 from ..launch.join import join, local_rank
@@ -94,12 +92,7 @@ class World:
         if not self._doubles or self.size == 1:
             result = self._exchanged(sums, highs)
             return lambda: result
-        wait = in_background(lambda: self._exchanged(sums, highs))
-
-        def waiting() -> tuple[list[int], list[int]]:
-            with marked(WAIT):
-                return wait()
-
+        waiting = in_background(lambda: self._exchanged(sums, highs))
         self._begun = waiting
         return waiting
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from .._compat.torch import arithmetic, is_attention
-from ..base.errors import MeshwrightError
+from ..base.errors import BatchError, MeshwrightError
 from ..mesh.sizes import MeshSizes
 from ..model.weights import is_meta
 from ..step.objective import Given
@@ -51,7 +51,7 @@ def model_flops(job: Job, objective: Objective | None = None) -> ModelFlops:
     Args:
         objective: of the run, which is counted as the token loss: what it adds is no product.
     """
-    if objective is not None and getattr(Given(objective).objective, "count", None) is not None:
+    if objective is not None and not _counts_tokens(Given(objective)):
         return ModelFlops(None, f"the {Given(objective).name} counts something else than tokens")
     try:
         stack, degrees = resolve("single", MeshSizes(), 1, config={"loss_chunk_rows": 0})
@@ -59,6 +59,15 @@ def model_flops(job: Job, objective: Objective | None = None) -> ModelFlops:
         return ModelFlops(_of_row(alone) / max(1, job.length - 1))
     except MeshwrightError as error:
         return ModelFlops(None, str(error))
+
+
+def _counts_tokens(given: Given) -> bool:
+    """Whether what an objective is divided by is the number of targets, as far as a few rows tell."""
+    ids = torch.ones((given.rows, 4), dtype=torch.int64)
+    try:
+        return given.count([{"input_ids": ids, "labels": ids}]) in (None, given.rows * 3)
+    except BatchError:
+        return False
 
 
 def _of_row(job: Job) -> int:

@@ -1,10 +1,10 @@
 """What a rank does in a stretch of time: it computes, waits for messages alone, or does neither.
 
-[Note: exposed communication] A message is under way while a kernel of NCCL runs; on a CPU while a thread of gloo is at a
-collective, or the main thread waits for what other ranks have to say of the step. What of it is exposed is the time in
-which nothing is computed meanwhile: in which no other kernel (or copy) runs on the device, or on a CPU no operator on
-the main thread. Operators that issue messages or wait for them compute nothing. Time in which nothing is under way and
-nothing is computed is the host's: it prepares what comes next. So computing, exposed and host add up to the whole.
+[Note: exposed communication] A message is under way while a kernel of NCCL runs; on a CPU while a thread of gloo is at
+a collective, or the main thread waits for what other ranks have to say of the step. What of it is exposed is the time
+in which nothing is computed meanwhile: in which no other kernel (or copy) runs on the device, or on a CPU no operator
+on the main thread. Operators that issue messages or wait for them compute nothing. Time in which nothing is under way
+and nothing is computed is the host's: it prepares what comes next. So computing, exposed and host add up to the whole.
 """
 
 from __future__ import annotations

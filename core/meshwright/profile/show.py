@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -13,6 +15,8 @@ from .summary import Summary
 
 ROWS = 12
 """Operators that are shown."""
+NAME_WIDTH = 16
+"""Of the first column, at least: "forward_backward"."""
 
 
 def shown(summary: Summary, *, rows: int = ROWS) -> Group:
@@ -43,7 +47,7 @@ def _headline(summary: Summary) -> list[RenderableType]:
 
 
 def _parts(summary: Summary) -> Table:
-    table = _table("part of the step", "times", "ms a step", "share", "computing", "exposed", "host gaps")
+    table = _table("part of the step", "times", "ms a step", "share", "computing", "exposed", "host")
     for row in summary.parts:
         table.add_row(
             row.name,
@@ -96,6 +100,14 @@ def _operators(summary: Summary, rows: int) -> Table:
     return table
 
 
+def as_svg(what: RenderableType, *, title: str) -> str:
+    """A picture of a terminal that shows it."""
+    console = Console(record=True, file=io.StringIO(), width=100, force_terminal=True)
+    console.print(what)
+    # rich names fonts on a server, which a picture is not to ask.
+    return re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=title), flags=re.DOTALL)
+
+
 # -- two of them
 
 
@@ -119,7 +131,7 @@ def _differences(name: str, rows: Sequence[Difference], most: int) -> Table:
         calls = ["", ""] if row.calls is None else [f"{each:,.4g}" for each in row.calls]
         if row.calls is not None and row.calls[0] != row.calls[1]:
             calls[1] = f"[bold]{calls[1]}[/bold]"
-        difference = f"{row.seconds * 1e3:+,.3f}"
+        difference = milliseconds(row.seconds, unit="", sign="+")
         table.add_row(
             row.name,
             milliseconds(row.before, unit=""),
@@ -130,7 +142,7 @@ def _differences(name: str, rows: Sequence[Difference], most: int) -> Table:
         )
     if len(rows) > most:
         rest = sum(row.seconds for row in rows[most:])
-        table.add_row(f"{len(rows) - most} others", "", "", f"{rest * 1e3:+,.3f}", "", "", "")
+        table.add_row(f"{len(rows) - most} others", "", "", milliseconds(rest, unit="", sign="+"), "", "", "")
     return table
 
 
@@ -139,9 +151,11 @@ def _percent(row: Difference) -> str:
 
 
 def _table(name: str, *columns: str) -> Table:
-    table = Table(name, title_justify="left", header_style="bold")
+    table = Table(header_style="bold")
+    # Names are not cut off: they are what one looks for.
+    table.add_column(name, min_width=NAME_WIDTH, overflow="fold")
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     return table
 
 
@@ -149,8 +163,11 @@ def _per_step(seconds: float, summary: Summary) -> str:
     return milliseconds(seconds / summary.count, unit="")
 
 
-def milliseconds(seconds: float, *, unit: str = " ms") -> str:
-    return f"{seconds * 1e3:,.3f}{unit}"
+def milliseconds(seconds: float, *, unit: str = " ms", sign: str = "") -> str:
+    """To about four digits."""
+    value = seconds * 1e3
+    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 10 else 3
+    return f"{value:{sign},.{digits}f}{unit}"
 
 
 def megabytes(size: int) -> str:

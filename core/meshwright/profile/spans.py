@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ..events.marks import MARK, WAIT
 
@@ -22,9 +22,8 @@ _WRAPPERS = ("autograd::", "torch::autograd::", "profiler::")
 _COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph")
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One event with a duration.
+class Span(NamedTuple):
+    """One event with a duration; a tuple, since a step has thousands.
 
     Attributes:
         kind: an operator, an annotation (`record_function`), a kernel, ...: Kineto's category.
@@ -40,7 +39,7 @@ class Span:
     end: float
     thread: int | str = 0
     operator: int = 0
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def is_communication(self) -> bool:

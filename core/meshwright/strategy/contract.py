@@ -162,15 +162,11 @@ class StrategyManager(ABC):
 
     def gradient_norms(self) -> dict[str, float]:
         """The 2-norms of the gradients of each part of the whole model, between `forward_backward` and
-        `clip_grad_norm`; it changes nothing, and waits for the device.
+        `clip_grad_norm`; it changes nothing, and waits for the device. StrategyError where a strategy tells none.
 
         Returns:
             Under the name of each block, and under "embedding", "head" and "other", as far as they train; equal on all
-            ranks. Every parameter that trains is in one of them, and under the first of its names: the root of the sum
-            of their squares is the total norm.
-
-        Raises:
-            StrategyError: the strategy does not tell them; on all ranks.
+            ranks. Every parameter that trains is in one of them, under the first of its names.
         """
         raise StrategyError(
             f"{type(self).__name__} does not tell gradient norms by block. Leave out norms_every (in a run file, "

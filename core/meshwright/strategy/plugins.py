@@ -63,9 +63,8 @@ def listed(results: list[Any]) -> list[Any]:
 
 def call_own(plugin: Any, manager: pluggy.PluginManager, hook: str, **arguments: Any) -> list[Any]:
     """Call one plugin's implementation of a hook, if it has one; its results that are not None."""
-    # Observers need no hash, which pluggy asks of plugins that it leaves out.
-    named = [other for _, other in manager.list_name_plugin() if other is not None and other is not plugin]
-    others = [other for other in named if implements(other, hook, manager)]
+    # Of those that have the hook alone: pluggy needs a hash of them, which observers may not have.
+    others = [each for _, each in manager.list_name_plugin() if each is not plugin and implements(each, hook, manager)]
     return list(manager.subset_hook_caller(hook, remove_plugins=others)(**arguments))
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import signal
 import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from read_back import (
     mlflow_points,
     tensorboard_hparams,
@@ -36,7 +39,7 @@ from meshwright_trackers.background import Background
 from meshwright_trackers.config import MLflowConfig, TensorBoardConfig, TrackioConfig, WandbConfig
 from meshwright_trackers.libraries import Library
 from meshwright_trackers.metrics import parameters, step_metrics
-from meshwright_trackers.plugin import build_mlflow, build_tensorboard, build_wandb
+from meshwright_trackers.plugin import build_mlflow, build_tensorboard, build_trackio, build_wandb
 
 PATIENCE_S = 240
 
@@ -157,7 +160,7 @@ def test_the_four_trackers_are_known_and_nothing_of_them_is_imported_before_they
         ("tensorbord", "Did you mean 'tensorboard'?"),
         ({"name": "wandb", "mode": "ofline"}, "mode: Input should be 'online', 'offline' or 'disabled'"),
         ({"name": "mlflow", "runname": "x"}, "runname: unknown key. Did you mean 'run_name'?"),
-        ({"name": "tensorboard", "flush_secs": 0}, "flush_secs: Input should be greater than or equal to 1"),
+        ({"name": "mlflow", "flush_timeout_s": 0.0}, "flush_timeout_s: Input should be greater than 0"),
         ({"name": "trackio", "project": ""}, "project: String should have at least 1 character"),
     ],
 )
@@ -194,6 +197,18 @@ def test_tensorboard_takes_what_is_not_finite_and_voids_what_is_done_again(tmp_p
     # A first sitting that has failed leaves no verdict, which TensorBoard would keep.
     _, verdict = tensorboard_hparams(tmp_path / "logs")
     assert verdict.status == 1  # SUCCESS
+
+
+def test_what_tensorboard_is_told_can_be_seen_while_the_run_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    tracker = build_tensorboard(TensorBoardConfig(), _run(tmp_path))
+    for step in range(1, 4):
+        tracker.on_step_end(_step(step))
+    end = time.monotonic() + PATIENCE_S
+    while len(tensorboard_points(tmp_path / "tensorboard").get("train/loss", [])) < 3:
+        assert time.monotonic() < end, "nothing is seen"
+        time.sleep(0.1)
+    tracker.close()
 
 
 def test_wandb_has_what_is_not_finite_and_the_options_and_a_run_that_a_signal_has_ended(tmp_path: Path) -> None:
@@ -328,6 +343,67 @@ def test_trackio_goes_on_with_a_run_of_its_id_and_with_one_of_a_chosen_name_only
     assert groups == {None, "g"}
 
 
+TRACKIO_SERVER = """
+import sys, time, trackio
+trackio.init(project="other").finish()
+server = trackio.show(open_browser=False, block_thread=False)
+print("URL", server[3], flush=True)
+sys.stdin.read()
+"""
+TRACKIO_CLIENT = """
+import sys
+sys.path[:0] = [{here!r}]
+from pathlib import Path
+from meshwright_trackers.config import TrackioConfig
+from meshwright_trackers.plugin import build_trackio
+from test_trackers import _ended, _run, _step
+
+run = _run(Path({directory!r}))
+tracker = build_trackio(TrackioConfig(project="p", server_url={url!r}), run)
+tracker.on_step_end(_step(1, 1 / 3))
+tracker.on_run_end(_ended(run, 1))
+"""
+
+
+def test_a_server_of_trackio_has_what_the_run_has_told(tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    environment = without_trackers_of_the_environment()
+    server = subprocess.Popen(
+        [sys.executable, "-c", TRACKIO_SERVER],
+        env=environment | {"TRACKIO_DIR": str(theirs)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdout is not None
+    try:
+        url = next(line.split()[1] for line in server.stdout if line.startswith("URL "))
+        code = TRACKIO_CLIENT.format(here=str(Path(__file__).parent), directory=str(tmp_path), url=url)
+        told = environment | {"TRACKIO_DIR": str(ours)}
+        subprocess.run([sys.executable, "-c", code], env=told, check=True, timeout=PATIENCE_S)
+        end = time.monotonic() + PATIENCE_S
+        while not (theirs / "p.db").exists() or "train/loss" not in trackio_points(theirs, "p"):
+            assert time.monotonic() < end, "the server has nothing"
+            time.sleep(0.1)
+    finally:
+        server.kill()
+        server.communicate()
+    assert trackio_points(theirs, "p")["train/loss"] == [(1, 1 / 3)]
+
+
+def test_trackio_is_given_where_to_log_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trackio = pytest.importorskip("trackio")
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(trackio, "init", lambda **values: given.update(values))
+    build_trackio(TrackioConfig(space_id="team/board", private=True, system_metrics=True), _run(tmp_path))
+    assert (given["space_id"], given["private"]) == ("team/board", True)
+    assert (given["auto_log_cpu"], given["auto_log_gpu"]) == (True, True)
+    build_trackio(TrackioConfig(server_url="http://127.0.0.1:1/?write_token=x"), _run(tmp_path))
+    assert given["server_url"] == "http://127.0.0.1:1/?write_token=x"
+    assert (given["auto_log_cpu"], given["auto_log_gpu"]) == (False, False)
+
+
 def test_what_is_sent_in_the_background_is_sent_in_order_and_what_fails_is_raised_once() -> None:
     sent: list[int] = []
     goes = threading.Event()
@@ -355,57 +431,83 @@ def test_what_is_sent_in_the_background_is_sent_in_order_and_what_fails_is_raise
     assert sent == [1, 2]
 
 
-@contextmanager
-def _mlflow_server(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+@dataclass(frozen=True)
+class Server:
     """MLflow's server application in a process of its own, and where it answers."""
-    port_file, script = folder / "port", Path(__file__).with_name("mlflow_server.py")
-    process = subprocess.Popen([sys.executable, str(script), str(folder), str(port_file)])
+
+    process: subprocess.Popen[bytes]
+    uri: str
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    for library in ("mlflow", "sqlalchemy", "alembic", "flask", "flask_cors", "graphene"):
+        pytest.importorskip(library)
+    folder, script = tmp_path_factory.mktemp("server"), Path(__file__).with_name("mlflow_server.py")
+    port_file = folder / "port"
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(folder), str(port_file)],
+        env=without_trackers_of_the_environment(),
+        stderr=subprocess.DEVNULL,
+    )
     try:
         end = time.monotonic() + PATIENCE_S
         while not port_file.exists():
             assert process.poll() is None, "the server did not start"
             assert time.monotonic() < end, "the server did not answer"
             time.sleep(0.05)
-        yield process, f"http://127.0.0.1:{port_file.read_text()}"
+        yield Server(process, f"http://127.0.0.1:{port_file.read_text()}")
     finally:
         process.kill()
         process.wait()
 
 
-def test_a_server_of_mlflow_has_all_and_one_that_is_killed_is_told_once_and_ends_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_server_of_mlflow_has_all_that_the_run_has_told(tmp_path: Path, server: Server) -> None:
+    run, hook = _run(tmp_path), get_registry().hook
+    with tracking(chosen([{"name": "mlflow", "tracking_uri": server.uri, "experiment": "all"}]), run):
+        for step in range(1, 4):
+            hook.on_step_end(result=_step(step, 1 / step))
+        hook.on_run_end(summary=_ended(run, 3))
+    client, found = _mlflow_run(server.uri, "all")
+    assert mlflow_points(client, found.info.run_id)["train/loss"] == [(step, 1 / step) for step in range(1, 4)]
+    assert found.info.status == "FINISHED"
+
+
+def test_the_end_of_a_run_waits_for_mlflow_no_longer_than_it_is_told_to(tmp_path: Path, server: Server) -> None:
+    config = MLflowConfig(tracking_uri=server.uri, experiment="stopped", flush_timeout_s=0.5)
+    tracker = build_mlflow(config, _run(tmp_path))
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        start = time.monotonic()
+        tracker.on_step_end(_step(1))
+        assert time.monotonic() - start < 0.5
+        with pytest.raises(TimeoutError, match=r"not been taken after 0\.5 s"):
+            tracker.on_run_end(_ended(_run(tmp_path), 1))
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+
+
+def test_a_server_of_mlflow_that_is_killed_is_told_once_and_ends_no_run(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for library in ("mlflow", "sqlalchemy", "alembic", "flask", "flask_cors", "graphene"):
-        pytest.importorskip(library)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    asked = [{"name": "mlflow", "flush_timeout_s": 20.0}]
-    hook = get_registry().hook
-    with _mlflow_server(tmp_path) as (server, uri):
-        asked[0]["tracking_uri"] = uri
-        run = _run(tmp_path)
-        with tracking(chosen(asked), run):
-            for step in range(1, 4):
-                hook.on_step_end(result=_step(step, 1 / step))
-            hook.on_run_end(summary=_ended(run, 3))
-        client, found = _mlflow_run(uri)
-        assert mlflow_points(client, found.info.run_id)["train/loss"] == [(step, 1 / step) for step in range(1, 4)]
-        assert found.info.status == "FINISHED"
-        with warnings.catch_warnings(record=True) as told, tracking(chosen(asked), _run(tmp_path, start=3)):
-            warnings.simplefilter("always")
-            hook.on_step_end(result=_step(4))
-            server.kill()
-            server.wait()
-            end = time.monotonic() + PATIENCE_S
-            step = 5
-            while not _of_trackers(told):
-                assert time.monotonic() < end, "nobody was told"
-                hook.on_step_end(result=_step(step))
-                step += 1
-                time.sleep(0.02)
+    run, hook = _run(tmp_path), get_registry().hook
+    asked = [{"name": "mlflow", "tracking_uri": server.uri, "experiment": "killed"}]
+    with warnings.catch_warnings(record=True) as told, tracking(chosen(asked), run):
+        warnings.simplefilter("always")
+        hook.on_step_end(result=_step(1))
+        server.process.kill()
+        server.process.wait()
+        end, step = time.monotonic() + PATIENCE_S, 2
+        while not _of_trackers(told):
+            assert time.monotonic() < end, "nobody was told"
             hook.on_step_end(result=_step(step))
-            hook.on_run_end(summary=_ended(run, step))
-        (message,) = _of_trackers(told)
-        assert "tracker 'mlflow' has failed in on_step_end and is left aside" in message
+            step += 1
+            time.sleep(0.02)
+        hook.on_step_end(result=_step(step))
+        hook.on_run_end(summary=_ended(run, step))
+    (message,) = _of_trackers(told)
+    assert "tracker 'mlflow' has failed in on_step_end and is left aside" in message
     with pytest.raises(ConfigError, match="tracker 'mlflow' cannot be started"), tracking(chosen(asked), run):
         pass
 
@@ -417,3 +519,22 @@ def _of_trackers(told: Sequence[warnings.WarningMessage]) -> list[str]:
 def test_configs_are_read_from_their_own_data() -> None:
     for config in (TensorBoardConfig(), WandbConfig(tags=["a"]), MLflowConfig(tags={"a": "b"}), TrackioConfig()):
         assert type(config).model_validate(config.to_dict()) == config
+
+
+def test_run_files_of_the_docs_are_valid() -> None:
+    docs = Path(__file__).parents[3] / "docs" / "trackers.md"
+    for page in (docs, Path(__file__).parents[1] / "README.md"):
+        blocks = [block.split("```")[0] for block in page.read_text(encoding="utf-8").split("```yaml\n")[1:]]
+        assert blocks
+        for block in blocks:
+            assert chosen(yaml.safe_load(block)["trackers"])
+
+
+def test_each_option_is_in_the_docs_with_a_test_that_is_there() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "trackers.md").read_text(encoding="utf-8")
+    for config in (TensorBoardConfig, WandbConfig, MLflowConfig, TrackioConfig):
+        for option in config.model_fields:
+            assert f"`{option}`" in page, option
+    here = Path(__file__).read_text(encoding="utf-8")
+    for name in set(re.findall(r"`(test_\w+)`", page)):
+        assert f"def {name}(" in here, name

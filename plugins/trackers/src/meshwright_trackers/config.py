@@ -15,7 +15,6 @@ class TensorBoardConfig(FrozenModel):
     """Options of `tensorboard`."""
 
     log_dir: Text | None = Field(None, description="Where event files are written; null: output_dir/tensorboard.")
-    flush_secs: int = Field(30, ge=1, description="Seconds after which what was logged is on disk.")
 
 
 class WandbConfig(FrozenModel):

@@ -53,7 +53,7 @@ def checkpoint_metrics(checkpoint: SavedCheckpoint) -> dict[str, float]:
 
 def parameters(run: RunInfo) -> dict[str, Plain]:
     """The run file with dots in its keys, without its trackers, which may hold secrets; and `run.` what it became."""
-    facts = {
+    facts: dict[str, Plain] = {
         "id": run.id,
         "strategy": run.strategy,
         "mesh": run.mesh,

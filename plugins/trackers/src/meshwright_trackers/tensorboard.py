@@ -29,6 +29,8 @@ from .tracker import Tracker
 
 _WAITING = 1000
 """So many events are written by the library's thread before a step waits for it."""
+_FLUSH_S = 10
+"""Between writes to the disk, where TensorFlow is installed and buffers; else each is made at once."""
 
 
 class TensorBoard(Tracker):
@@ -41,7 +43,7 @@ class TensorBoard(Tracker):
 
     def __init__(self, config: TensorBoardConfig, run: RunInfo) -> None:
         directory = Path(config.log_dir) if config.log_dir else (run.directory or Path()) / "tensorboard"
-        self._writer = EventFileWriter(str(directory), max_queue_size=_WAITING, flush_secs=config.flush_secs)
+        self._writer = EventFileWriter(str(directory), max_queue_size=_WAITING, flush_secs=_FLUSH_S)
         self._step = run.start
         # Also where nothing was logged before: then it voids nothing.
         started = SessionLog(status=SessionLog.START)

@@ -1,0 +1,209 @@
+"""FLOPs of a model as they are counted on its trace: those of a real run, for what acts alone, and MFU of them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+
+from meshwright import Loop, MeshSizes, StepResult, fit
+from meshwright.objectives import get_objective
+from meshwright.plan.beside.here import peak_flops
+from meshwright.plan.model_flops import ModelFlops, model_flops
+from meshwright.plan.trace import Job
+from meshwright.strategy.stack import resolve
+from meshwright.testing import Case, pool
+from meshwright.testing.case import share
+from meshwright.testing.parity import build_manager
+from meshwright.train.optim import optimizer_factory
+from meshwright.train.report import describe
+from meshwright.train.run_file import OptimizerConfig
+
+S = 48
+"""Tokens of a row."""
+WIDTH, LAYERS, VOCAB = 64, 3, 320
+
+
+def _llama(layers: int = LAYERS, attention: str = "sdpa", **changes: Any) -> nn.Module:
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 3 * WIDTH,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": False,
+    }
+    config = LlamaConfig(**{**sizes, **changes}, num_hidden_layers=layers)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+def _experts(layers: int = 2, *, experts: int = 8) -> nn.Module:
+    config = Qwen3MoeConfig(
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        moe_intermediate_size=2 * WIDTH,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        num_experts=experts,
+        num_experts_per_tok=2,
+        vocab_size=VOCAB,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def _job(make: Any, *, length: int = S, layers: int = 0, with_layers: Any = None) -> Job:
+    def on_meta(*given: int) -> nn.Module:
+        with torch.device("meta"):
+            return (with_layers if given else make)(*given)
+
+    # Another layout than one rank: what the model needs does not depend on it.
+    stack, degrees = resolve("fsdp2", MeshSizes(tp_size=2), 8, config={"activation_checkpointing": "full"})
+    further = on_meta if with_layers is not None else None
+    optimizer = optimizer_factory(OptimizerConfig(lr=1e-3))
+    return Job(stack, degrees, on_meta, optimizer, 4, 2, length, layers=layers, with_layers=further)
+
+
+def _of_row(make: Any, **options: Any) -> float:
+    found = model_flops(_job(make, **options))
+    assert found.per_token is not None, found.why_not
+    return found.per_token * (options.get("length", S) - 1)
+
+
+def _really(model: nn.Module) -> int:
+    """What torch counts while a row is trained on."""
+    ids = torch.arange(S)[None] % VOCAB
+    with FlopCounterMode(display=False) as counter:
+        logits = model(input_ids=ids, use_cache=False).logits
+        functional.cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
+    return counter.get_total_flops()
+
+
+def _adapted(**options: Any) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(_llama(attention="eager"), LoraConfig(task_type="CAUSAL_LM", r=4, **options))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(_llama, attention="eager"),
+        functools.partial(_llama, attention="eager", tie_word_embeddings=True),
+        functools.partial(_adapted, target_modules="all-linear"),
+        functools.partial(_adapted, target_modules=["q_proj"], layers_to_transform=[2]),
+    ],
+    ids=["llama", "tied", "adapter", "adapter of the last block"],
+)
+def test_flops_are_those_that_torch_counts_in_a_real_run(make: Any) -> None:
+    if make.func is _adapted:
+        pytest.importorskip("peft")
+    torch.manual_seed(0)
+    assert _of_row(make) == _really(make())
+
+
+def test_weights_that_are_frozen_need_no_gradient() -> None:
+    pytest.importorskip("peft")
+    whole = _of_row(functools.partial(_llama, attention="eager"))
+    # Of three products of each weight two are left, and what the adapter itself needs.
+    assert 2 / 3 < _of_row(functools.partial(_adapted, target_modules="all-linear")) / whole < 0.8
+
+
+def test_attention_counts_pairs_that_act_and_no_scores_twice() -> None:
+    fused, written = _of_row(_llama), _of_row(functools.partial(_llama, attention="eager"))
+    product = 2 * WIDTH * LAYERS
+    # Two products of each pair in forward, four in backward; all pairs, or those of a query and what is before it.
+    assert written - fused == 6 * product * (S * S - S * (S + 1) // 2)
+
+
+def test_flops_beside_a_formula() -> None:
+    """6 N + 12 L H S counts the table of the embedding, norms, and all pairs of an attention."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "vocab_size": 32_000}
+    make, length = functools.partial(_llama, 16, **sizes), 2048
+    found = _of_row(make, length=length, layers=16, with_layers=functools.partial(_llama, **sizes)) / length
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in make().parameters())
+    formula = 6 * parameters + 12 * 16 * 2048 * length
+    assert 0.85 < found / formula < 0.95
+    less = 6 * 32_000 * 2048 + 6 * 16 * 2048 * (length - 1)
+    assert found == pytest.approx(formula - less, rel=1e-4)
+
+
+def test_of_experts_those_that_are_chosen_count() -> None:
+    few, many = (_of_row(functools.partial(_experts, experts=count)) for count in (8, 16))
+    # Three products of the router's further columns, in two layers.
+    assert many - few == 2 * 3 * 2 * S * WIDTH * 8
+    # Of three matrices in each of two experts: forward, and both gradients.
+    experts = 2 * 3 * 2 * S * (2 * 3 * WIDTH * 2 * WIDTH)
+    assert experts < few < 3 * experts
+
+
+@pytest.mark.parametrize("layers", [13, 40])
+def test_many_blocks_are_told_by_few(layers: int) -> None:
+    alone = _of_row(functools.partial(_llama, layers))
+    assert _of_row(functools.partial(_llama, layers), layers=layers, with_layers=_llama) == alone
+
+
+def test_blocks_that_differ_are_not_told_by_few() -> None:
+    def first_are_narrow(layers: int = 24) -> nn.Module:
+        model = _llama(layers)
+        for index, block in enumerate(model.model.layers):
+            block.mlp.gate_proj = nn.Linear(WIDTH, 3 * WIDTH + (index**2 % 5), bias=False)
+            block.mlp.up_proj = nn.Linear(WIDTH, 3 * WIDTH + (index**2 % 5), bias=False)
+            block.mlp.down_proj = nn.Linear(3 * WIDTH + (index**2 % 5), WIDTH, bias=False)
+        return model
+
+    assert _of_row(first_are_narrow, layers=24, with_layers=first_are_narrow) == _of_row(first_are_narrow)
+
+
+class _Unseen(nn.Module):
+    """Looks at values in a way that a trace cannot follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, 8)
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        raise RuntimeError(f"{self.table(input_ids).detach().numpy()}")
+
+
+def test_what_cannot_be_counted_says_why() -> None:
+    found = model_flops(_job(_Unseen))
+    assert found.per_token is None
+    assert "it looks at what is known on real ranks alone" in found.why_not
+    found = model_flops(_job(_llama), get_objective("dpo"))
+    assert found == ModelFlops(None, "the objective 'dpo' counts something else than tokens")
+    counted = model_flops(_job(_llama), get_objective({"name": "cross_entropy", "label_smoothing": 0.1}))
+    assert counted == model_flops(_job(_llama))
+
+
+def test_a_cpu_has_no_peak() -> None:
+    assert peak_flops(torch.device("cpu"), "float32") is None
+
+
+def _fitted(peak: float | None) -> list[StepResult]:
+    case = Case()
+    manager = build_manager("ddp", {}, {}, case)
+    mesh = manager.mesh
+    loop = Loop(lambda step: share(case, step, mesh.data_rank, mesh.data_size), steps=2, flops_per_token=600.0)
+    return fit(manager, Loop(**{**vars(loop), "peak_flops": peak}))
+
+
+def test_mfu_is_the_part_of_what_all_devices_could_have_done() -> None:
+    for results in pool(2).run(_fitted, 1e6):
+        for each in results:
+            assert each.flops == 600.0 * each.num_tokens
+            expected = 600.0 * each.num_tokens / (each.seconds * 1e6 * 2)
+            assert each.mfu == pytest.approx(expected)
+            assert f"  MFU {expected:.1%}" in describe(each)
+    for results in pool(2).run(_fitted, None):
+        assert results[0].flops is not None
+        assert results[0].mfu is None
+        assert "MFU" not in describe(results[0])
