@@ -90,9 +90,9 @@ def _bars(memory: Axes, traffic: Axes, layouts: dict[str, Any], ground: dict[str
     names = list(layouts)
     state, rest = OWNER["optimizer"][is_dark], OWNER["activations"][is_dark]
     for row, name in enumerate(names):
-        owners = layouts[name]["peak_by_owner"]
-        held = sum(owners.get(each, 0) for each in STATE) / 1e6
-        peak = layouts[name]["peak_bytes"] / 1e6
+        found = layouts[name]["held_bytes"]
+        held = sum(found[each] for each in STATE) / 1e6
+        peak = found["total"] / 1e6
         sent = layouts[name]["sent_bytes"] / 1e6
         memory.barh(row, held, color=state, height=0.62)
         memory.barh(row, peak - held, left=held, color=rest, height=0.62)
@@ -101,9 +101,13 @@ def _bars(memory: Axes, traffic: Axes, layouts: dict[str, Any], ground: dict[str
         traffic.text(sent, row, f" {sent:.1f}" if sent else " nothing", va="center", fontsize=9, color=ground["text"])
     memory.set_yticks(range(len(names)), names, color=ground["text"], fontsize=10)
     traffic.set_yticks([])
-    for axes, key in ((memory, "peak_bytes"), (traffic, "sent_bytes")):
+    most = {
+        memory: max(each["held_bytes"]["total"] for each in layouts.values()),
+        traffic: max(each["sent_bytes"] for each in layouts.values()),
+    }
+    for axes, largest in most.items():
         axes.set_ylim(len(names) - 0.45, -0.55)
-        axes.set_xlim(0, max(each[key] for each in layouts.values()) / 1e6 * 1.24)
+        axes.set_xlim(0, largest / 1e6 * 1.24)
         axes.set_xticks([])
         axes.spines["bottom"].set_visible(False)
         axes.grid(visible=False)
@@ -122,9 +126,9 @@ def _bars(memory: Axes, traffic: Axes, layouts: dict[str, Any], ground: dict[str
     memory.tick_params(axis="y", pad=13)
     _title(memory, "Memory [MB]", "of a rank at its peak", ground)
     _title(traffic, "Sent [MB]", "by a rank in a step", ground)
-    memory.text(0, -0.075, "■ weights, optimizer", transform=memory.transAxes, fontsize=8, color=state)
+    memory.text(0, -0.075, "■ weights, gradients, optimizer", transform=memory.transAxes, fontsize=8, color=state)
     memory.text(
-        0.0, -0.13, "■ activations, gradients on their way, buffers", transform=memory.transAxes, fontsize=8, color=rest
+        0.0, -0.13, "■ activations, what is gathered or on its way", transform=memory.transAxes, fontsize=8, color=rest
     )
 
 
