@@ -3,8 +3,8 @@
     python benchmarks/front.py           # runs all, writes results/front.json, draws docs/front*.png
     python benchmarks/front.py --only    # draws again what was written
 
-Each layout trains on four ranks of the CPU over gloo, in float64, and one process does the same alone
-(`front_runs.py`). Memory and bytes are counted on the ranks themselves, in a step each; those of the rank that has most are kept.
+Each layout trains on four ranks of the CPU over gloo, in float64, and one process does the same alone (`front_runs`).
+Memory and bytes are counted on the ranks themselves, in a step each; those of the rank that has most are kept.
 """
 
 from __future__ import annotations

@@ -4048,17 +4048,6 @@ _bug(
     kind="a picture leaves out a part of what it is of",
 )
 
-# -- ends of processes
-
-_bug(
-    "ends_while_threads_hold_tensors",
-    "meshwright.launch.gloo_threads",
-    "atexit.register(settle)",
-    "settle()",
-    "tests/test_gloo_threads.py::test_a_process_ends_once_threads_of_gloo_have_let_go",
-    kind="a process ends before what runs in it has",
-)
-
 # -- what goes away
 
 _bug(
@@ -4076,6 +4065,19 @@ _bug(
     "        if self.use_custom_fsdp and False:\n            warn_deprecated(",
     f"{_D}/test_ddp_config.py::test_use_custom_fsdp_is_an_old_name_and_warns",
     kind="what will go away does not say so",
+)
+
+# -- ends of processes
+
+_bug(
+    "ends_while_threads_hold_tensors",
+    "meshwright.launch.gloo_threads",
+    "atexit.register(settle)",
+    "settle()",
+    "tests/test_gloo_threads.py::test_a_process_ends_once_threads_of_gloo_have_let_go",
+    kind="a process ends before what runs in it has",
+)
+
 # -- observers
 
 _bug(
