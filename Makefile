@@ -7,7 +7,7 @@ BRIDGES := -e plugins/fabric -e plugins/trainer -e plugins/trackers
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DISTRIBUTIONS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 
-.PHONY: train sft test test-full test-zoo test-versions lint types check clean
+.PHONY: train sft test test-full test-zoo test-versions lint types docs check clean
 
 # What training needs, and what tests, lint and types need beside it.
 .venv/trains: $(DISTRIBUTIONS)
@@ -52,6 +52,10 @@ lint: .venv/installed
 types: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/mypy tests/planted.py  # strategies of users override the same methods
+
+# The site, into build/site; a link that leads nowhere is an error.
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 check: lint types test
 

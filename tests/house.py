@@ -27,8 +27,9 @@ FLOORS = (
     ("step", "objectives", "data", "checkpoint", "profile"),
     ("parallel", "train"),
     ("manager",),
-    ("single", "testing", "clusters"),
+    ("single", "testing", "clusters", "watch"),
     ("plan",),
+    ("guide",),
     ("cli",),
 )
 """The rooms of core from the ground up; each stands on those of lower floors alone, or on those left of it."""

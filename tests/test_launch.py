@@ -17,6 +17,7 @@ from meshwright.launch.rank import connect_store, guarded, started_by_launcher
 
 TARGETS = str(Path(__file__).with_name("launch_targets.py"))
 PROMPT_S = 30
+SEE = "see docs/troubleshooting.md#"
 """A launch takes seconds, even on a busy machine; the process group's own timeout, which no test may need, is 300 s."""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -151,12 +152,12 @@ def test_rank_that_ignores_sigterm_is_killed_soon(run):
 
 def test_user_error_on_all_ranks_is_shown_once_without_traceback(run):
     exit_code, _, err = run("model_error_on_all_ranks", 4)
-    assert (exit_code, err) == (2, "error: no such model\n")
+    assert (exit_code, err) == (2, f"error: no such model\n{SEE}modelerror\n")
 
 
 def test_user_error_on_one_rank_silences_its_peers(run):
     exit_code, _, err = run("model_error_on_rank_1", 2)
-    assert (exit_code, err) == (2, "error: no such model\n")
+    assert (exit_code, err) == (2, f"error: no such model\n{SEE}modelerror\n")
 
 
 def test_killed_rank_is_named_with_its_signal(run):
@@ -240,17 +241,17 @@ class TestOutsideAWorld:
         assert not started_by_launcher()
         assert guarded(lambda store, word: word, ("value",)) == 0
 
-    def test_user_error_is_one_line(self, capsys):
-        assert self.fail(ModelError("no such model"), capsys) == (2, "error: no such model\n")
+    def test_user_error_is_its_message_and_where_to_read_on(self, capsys):
+        assert self.fail(ModelError("no such model"), capsys) == (2, f"error: no such model\n{SEE}modelerror\n")
 
     def test_user_error_shows_its_traceback_on_request(self, capsys):
         exit_code, err = self.fail(ModelError("no such model"), capsys, show_traceback=True)
         assert exit_code == 2
         assert err.startswith("Traceback")
-        assert err.endswith("\nerror: no such model\n")
+        assert err.endswith(f"\nerror: no such model\n{SEE}modelerror\n")
 
     def test_failure_while_running_gives_1(self, capsys):
-        assert self.fail(RankError("lost"), capsys) == (1, "error: lost\n")
+        assert self.fail(RankError("lost"), capsys) == (1, f"error: lost\n{SEE}rankerror\n")
 
     def test_bug_shows_its_traceback_and_notes(self, capsys):
         error = KeyError("weight")

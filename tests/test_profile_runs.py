@@ -131,7 +131,7 @@ def test_a_resumed_run_profiles_what_is_left_of_its_windows(workplace: Path, tmp
     output = place.runs(steps=1, resume="never", overwrite=True)
     assert not (place.out / "profile").exists()
     assert not (place.out / "faults").exists()
-    assert "profile" not in output
+    assert "profile of" not in output
 
 
 def test_options_of_a_profile_act(workplace: Path, tmp_path: Path) -> None:

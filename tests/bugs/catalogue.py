@@ -162,7 +162,7 @@ _bug(
     "meshwright.launch.rank",
     "return cls(error.exit_code, text, echo, timed_out)",
     "return cls(1, text, echo, timed_out)",
-    "tests/test_launch.py::TestOutsideAWorld::test_user_error_is_one_line",
+    "tests/test_launch.py::TestOutsideAWorld::test_user_error_is_its_message_and_where_to_read_on",
     kind="wrong input ends with the exit code of a crash",
 )
 _bug(
@@ -4228,4 +4228,50 @@ _bug(
     "getattr(table[name], attribute)",
     "tests/test_profile.py::test_a_comparison_is_by_step_and_by_the_size_of_the_difference",
     kind="sums of windows of different lengths are compared",
+)
+
+_WATCH = "tests/test_watch.py"
+_bug(
+    "a_spike_is_left_out_of_a_picture",
+    "meshwright.watch.downsample",
+    "(is_finite & (values == lowest[number]), is_finite & (values == highest[number]), ~is_finite)",
+    "(is_finite & (values == lowest[number]), ~is_finite)",
+    f"{_WATCH}::test_the_lowest_and_highest_of_all_are_drawn_whatever_is_left_out",
+    kind="what is shown is not what was done",
+)
+
+_bug(
+    "a_torn_line_is_read_twice_or_never",
+    "meshwright.watch.tail",
+    '        end = content.rfind(b"\\n") + 1\n',
+    "        end = len(content)\n",
+    f"{_WATCH}::test_each_line_is_given_once_and_a_torn_one_when_it_is_whole",
+    kind="a file that somebody else is writing",
+)
+
+_bug(
+    "a_step_done_again_is_shown_twice",
+    "meshwright.watch.columns",
+    "            place = bisect.bisect_left(steps, step)\n",
+    "            place = bisect.bisect_right(steps, step)\n",
+    f"{_WATCH}::test_later_lines_replace_earlier_ones_as_for_a_run_that_goes_on",
+    kind="what is shown is not what was done",
+)
+
+_bug(
+    "any_name_is_this_machine",
+    "meshwright.watch.server",
+    "        return name in names\n",
+    "        return bool(name)\n",
+    f"{_WATCH}::test_another_name_for_this_machine_is_refused",
+    kind="a check that lets all pass",
+)
+
+_bug(
+    "waiting_for_a_neighbour_counts_as_computing",
+    "meshwright_pipeline.run.actions",
+    "        received = () if stage.is_first else self._arrived(Kind.RECV_F, action)\n        self._starts()\n",
+    "        self._starts()\n        received = () if stage.is_first else self._arrived(Kind.RECV_F, action)\n",
+    "tests/test_timeline.py::test_ranks_of_a_pipeline_note_each_action_of_the_steps_that_are_asked_for",
+    kind="what is reported is not what was done",
 )

@@ -16,7 +16,8 @@
       RankError               a worker process failed, or the rendezvous store cannot be reached
 
 Every message says what is wrong, the value, what is allowed, and how to fix it. `exit_code` is what the
-command line returns: 2 for input that the user can correct, 1 for a failure while running.
+command line returns: 2 for input that the user can correct, 1 for a failure while running. Each class has a section in
+docs/troubleshooting.md.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class MeshwrightError(Exception):
     """Base of all errors raised on purpose; its message is meant for the user, without a traceback."""
 
     exit_code = 2
+    """Of the command line: 2 for what the user can correct, 1 for a failure while running."""
 
     def __str__(self) -> str:
         # It may quote what somebody wrote, of which no character is to steer a terminal, or to be half of one.
@@ -97,6 +99,13 @@ def _printable(character: str) -> str:
     if character.isprintable() or character in "\n\t":
         return character
     return character.encode("unicode_escape").decode()
+
+
+def said(error: MeshwrightError) -> str:
+    """What a command says of an error: its message, and a line that leads to the section about its class."""
+    # A class of one room's own is told by the one that it derives from.
+    known = next(cls for cls in type(error).__mro__ if cls.__module__ == __name__)
+    return f"error: {error}\nsee docs/troubleshooting.md#{known.__name__.lower()}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

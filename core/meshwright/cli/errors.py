@@ -6,7 +6,7 @@ import os
 import sys
 import traceback as tracebacks
 
-from ..base.errors import MeshwrightError
+from ..base.errors import MeshwrightError, said
 
 
 class told:
@@ -29,5 +29,5 @@ class told:
             # Each node has its own files, so each tells what is wrong with them.
             if self._everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
                 frames = "".join(tracebacks.format_exception(error)[:-1]) if self._traceback else ""
-                sys.stderr.write(f"{frames}error: {error}\n")
+                sys.stderr.write(f"{frames}{said(error)}\n")
             raise SystemExit(error.exit_code) from None

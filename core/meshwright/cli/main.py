@@ -13,22 +13,27 @@ from typer.main import get_group
 from ..launch.rank import leave
 from ..strategy.registry import Failure, Registry, get_registry
 from . import data, profile
+from .about import about
 from .check import check
 from .checkpoint import show
+from .doctor import doctor
 from .errors import told
+from .explain import explain
 from .export import export
+from .init import init
 from .launch import launch
 from .plan import plan
 from .schema import schema
 from .strategies import strategies
 from .train import train
+from .watch import watch
 
 app = typer.Typer(
     name="meshwright",
     help="Train any Hugging Face causal LM under any parallelism strategy, chosen by name, with one loop.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    callback=about,
 )
 checkpoints = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
 checkpoints.command()(show)
@@ -47,6 +52,10 @@ app.add_typer(data_commands, name="data")
 app.add_typer(profiles, name="profile")
 app.command()(export)
 app.command()(schema)
+app.command()(watch)
+app.command()(init)
+app.command()(explain)
+app.command()(doctor)
 
 
 def main() -> None:

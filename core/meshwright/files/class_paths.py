@@ -64,6 +64,9 @@ _NAMES: Mapping[Kind, str] = MappingProxyType({"class": "a class", "function": "
 def allow_imports(*modules: str) -> None:
     """Let configurations name classes of these modules and of all modules below them, for the rest of the process.
 
+    Args:
+        modules: names, such as "my_package.layers".
+
     Raises:
         ConfigError: a name is no module name.
     """
@@ -133,7 +136,14 @@ def import_class_from_path(name: str, *, kind: Kind | Sequence[Kind] = "class") 
 
 
 def import_classes_from_paths(class_paths: Sequence[str]) -> list[Any]:
-    """`import_class_from_path` of each; all are checked before any is imported."""
+    """`import_class_from_path` of each; all are checked before any is imported.
+
+    Args:
+        class_paths: names with their modules, such as "torch.nn.Linear".
+
+    Raises:
+        ConfigError: a name is no import path, is not to be imported, or nothing is there.
+    """
     for name in class_paths:
         check_import(name)
     return [import_class_from_path(name) for name in class_paths]

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..base.errors import MeshwrightError, RankError
+from ..base.errors import MeshwrightError, RankError, said
 from .pulse import Pulse, who_hangs
 from .stopping import Stopped
 
@@ -161,7 +161,7 @@ def signs_of_life(timeout_s: float) -> Iterator[None]:
         return
 
     def end(text: str) -> None:
-        leave(_settle(Failure(1, f"error: {text}\n")))
+        leave(_settle(Failure(1, f"{said(RankError(text))}\n")))
 
     with Pulse(_pulse_store(timeout_s), int(_rank()), _world_size(), timeout_s=timeout_s, on_silence=end):
         yield
@@ -204,7 +204,7 @@ class Failure:
         echo = _headline(error) if _is_echo(error) else ""
         timed_out = _reads_like(error, _TIMEOUT_TEXTS)
         if isinstance(error, MeshwrightError):
-            text = _render(error, f"error: {error}", with_traceback=show_traceback)
+            text = _render(error, said(error), with_traceback=show_traceback)
             return cls(error.exit_code, text, echo, timed_out)
         rank = f"rank {_rank()} failed: " if started_by_launcher() else ""
         return cls(1, _render(error, rank + _headline(error), with_traceback=True), echo, timed_out)
@@ -218,7 +218,7 @@ def _settle(failure: Failure) -> int:
     try:
         board = _Board()
         if failure.timed_out and (hangs := board.who_hangs()):
-            failure = Failure(1, f"error: {hangs}\n")
+            failure = Failure(1, f"{said(RankError(hangs))}\n")
         first = board.first(failure.exit_code, patience_s=ECHO_WAIT_S if failure.echo else 0.0)
     except (RankError, RuntimeError):
         # The store went away with the rank that hosted it. Twice told is better than never, but need not be long.

@@ -38,6 +38,10 @@ _END = b"\0"
 class Stopped(SystemExit):
     """A signal has ended the training, after a step; a SystemExit, with the exit code that was asked for.
 
+    Args:
+        number: of the signal.
+        exit_code: of the process.
+
     Attributes:
         signal: its name.
         step: steps done.

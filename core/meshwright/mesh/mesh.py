@@ -128,11 +128,19 @@ class Mesh:
         return self._views[axes]
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of this rank along one axis or view."""
+        """The process group of this rank along one axis or view.
+
+        Raises:
+            MeshError: no axis or view of that name.
+        """
         return self[axis].get_group()
 
     def axis_rank(self, axis: str) -> int:
-        """This rank's coordinate along one axis or view."""
+        """This rank's coordinate along one axis or view, from 0.
+
+        Raises:
+            MeshError: no axis or view of that name.
+        """
         return self._ranks[axis] if axis in self._ranks else self[axis].get_local_rank()
 
     def stage(self) -> Mesh:

@@ -49,14 +49,17 @@ class Degrees:
 
     @property
     def ep_shard(self) -> int:
+        """Ranks that shard the experts that an expert-parallel rank holds."""
         return self.dp_shard * self.cp * self.tp // self.ep
 
     @property
     def dp(self) -> int:
+        """Ranks that get data of their own."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def world_size(self) -> int:
+        """All ranks: the product of the root axes."""
         return math.prod(getattr(self, axis) for axis in ROOT_AXES)
 
     def above_one(self) -> list[str]:

@@ -194,8 +194,29 @@ def _of_rank(found: Trace, line: Timeline, device: Device) -> dict[str, Any]:
         "flops_by_dtype": _by_dtype(found.operations),
         "step_seconds": line.seconds,
         "busy_seconds": {name: line.busy(name) for name in dict.fromkeys(span.stream for span in line.spans)},
+        "gradients_bytes": most_of(found, "gradients"),
         "collectives": sums_of(found.collectives),
+        "collectives_by_phase": _by_phase(found),
     }
+
+
+def most_of(found: Trace, owner: str) -> int:
+    """The most bytes that an owner has in a step; see [Note: owners] in `meter`."""
+    held = most = 0
+    for block, change in found.log:
+        if found.owners[block] == owner:
+            held += change
+            most = max(most, held)
+    return most
+
+
+def _by_phase(found: Trace) -> list[dict[str, Any]]:
+    """`sums_of` for each phase of a step; see `Operation.phase`."""
+    calls: dict[str, list[Collective]] = {}
+    for each in found.operations:
+        if each.call is not None:
+            calls.setdefault(each.phase, []).append(found.collectives[each.call])
+    return [{"phase": phase, **row} for phase, those in calls.items() for row in sums_of(those)]
 
 
 def _by_dtype(operations: Iterable[Operation]) -> dict[str, int]:

@@ -169,8 +169,9 @@ class Outputs(Sequences):
     """What a model with another head than that of a vocabulary says of a microbatch; see [Note: whole sequences].
 
     Args:
-        targets_BS, positions_BS: see `Sequences`.
+        targets_BS: see `Sequences`.
         logits: of the head.
+        positions_BS: see `Sequences`.
 
     Attributes:
         logits: (B, S, K) of a head over tokens, (B, K) of one over sequences; K of its features.

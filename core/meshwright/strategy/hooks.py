@@ -30,6 +30,7 @@ StyleName: TypeAlias = "str | ParallelStyle"
 PROJECT = "meshwright"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a function of a plugin, or a method of an observer, as an implementation of the hook of its name."""
 
 
 @hookspec

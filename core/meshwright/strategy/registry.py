@@ -271,10 +271,17 @@ def get_registry() -> Registry:
 
 
 def get_strategy(name: str) -> StrategySpec:
-    """`Registry.get` of the installed plugins."""
+    """The strategy of a name, or of an alias, among those of the installed plugins.
+
+    Args:
+        name: such as "fsdp2".
+
+    Raises:
+        MeshwrightError: as of `Registry.get`.
+    """
     return get_registry().get(name)
 
 
 def list_strategies() -> dict[str, StrategySpec]:
-    """`Registry.strategies` of the installed plugins."""
+    """The strategies of the installed plugins by name, without their aliases; imports no torch."""
     return get_registry().strategies

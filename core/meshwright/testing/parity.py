@@ -273,6 +273,17 @@ def compare(
 ) -> Difference:
     """Train `case` under `strategy` on `world_size` ranks and under `single`.
 
+    Args:
+        strategy: name; its plugin is installed, or registered on each rank.
+        case: what is trained, with which optimizer, for how many steps.
+        world_size: ranks, each a process on this machine's CPU.
+        config: options of the strategy.
+        sizes: of `MeshSizes`, such as `{"tp_size": 2}`.
+        wrapper_config: options of strategies around it, by name.
+
+    Returns:
+        The largest of any rank.
+
     Raises:
         RankError: a rank failed.
         AssertionError: the ranks do not hold the parameters that the reference holds.
@@ -311,7 +322,15 @@ def assert_parity(
     wrapper_config: Mapping[str, Any] | None = None,
     tolerance: float | None = None,
 ) -> None:
-    """Fail unless `compare` stays within the tolerance, by default that of the case."""
+    """Fail unless `compare`, which says what the other arguments are, stays within the tolerance.
+
+    Args:
+        tolerance: of losses [nats], norms and weights, absolute; None: that of the case, 1e-9 in float64.
+
+    Raises:
+        AssertionError: it does not, or a difference is not a number.
+        RankError: a rank failed.
+    """
     tolerance = case.tolerance if tolerance is None else tolerance
     found = compare(strategy, case, world_size=world_size, config=config, sizes=sizes, wrapper_config=wrapper_config)
     # A NaN is not above any tolerance.

@@ -70,7 +70,9 @@ def from_pretrained(
 
     Args:
         path: a directory that `save_pretrained` wrote, or a hub id. All ranks must find the same.
-        strategy, config, wrapper_config: as of `resolve`.
+        strategy: a name, as of `resolve`.
+        config: options of the strategy, as of `resolve`.
+        wrapper_config: options of strategies around it by name, as of `resolve`.
         hf_config: the Hugging Face configuration to use instead of the directory's, or a mapping of fields to change.
         dtype: of the parameters, for instance "bfloat16"; None: as transformers has it, that of the configuration.
         device: as of `open_world`; not used where `world` is given.

@@ -39,6 +39,10 @@ def fit(manager: StrategyManager, loop: Loop) -> list[StepResult]:
     After each step sets that are due are evaluated, then the hook `on_step_end` of observers and then the callbacks are
     told, then a checkpoint that is due is saved. The other hooks of observers are in `strategy.hooks`.
 
+    Args:
+        manager: has a model and an optimizer: `parallelize` and `build_optimizer` have been called.
+        loop: what is trained on, and for how long; equal on all ranks, but for what each rank draws and is told.
+
     Returns:
         Of the steps from `loop.start` on.
 

@@ -145,6 +145,9 @@ class ConfiguredOptimizer:
 def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
     """Return a factory for `StrategyManager.build_optimizer`.
 
+    Args:
+        config: which optimizer, its options, and its groups of parameters.
+
     Raises:
         ConfigError: no such optimizer, an argument that it does not take, or one that needs a closure. When it is
             called: a group that no parameter is of.

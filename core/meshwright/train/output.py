@@ -40,6 +40,7 @@ from .files import (
     REFERENCE,
     RUN,
     SUMMARY,
+    TIMELINE,
 )
 from .report import shown
 from .run_file import RunConfig, as_plain
@@ -105,7 +106,7 @@ def prepare_output(config: RunConfig, *, replaces: bool) -> None:
     directory = Path(config.output_dir)
     try:
         if replaces:
-            for name in (CHECKPOINTS, MODEL, AVERAGED_MODEL, RANKS, DIRECTORY, FAULTS):
+            for name in (CHECKPOINTS, MODEL, AVERAGED_MODEL, RANKS, TIMELINE, DIRECTORY, FAULTS):
                 if (directory / name).is_dir():
                     shutil.rmtree(directory / name)
             for name in (METRICS, CURVE, EVENTS, REFERENCE):

@@ -48,6 +48,7 @@ from .run_file import RunConfig, as_plain
 from .run_model import fetch_model, make_model
 from .run_sections import KeepBestConfig
 from .schedules import build_scheduler, set_schedule
+from .timeline_log import timeline_logs
 from .trackers import chosen, tracking
 
 if TYPE_CHECKING:
@@ -288,6 +289,7 @@ def _fit(
         loop = held.enter_context(looked_at(config, loop, run, mesh))
         if config.metrics.ranks:
             held.enter_context(observing(RankLog(directory, mesh.rank)))
+        held.enter_context(observing(*timeline_logs(manager, directory, config.metrics.timeline_every)))
         # On the first rank alone, but what is wrong with one is told on all.
         mesh.world.from_first(lambda: held.enter_context(tracking(chosen(config.trackers), run)))
         if mesh.rank != 0:

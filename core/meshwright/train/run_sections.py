@@ -71,6 +71,9 @@ class MetricsConfig(FrozenModel):
     communication_every: Size | None = Field(
         None, description="Steps between those in which exposed communication is measured; null: none."
     )
+    timeline_every: Size | None = Field(
+        100, description="Steps between those in which ranks of a pipeline note when they compute what; null: none."
+    )
 
 
 class KeepBestConfig(FrozenModel):

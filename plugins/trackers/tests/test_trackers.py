@@ -464,7 +464,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_a_server_of_mlflow_has_all_that_the_run_has_told(tmp_path: Path, server: Server) -> None:
     run, hook = _run(tmp_path), get_registry().hook
-    with tracking(chosen([{"name": "mlflow", "tracking_uri": server.uri, "experiment": "all"}]), run):
+    uri = server.uri.replace("http://", "http://user:password@")
+    with tracking(chosen([{"name": "mlflow", "tracking_uri": uri, "experiment": "all"}]), run):
         for step in range(1, 4):
             hook.on_step_end(result=_step(step, 1 / step))
         hook.on_run_end(summary=_ended(run, 3))

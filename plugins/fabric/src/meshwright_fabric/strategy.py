@@ -31,7 +31,9 @@ class MeshStrategy(DDPStrategy):
     checkpoints those of a meshwright strategy.
 
     Args:
-        strategy, config, wrapper_config: as of `meshwright.resolve`.
+        strategy: a name, as of `meshwright.resolve`.
+        config: options of the strategy, as of `meshwright.resolve`.
+        wrapper_config: options of strategies around it by name, as of `meshwright.resolve`.
         timeout_s: how long a collective waits for peers, in seconds.
         sizes: `tp_size=2` and the like, as of `meshwright.from_pretrained`.
     """

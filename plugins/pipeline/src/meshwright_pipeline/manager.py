@@ -39,7 +39,8 @@ from meshwright.tensors.norms import check_clip, joined_norm
 
 from .config import PipelineConfig, check_options
 from .cut.shallow import InStages, in_stages
-from .run.actions import Run
+from .run.action_times import TimelineRecorder
+from .run.all_runs import run_all
 from .run.batches import check_sizes, converted, cut_batch, filled_up, number_of_pieces
 from .run.in_flight import check_activations, choose_activations
 from .run.stage import PipelineStage
@@ -92,6 +93,8 @@ class PipelineManager(StatefulStages):
         self._tried_out: set[bool] = set()
         self._gradients_are_checked = False
         self._steps, self._recorder = Steps(mesh, self._trainable), Recorder()
+        self.timeline = TimelineRecorder(mesh.device, mesh.axis_rank("pp"))
+        """See `meshwright.train.timeline_log`."""
 
     # -- the model
 
@@ -228,14 +231,7 @@ class PipelineManager(StatefulStages):
             return forward.on_device(divided if has_last else split_whole(divided)[0])
 
         batches = converted(pieces, part)
-        length = orders.run_length(len(batches))
-        losses: list[Tensor] = []
-        for start in range(0, len(batches), length):
-            run = Run(self._stages, orders.placement, self.mesh.group("pp"), self.mesh.device, train=train)
-            is_last = start + length >= len(batches)
-            run(orders.actions(length, train=train), batches[start : start + length], is_last=is_last)
-            losses += [run.losses[index] for index in sorted(run.losses)]
-        return losses
+        return run_all(self._stages, orders, self.mesh, batches, train=train, recorder=self.timeline)
 
     @contextmanager
     def _around(self, microbatches: Sequence[Batch]) -> Iterator[None]:

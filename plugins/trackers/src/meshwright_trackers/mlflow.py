@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -87,8 +88,12 @@ def _reach(uri: str) -> None:
     """Raises OSError where no server answers; the client itself would try for minutes."""
     if not uri.startswith(("http://", "https://")):
         return
+    parts = urllib.parse.urlsplit(uri)
+    # urllib knows of no user and password there.
+    host = parts.netloc.rpartition("@")[2]
+    health = urllib.parse.urlunsplit((parts.scheme, host, f"{parts.path.rstrip('/')}/health", "", ""))
     try:
-        urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=REACH_TIMEOUT_S).close()
+        urllib.request.urlopen(health, timeout=REACH_TIMEOUT_S).close()
     except urllib.error.HTTPError:
         # It has answered: what it makes of our requests it tells the client.
         return

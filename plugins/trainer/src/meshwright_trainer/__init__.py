@@ -25,7 +25,16 @@ _OVER = {
     "MeshGRPOTrainer": ("trl", "GRPOTrainer"),
 }
 _OWN = {"MeshArguments": ".mesh_options", "MeshTrainerMixin": ".mixin", "MeshGRPOMixin": ".grpo"}
-__all__ = ["MeshArguments", "MeshGRPOMixin", "MeshTrainerMixin", *_OVER]
+__all__ = [
+    "MeshArguments",
+    "MeshDPOTrainer",
+    "MeshGRPOMixin",
+    "MeshGRPOTrainer",
+    "MeshRewardTrainer",
+    "MeshSFTTrainer",
+    "MeshTrainer",
+    "MeshTrainerMixin",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -129,7 +129,9 @@ class MeshGRPOMixin(PrivateGRPOMethods, MeshTrainerMixin):
         """Log-probabilities of completions under the model or the reference model, (B, C). Collective.
 
         Args:
-            ids, mask: int64, (B, S).
+            model: the model that is trained, or the reference model.
+            ids: tokens of prompts and completions, int64, (B, S).
+            mask: 1 on tokens, 0 on padding, int64, (B, S).
             keep: C.
             batch_size: rows at a time.
         """

@@ -40,9 +40,10 @@ class MeshTrainerMixin(OnMesh):
     Args:
         model: a module, the same on every rank; or, where the trainer takes one, a path, of which each rank reads what
             it keeps.
+        args: the trainer's own.
         mesh: keys of a run file (`{"strategy": "fsdp2", "tp_size": 2, "strategy_config": {...}}`), the path of a run
             file, `MeshArguments`, or None: `fsdp2` over all ranks.
-        args, kwargs: the trainer's own.
+        kwargs: the trainer's own.
 
     Raises:
         ConfigError: an argument cannot be honoured; before anything is sent, and on every rank.

@@ -30,6 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from meshwright.strategy.contract import Batch
 
 from ..schedule.order import Action, Exchange, Kind
+from .action_times import ActionTimes
 
 Tensors = tuple[Tensor, ...]
 """What crosses a boundary for one microbatch; gradients, of those of floating point."""
@@ -138,6 +139,7 @@ class Run:
         group: of the axis `pp`.
         device: of this rank.
         train: whether there is a backward.
+        times: notes when actions start and end; None: nobody asks.
 
     Attributes:
         losses: by microbatch, what the last stage's forward gave: scalars without a gradient; empty on other ranks.
@@ -151,7 +153,9 @@ class Run:
         device: torch.device,
         *,
         train: bool,
+        times: ActionTimes | None = None,
     ) -> None:
+        self._times = times
         self._stages, self._placement, self._group = stages, placement, group
         self._device, self._train = device, train
         self._batches: Sequence[Batch] = ()
@@ -182,10 +186,13 @@ class Run:
         for each in order:
             if isinstance(each, Exchange):
                 self._exchange(each)
-            elif each.kind is Kind.FORWARD:
+                continue
+            if each.kind is Kind.FORWARD:
                 self._forward(each)
             else:
                 self._backward(each, is_last=last.get(each.stage) == each)
+            if self._times is not None:
+                self._times.end(each)
         if late is not None:
             late.reduce()
         self._sends.wait()
@@ -195,6 +202,7 @@ class Run:
     def _forward(self, action: Action) -> None:
         stage, index = self._stages[action.stage], action.microbatch
         received = () if stage.is_first else self._arrived(Kind.RECV_F, action)
+        self._starts()
         if self._train:
             for tensor in _floating(received):
                 tensor.requires_grad_()
@@ -211,11 +219,13 @@ class Run:
     def _backward(self, action: Action, *, is_last: bool) -> None:
         stage, key = self._stages[action.stage], (action.stage, action.microbatch)
         if action.kind is Kind.BACKWARD_WEIGHT:
+            self._starts()
             stage.backward_weight(self._rest.pop(key), is_last=is_last)
             return
         flying = self._flying.pop(key)
         # The derivative of the loss by itself, or what the next stage has sent.
         gradients = (torch.ones((), device=self._device),) if stage.is_last else self._arrived(Kind.RECV_B, action)
+        self._starts()
 
         def work() -> None:
             # Boundaries have one dtype, whatever the stage computes in. Where all that came before is frozen there is
@@ -235,6 +245,11 @@ class Run:
         if not stage.is_first:
             received = flying.received
             self._gradients[key] = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in received)
+
+    def _starts(self) -> None:
+        """All is there that an action needs."""
+        if self._times is not None:
+            self._times.start()
 
     # -- communication
 

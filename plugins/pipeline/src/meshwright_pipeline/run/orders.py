@@ -35,7 +35,7 @@ class Orders:
         self._known: dict[tuple[int, bool], tuple[Action | Exchange, ...]] = {}
         # What does not depend on the number of microbatches, with some number that the schedule takes.
         sequences = config.run_size or config.pp_microbatch_size
-        schedule = self._schedule(number_of_microbatches(config, sequences=sequences))
+        schedule = self.schedule(number_of_microbatches(config, sequences=sequences))
         self.placement = schedule.placement
         self.here = schedule.stages_of(rank)
         self.splits = any(action.kind is Kind.BACKWARD_INPUT for order in schedule.orders for action in order)
@@ -56,12 +56,13 @@ class Orders:
             train: False: forwards alone.
         """
         if (microbatches, train) not in self._known:
-            schedule = self._schedule(microbatches)
+            schedule = self.schedule(microbatches)
             if not train:
                 forwards = tuple(tuple(a for a in order if a.kind is Kind.FORWARD) for order in schedule.orders)
                 schedule = replace(schedule, orders=forwards)
             self._known[microbatches, train] = with_communication(schedule)[self._rank]
         return self._known[microbatches, train]
 
-    def _schedule(self, microbatches: int) -> Schedule:
+    def schedule(self, microbatches: int) -> Schedule:
+        """Of all ranks, for one run."""
         return schedule_of(self._config, ranks=self._ranks, stages=self._stages, microbatches=microbatches)

@@ -1,0 +1,52 @@
+"""`meshwright watch`: a local page on runs, while they train and afterwards."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .errors import told
+
+PORT = 6420
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def watch(
+    directories: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs: their output_dir.")],
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help=f"Default: {PORT}, or one that is free; 0: one that is free.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on. Whoever reaches it sees the runs.")] = LOOPBACK[0],
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Open no browser.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")] = False,
+) -> None:
+    """Watch runs on a local page: loss, norms, rates, memory, stragglers, timelines; several are compared."""
+    with told(traceback):
+        from ..watch.run import watched
+        from ..watch.server import address, listening, serve
+
+        runs = watched(directories)
+        listener = listening(host, port, default=PORT)
+        url = address(listener)
+        sys.stdout.write(f"watching {', '.join(run.name for run in runs)} at {url} (Ctrl-C ends it)\n")
+        sys.stdout.flush()
+        if host not in LOOPBACK:
+            sys.stderr.write(f"note: whoever reaches {host} can see these runs\n")
+        if not no_browser and _has_display():
+            # The listener is there already: a browser that is quick waits for the server.
+            threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+        try:
+            serve(runs, listener, host=host)
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+
+
+def _has_display() -> bool:
+    """Whether a browser has where to show a page; without, it might take the terminal."""
+    return sys.platform != "linux" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))

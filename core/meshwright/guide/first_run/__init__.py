@@ -1,0 +1,1 @@
+"""A first run file, from five answers."""

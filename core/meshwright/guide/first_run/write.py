@@ -1,0 +1,46 @@
+"""Write a run file that is known to be one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...base.errors import ConfigError
+from ...base.validation import validated
+from ...files.parsing import parse_yaml
+from ...plan.asked import laid_out
+from ...train.early import check_model
+from ...train.run_file import RunConfig
+from .answers import Answers, Known, Machine
+from .text import run_file_text
+
+
+def check_place(file: Path, *, overwrite: bool) -> None:
+    """Refuse to write where something is, or nothing can be.
+
+    Raises:
+        ConfigError: says so.
+    """
+    if file.is_dir():
+        raise ConfigError(f"{file} is a directory. Name a file, such as {file / 'run.yaml'}.")
+    if file.exists() and not overwrite:
+        raise ConfigError(f"{file} exists, and is left as it is. Give another name, or --overwrite to replace it.")
+
+
+def write_run_file(file: Path, answers: Answers, known: Known, machine: Machine, *, overwrite: bool) -> RunConfig:
+    """Write the run file, after what it says has been checked.
+
+    Raises:
+        MeshwrightError: it would be no run file, or its layout would be refused; nothing is written then.
+    """
+    text = run_file_text(answers, known, machine, name=str(file))
+    config = validated(RunConfig, parse_yaml(text), where=str(file))
+    laid_out(config, answers.ranks)
+    check_model(config)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # "x": what has appeared there meanwhile is left as it is.
+        with file.open("w" if overwrite else "x", encoding="utf-8") as opened:
+            opened.write(text)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}. Name another file.") from None
+    return config

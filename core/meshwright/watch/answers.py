@@ -1,0 +1,145 @@
+"""What the page asks for, as values of JSON: each answer from one or two runs, and from parameters that are checked."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import timelines
+from .compare import COMPARED, Compared, Difference, compare, differing_settings
+from .downsample import chosen, plain, within
+from .ranks import LAST
+from .run import MOST_POINTS, WatchedRun
+
+if TYPE_CHECKING:
+    from starlette.datastructures import QueryParams
+
+_POINTS = 1200
+_PATIENCE_S = 0.3
+"""Of reading, for one answer and run; the page asks again."""
+_NAMES = 500
+"""Of columns in one answer."""
+
+
+class BadQuestion(ValueError):
+    """A parameter is missing, or is not what it may be."""
+
+
+class Answers:
+    """Answers about some runs.
+
+    Args:
+        runs: in the order in which the page has them; a question names one by its place.
+    """
+
+    def __init__(self, runs: Sequence[WatchedRun]) -> None:
+        self._runs = runs
+
+    def state(self, query: QueryParams) -> dict[str, Any]:
+        """Of all runs, after reading what is new; "more": there is more to be read at once."""
+        found, more = [], False
+        for run in self._runs:
+            with run.lock:
+                begun, has_more = time.monotonic(), True
+                while has_more and time.monotonic() - begun < _PATIENCE_S:
+                    has_more = run.refresh()
+                more |= has_more
+                found.append(run.state())
+        return {"runs": found, "more": more}
+
+    def series(self, query: QueryParams) -> dict[str, Any]:
+        """Columns of one run: each by itself, or together where `by` names the one that chooses the steps."""
+        run, names, by = self._run(query), query.getlist("name")[:_NAMES], query.get("by")
+        span = _whole(query, "from"), _whole(query, "to"), _whole(query, "points", 2) or _POINTS
+        with run.lock:
+            return run.series(names, *span) if by is None else run.together(by, names, *span)
+
+    def events(self, query: QueryParams) -> list[Any]:
+        """All events of one run."""
+        run = self._run(query)
+        with run.lock:
+            return [_clean(each) for each in run.events]
+
+    def ranks(self, query: QueryParams) -> dict[str, Any]:
+        """The last steps of all ranks of one run."""
+        run, last = self._run(query), _whole(query, "last", 1) or LAST
+        with run.lock:
+            return run.ranks.look(min(last, LAST))
+
+    def rank(self, query: QueryParams) -> dict[str, Any]:
+        """All steps of one rank."""
+        run, rank = self._run(query), _whole(query, "rank")
+        if rank is None:
+            raise BadQuestion("rank is missing")
+        found = run.ranks.history(rank, _whole(query, "points", 2) or _POINTS)
+        if found is None:
+            raise BadQuestion(f"rank {rank} has no file")
+        return found
+
+    def timeline(self, query: QueryParams) -> dict[str, Any]:
+        """The pipeline's timeline in one step of one run, or in the latest."""
+        return timelines.look(self._run(query).timeline, _whole(query, "step"))
+
+    def compare(self, query: QueryParams) -> dict[str, Any]:
+        """Two runs: first differing steps, differences by step, and what their run files say differently."""
+        one, other = self._run(query, "one"), self._run(query, "other")
+        span = _whole(query, "from"), _whole(query, "to"), _whole(query, "points", 2) or _POINTS
+        with one.lock:
+            # Of one run after the other: two locks at once could be taken in two orders.
+            mine, settings = {name: one.metrics.column(name) for name in COMPARED}, one.settings()
+        with other.lock:
+            found = {name: compare(mine[name], other.metrics.column(name)) for name in COMPARED}
+            changed = differing_settings(settings, other.settings())
+        return {
+            "columns": {name: _compared(each, *span) for name, each in found.items()},
+            "settings": changed,
+        }
+
+    def _run(self, query: QueryParams, key: str = "run") -> WatchedRun:
+        place = _whole(query, key)
+        if place is None or place >= len(self._runs):
+            raise BadQuestion(f"{key} must be a number from 0 to {len(self._runs) - 1}")
+        return self._runs[place]
+
+
+def _whole(query: QueryParams, key: str, least: int = 0) -> int | None:
+    """A parameter that is a whole number; None: it is not given."""
+    text = query.get(key)
+    if text is None:
+        return None
+    # Digits of other scripts are digits, too.
+    if not (text.isascii() and text.isdigit() and len(text) <= 15) or int(text) < least:
+        raise BadQuestion(f"{key} must be a whole number, at least {least}")
+    return int(text)
+
+
+def _compared(found: Compared, low: int | None, high: int | None, points: int) -> dict[str, Any]:
+    part = within(found.at, low, high)
+    at, relative = found.at[part], found.relative[part]
+    places = chosen(at, relative, min(points, MOST_POINTS))
+    return {
+        "steps": found.steps,
+        "first": _difference(found.first),
+        "parted": _difference(found.parted),
+        "largest": found.largest if math.isfinite(found.largest) else None,
+        "x": at[places].tolist(),
+        "y": plain(np.asarray(relative[places])),
+    }
+
+
+def _difference(found: Difference | None) -> dict[str, Any] | None:
+    return None if found is None else _clean(asdict(found))
+
+
+def _clean(value: Any) -> Any:
+    """A value without numbers that are not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _clean(each) for key, each in value.items()}
+    return [_clean(each) for each in value] if isinstance(value, list) else value

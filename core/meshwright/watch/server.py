@@ -1,0 +1,163 @@
+"""The server of the page: files of `web/`, and answers. It reads, and does nothing else.
+
+[Note: who may ask] By default it listens on loopback alone. A page of somewhere else cannot read an answer, since none
+says that it may; but a name that its owner lets point to this machine would make it one of the same origin. So the
+header Host must name this machine: by an address, which no page can have as its name, or as the user does.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import ConfigError
+from .answers import Answers, BadQuestion
+from .run import WatchedRun
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.datastructures import QueryParams
+    from starlette.middleware import Middleware
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, PlainTextResponse, Response
+    from starlette.routing import Route
+    from starlette.types import ASGIApp, Receive, Scope, Send
+except ImportError as error:
+    raise ConfigError(
+        f"meshwright watch needs the extra `watch`, of which something cannot be imported ({error}). Install it: "
+        f"pip install -e '.[watch]' in a clone."
+    ) from None
+
+WEB = Path(__file__).parent / "web"
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+def listening(host: str, port: int | None, *, default: int) -> socket.socket:
+    """A socket to serve on.
+
+    Args:
+        port: None: `default`, or any that is free.
+
+    Raises:
+        ConfigError: host or port cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, default if port is None else port), family=family)
+    except (OSError, OverflowError) as error:
+        if port is None:
+            return listening(host, 0, default=default)
+        raise ConfigError(
+            f"--host {host} --port {port} cannot be served on: {error}. Give another port, or none "
+            f"for one that is free."
+        ) from None
+
+
+def address(listener: socket.socket) -> str:
+    """Where a browser of this machine finds the page."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{host}:{port}/"
+
+
+def serve(runs: Sequence[WatchedRun], listener: socket.socket, *, host: str) -> None:
+    """Serve until the process is asked to end.
+
+    Args:
+        host: as the user has named it.
+    """
+    config = uvicorn.Config(
+        application(runs, host=host),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        http="h11",
+        loop="asyncio",
+        server_header=False,
+        timeout_graceful_shutdown=1,
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def application(runs: Sequence[WatchedRun], *, host: str) -> Starlette:
+    """The page and its answers, as ASGI."""
+    answers = Answers(runs)
+    asked = (
+        answers.state,
+        answers.series,
+        answers.events,
+        answers.ranks,
+        answers.rank,
+        answers.timeline,
+        answers.compare,
+    )
+    routes = [
+        Route("/", _file, methods=["GET"]),
+        Route("/web/{name}", _file, methods=["GET"]),
+        Route("/web/vendor/{vendored}", _file, methods=["GET"]),
+        *(Route(f"/api/{answer.__name__}", _answering(answer), methods=["GET"]) for answer in asked),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(_OfThisMachine, host=host)])
+
+
+def _answering(answer: Callable[[QueryParams], Any]) -> Callable[[Request], Response]:
+    # Not async: each runs on a thread, so that one that reads much holds up no other.
+    def endpoint(request: Request) -> Response:
+        try:
+            return JSONResponse(answer(request.query_params), headers=HEADERS)
+        except BadQuestion as error:
+            return JSONResponse({"error": str(error)}, status_code=400, headers=HEADERS)
+
+    return endpoint
+
+
+def _file(request: Request) -> Response:
+    vendored = request.path_params.get("vendored")
+    name = request.path_params.get("name", "page.html")
+    directory = WEB if vendored is None else WEB / "vendor"
+    # Only what lies there, by its whole name: nothing of a request is put together into a path.
+    path = next((each for each in directory.iterdir() if each.name == (vendored or name)), None)
+    if path is None or path.suffix not in TYPES:
+        return PlainTextResponse("not found\n", status_code=404, headers=HEADERS)
+    return Response(path.read_bytes(), media_type=TYPES[path.suffix], headers=HEADERS)
+
+
+class _OfThisMachine:
+    """Refuses what is asked of another name; see [Note: who may ask]."""
+
+    def __init__(self, app: ASGIApp, host: str) -> None:
+        self._app = app
+        self._names = {"localhost", host.lower(), socket.gethostname().lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not is_of_this_machine(Request(scope).headers.get("host", ""), self._names):
+            told = "This is no name of this machine: use the address that meshwright watch has printed.\n"
+            await PlainTextResponse(told, status_code=421, headers=HEADERS)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def is_of_this_machine(host: str, names: set[str]) -> bool:
+    """Whether a header Host has an address, or one of some names, with or without a port."""
+    name, _, port = host.rpartition(":")
+    if not name or not port.isdigit():
+        name = host
+    name = name.lower()
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return name in names
+    return True

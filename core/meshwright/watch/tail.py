@@ -1,0 +1,140 @@
+"""Files of lines that grow while they are read: each whole line is given once, in order.
+
+A file may be cut short, written anew or replaced by another (a run that goes on replaces its metrics as a whole): then
+reading begins anew. A line without its end is left for later, since its writer may be within it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_KNOWN = 64
+"""So many bytes before the place where reading goes on must be as they were; else the file was written anew."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What was new in a file.
+
+    Attributes:
+        is_new: reading has begun anew: what was read before counts no longer.
+        lines: whole ones, without their ends.
+        has_more: more can be read at once.
+    """
+
+    is_new: bool
+    lines: list[bytes]
+    has_more: bool = False
+
+
+class Tail:
+    """Reads one file from where it was left.
+
+    Args:
+        path: the file, which need not be there.
+        window: read no more than so many bytes at the end of the file; None: all of it, from the beginning.
+
+    Attributes:
+        offset: bytes that were read.
+        size: bytes of the file when it was looked at.
+    """
+
+    def __init__(self, path: Path, *, window: int | None = None) -> None:
+        self.path = path
+        self._window = window
+        self._file_id: tuple[int, int] | None = None
+        self._before = b""
+        self._mark: tuple[int, ...] = ()
+        self.offset = self.size = 0
+
+    def read(self, most: int) -> Part:
+        """What was written since the last time, up to `most` bytes (or one line, if that is longer)."""
+        try:
+            # Asking is cheaper than opening, for a thousand files of which few have grown.
+            if _mark(self.path.stat()) == self._mark:
+                return Part(False, [])
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                self.size = status.st_size
+                is_new = self._has_changed((status.st_dev, status.st_ino), file)
+                if is_new:
+                    self.offset, self._before = 0, b""
+                self._file_id = (status.st_dev, status.st_ino)
+                skips = self._skip()
+                file.seek(self.offset)
+                content = file.read(most)
+                while content and b"\n" not in content and (rest := file.read(most)):
+                    content += rest
+        except OSError:
+            # It is not there, or no longer.
+            is_new = self._file_id is not None
+            self._file_id, self.offset, self.size, self._before, self._mark = None, 0, 0, b"", ()
+            return Part(is_new, [])
+        # There is more of what was left for later only if the file grows.
+        self._mark = _mark(status) if self.offset + len(content) >= self.size else ()
+        end = content.rfind(b"\n") + 1
+        if not end:
+            return Part(is_new, [])
+        self.offset += end
+        self._before = (self._before + content[:end])[-_KNOWN:]
+        lines = content[: end - 1].split(b"\n")
+        return Part(is_new, lines[1:] if skips else lines, len(content) == most and self.offset < self.size)
+
+    def _has_changed(self, file_id: tuple[int, int], file: Any) -> bool:
+        if self._file_id is None:
+            return False
+        if file_id != self._file_id or self.size < self.offset:
+            return True
+        file.seek(self.offset - len(self._before))
+        return bool(file.read(len(self._before)) != self._before)
+
+    def _skip(self) -> bool:
+        """Go to the window at the end of the file; whether that is within a line, most likely."""
+        if self._window is None or self.size - self.offset <= self._window:
+            return False
+        self.offset, self._before = self.size - self._window, b""
+        return True
+
+
+def _mark(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def parse_lines(lines: list[bytes]) -> tuple[list[dict[str, Any]], int]:
+    """The JSON objects of lines, and how many lines hold none. What a lost connection or a crash has torn is left out.
+
+    All are parsed at once; one by one only where that fails.
+    """
+    lines = [line for line in lines if line.strip()]
+    try:
+        values = json.loads(b"[" + b",".join(lines) + b"]")
+    except (ValueError, RecursionError):
+        values = []
+    if len(values) != len(lines):
+        values = [_parsed(line) for line in lines]
+    found = [value for value in values if isinstance(value, dict)]
+    return found, len(lines) - len(found)
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def number(value: Any) -> float | None:
+    """A value as a number; null stands for what is not finite, and what is no number is None."""
+    if value is None:
+        return math.nan
+    if type(value) in (int, float):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    return None

@@ -1,0 +1,302 @@
+// Lines, bars or dots over steps or ranks: a picture by uPlot with a legend that tells the values at the cursor, a table
+// in its place, and keys.
+
+import {h, colour, nearest, table, count, short} from "./dom.js";
+
+// What all pictures of steps show: null for all steps.
+export class View {
+  constructor() { this.range = null; this.listeners = []; this.sync = uPlot.sync("steps"); }
+  set(range) { this.range = range; this.listeners.forEach(listener => listener(range)); }
+}
+
+const HEIGHT = 210;
+const TABLE_ROWS = 200;
+// So that sizes in memory have round numbers at the axis.
+const BINARY = Array.from({length: 52}, (_, power) => 2 ** power);
+const dashes = {dashed: [6, 4]};
+
+export class Chart {
+  // options: title, about, format, axisFormat, of ("step" or "rank"), view, log (to begin with), stacked, bars,
+  // fromZero, isBytes, marks (draws more), labels (whether these have words), hides (what is not shown to begin with), tools
+  constructor(options) {
+    this.options = {of: "step", format: short, ...options};
+    this.isLog = Boolean(options.log);
+    this.series = [];
+    this.hidden = new Set(options.hides || []);
+    this.signature = "";
+    this.cursorAt = null;
+    const press = (key, act, label) => h("button", {type: "button", "aria-pressed": "false", "aria-label": `${label}: ${options.title}`, onclick: act}, key);
+    this.logButton = options.stacked || options.bars ? null : press("log", () => this.toggleLog(), "Logarithmic scale");
+    this.tableButton = press("table", () => this.toggleTable(), "Numbers as a table");
+    this.legend = h("ul", {class: "legend"});
+    this.plot = h("div", {class: "plot", tabindex: "0", role: "group", "aria-roledescription": "picture",
+      "aria-label": `${options.title}${options.about ? " (" + options.about + ")" : ""}. Arrow keys move the cursor, t shows a table.`,
+      onkeydown: event => this.key(event)});
+    this.said = h("p", {class: "said", "aria-live": "polite", hidden: true});
+    this.numbers = h("div", {hidden: true});
+    this.title = h("h3", {}, options.swatch ? h("span", {class: "swatch", colour: options.swatch}) : null, options.title,
+      options.about ? h("small", {}, options.about) : null);
+    this.element = h("figure", {class: "card"}, h("header", {}, this.title, options.tools || [], this.logButton, this.tableButton),
+      this.legend, this.plot, this.said, this.numbers);
+    this.logButton?.setAttribute("aria-pressed", this.isLog);
+    this.size = new ResizeObserver(() => {
+      const width = this.plot.clientWidth;
+      if (this.drawn && width && width !== this.drawn.width) this.drawn.setSize({width, height: HEIGHT});
+    });
+    this.size.observe(this.plot);
+  }
+
+  // series: label, colour (name of a variable), x, y, dots, dashed, width, key
+  update(series) {
+    this.given = series;
+    const shown = series.filter(each => !this.hidden.has(each.label));
+    this.series = shown;
+    const signature = JSON.stringify([this.isLog, shown.map(each => [each.label, each.colour, each.dots, each.dashed]), series.length]);
+    const data = this.data(shown);
+    if (!shown.some(each => each.x.length)) {
+      this.drop();
+      this.plot.replaceChildren(h("p", {class: "empty"}, series.length ? "nothing is shown" : "nothing yet"));
+      this.entries(series);
+      return;
+    }
+    if (this.drawn && signature === this.signature) {
+      this.drawn.setData(data, false);
+      this.rescale();
+    } else {
+      this.signature = signature;
+      this.draw(data, shown);
+      this.entries(series);
+    }
+    this.tell();
+    if (!this.numbers.hidden) this.fillTable();
+  }
+
+  data(shown) {
+    if (!shown.length) return [[]];
+    let joined = uPlot.join(shown.map(each => [each.x, each.y]));
+    if (this.isLog) joined = [joined[0], ...joined.slice(1).map(column => column.map(value => value > 0 ? value : value === undefined ? undefined : null))];
+    if (!this.options.stacked) return joined;
+    const sums = new Array(joined[0].length).fill(0);
+    return [joined[0], ...joined.slice(1).map(column => column.map((value, place) => sums[place] += value || 0))];
+  }
+
+  range() {
+    const found = this.options.view?.range;
+    if (found) return found;
+    let low = Infinity, high = -Infinity;
+    for (const {x} of this.series) if (x.length) { low = Math.min(low, x[0]); high = Math.max(high, x[x.length - 1]); }
+    if (this.options.of === "rank") return [low - 0.6, high + 0.6];
+    return low === high ? [low - 1, high + 1] : [low, high];
+  }
+
+  rescale() {
+    const [min, max] = this.range();
+    this.drawn.setScale("x", {min, max});
+  }
+
+  drop() {
+    if (!this.drawn) return;
+    this.options.view?.sync.unsub(this.drawn);
+    this.drawn.destroy();
+    this.drawn = null;
+    this.signature = "";
+  }
+
+  draw(data, shown) {
+    this.drop();
+    this.plot.replaceChildren();
+    const {of, view, stacked, bars} = this.options;
+    const ink = () => colour("quiet"), lines = () => ({stroke: colour("grid"), width: 1});
+    const format = this.options.axisFormat || this.options.format;
+    const series = shown.map((each, place) => ({
+      label: each.label,
+      scale: "y",
+      stroke: () => colour(each.colour),
+      width: each.dots ? 0 : each.width || 1.5,
+      dash: each.dashed ? dashes.dashed : undefined,
+      fill: stacked || bars ? () => colour(each.colour) + (stacked ? "" : "b8") : undefined,
+      paths: bars && !each.dots ? uPlot.paths.bars({size: [0.72, 60], align: 0}) : each.dots ? () => null : undefined,
+      points: {show: Boolean(each.dots) || undefined, size: each.dots || 5, fill: () => colour(each.colour), stroke: () => colour(each.colour)},
+      order: place,
+    }));
+    // What is stacked is drawn from the top down, so that each area hides what is below its lower edge.
+    const places = shown.map((_, place) => stacked ? shown.length - 1 - place : place);
+    this.order = places;
+    const drawn = new uPlot({
+      width: this.plot.clientWidth || 400,
+      height: HEIGHT,
+      padding: [8, 10, 0, 0],
+      legend: {show: false},
+      scales: {
+        x: {time: false, range: () => this.range()},
+        y: {distr: this.isLog ? 3 : 1, range: this.isLog ? undefined : (u, low, high) => this.span(low, high)},
+      },
+      cursor: {
+        sync: view ? {key: view.sync.key, scales: ["x", null]} : undefined,
+        drag: {x: Boolean(view), y: false, setScale: false},
+        points: {size: 6},
+        y: false,
+        bind: {dblclick: () => () => { view?.set(null); return null; }},
+      },
+      select: {show: Boolean(view)},
+      axes: [
+        {stroke: ink, grid: {show: false}, ticks: {stroke: () => colour("line"), width: 1, size: 4}, font: "11px system-ui, sans-serif", size: 30, space: 70,
+          incrs: [1, 2, 5, ...[1, 2, 3, 4, 5, 6, 7].flatMap(ten => [1, 2, 5].map(each => each * 10 ** ten))],
+          values: (u, ticks) => ticks.map(tick => tick % 1 ? "" : tick >= 10000 ? short(tick) : count(tick))},
+        {stroke: ink, grid: lines(), ticks: {show: false}, font: "11px system-ui, sans-serif", size: 62,
+          ...(this.options.isBytes && !this.isLog ? {incrs: BINARY} : {}),
+          values: (u, ticks) => ticks.map(tick => tick === null ? "" : format(tick))},
+      ],
+      series: [{label: of}, ...places.map(place => series[place])],
+      hooks: {
+        setSelect: [u => {
+          if (u.select.width > 4) {
+            const ends = [u.select.left, u.select.left + u.select.width].map(left => u.posToVal(left, "x"));
+            if (ends[1] - ends[0] >= 1) view.set([Math.max(0, ends[0]), ends[1]]);
+          }
+          u.setSelect({left: 0, top: 0, width: 0, height: 0}, false);
+        }],
+        setCursor: [u => {
+          const left = u.cursor.left;
+          this.cursorAt = left >= 0 ? Math.round(u.posToVal(left, "x")) : null;
+          this.tell();
+        }],
+        draw: [u => this.options.marks?.(u, this.options.labels)],
+      },
+    }, [data[0], ...places.map(place => data[place + 1])], this.plot);
+    const set = drawn.setData.bind(drawn);
+    drawn.setData = (given, rescales) => set([given[0], ...places.map(place => given[place + 1])], rescales);
+    this.drawn = drawn;
+  }
+
+  span(low, high) {
+    if (low === null || high === null || low === undefined) return [0, 1];
+    if (this.options.fromZero || this.options.stacked || this.options.bars) return [0, high > 0 ? high * 1.08 : 1];
+    const margin = (high - low) * 0.07 || Math.abs(high) * 0.05 || 1;
+    return [low >= 0 && low - margin < 0 ? 0 : low - margin, high + margin];
+  }
+
+  // -- legend: values at the cursor, or the last ones
+
+  entries(series) {
+    this.at = h("li", {class: "at"});
+    this.values = new Map();
+    const items = series.map(each => {
+      const value = h("b");
+      this.values.set(each.label, value);
+      const swatch = h("span", {class: "swatch " + (this.options.stacked || this.options.bars && !each.dots ? "" : each.dots ? "dots" : each.dashed ? "line dashed" : "line"), colour: `var(--${each.colour})`});
+      return h("li", {}, h("button", {type: "button", "aria-pressed": !this.hidden.has(each.label), title: "show or hide", onclick: () => this.toggle(each.label)},
+        swatch, each.label), value);
+    });
+    this.legend.replaceChildren(this.at, ...items);
+  }
+
+  toggle(label) {
+    if (!this.hidden.delete(label)) this.hidden.add(label);
+    this.signature = "";
+    this.update(this.given);
+    [...this.legend.querySelectorAll("button")].find(button => button.textContent === label)?.focus();
+  }
+
+  tell() {
+    if (!this.values) return;
+    const at = this.cursorAt, {of, format} = this.options;
+    this.at.textContent = at === null ? (of === "step" ? "last values" : "") : `${of} ${count(at)}`;
+    for (const {label, x, y} of this.series) {
+      const place = at === null ? x.length - 1 : nearest(x, at);
+      const is_far = at !== null && (of === "rank" ? x[place] !== at : false);
+      const value = this.values.get(label);
+      if (value) value.textContent = !x.length || is_far || at === null && of === "rank" ? "" : format(y[place]);
+    }
+  }
+
+  words() {
+    const at = this.cursorAt;
+    if (at === null) return "";
+    return `${this.options.of} ${count(at)}: ` + this.series.filter(each => each.x.length).map(({label, x, y}) => `${label} ${this.options.format(y[nearest(x, at)])}`).join(", ");
+  }
+
+  // -- keys
+
+  key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target !== this.plot) return;
+    const {view} = this.options, moves = {ArrowLeft: -1, ArrowRight: 1};
+    if (event.key === "t") this.toggleTable();
+    else if (event.key === "l" && this.logButton) this.toggleLog();
+    else if (!this.drawn) return;
+    else if (moves[event.key] && event.shiftKey && view) this.pan(moves[event.key] * 0.25);
+    else if (moves[event.key]) this.step(moves[event.key]);
+    else if (event.key === "Home" || event.key === "End") this.to(event.key === "Home" ? 0 : Infinity);
+    else if ((event.key === "+" || event.key === "=") && view) this.zoom(0.5);
+    else if ((event.key === "-" || event.key === "−") && view) this.zoom(2);
+    else if (event.key === "Escape") this.drawn.setCursor({left: -10, top: -10}, true, true);
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+    this.said.hidden = false;
+    this.said.textContent = this.words();
+  }
+
+  points() {
+    const [low, high] = this.range();
+    return (this.drawn.data[0] || []).filter(each => each >= low && each <= high);
+  }
+
+  step(by) {
+    const points = this.points();
+    if (!points.length) return;
+    if (this.cursorAt === null) return this.to(by > 0 ? 0 : Infinity);
+    this.to(nearest(points, this.cursorAt) + by);
+  }
+
+  to(place) {
+    const points = this.points();
+    const at = points[Math.max(0, Math.min(points.length - 1, place))];
+    this.drawn.setCursor({left: this.drawn.valToPos(at, "x"), top: this.drawn.over.clientHeight / 2}, true, true);
+    this.cursorAt = at;
+    this.tell();
+  }
+
+  zoom(factor) {
+    const [low, high] = this.range(), middle = this.cursorAt ?? (low + high) / 2;
+    const wide = Math.max(4, (high - low) * factor);
+    const start = Math.max(0, middle - wide * (middle - low) / (high - low));
+    this.options.view.set([start, start + wide]);
+  }
+
+  pan(by) {
+    const [low, high] = this.range(), move = Math.max(-low, (high - low) * by);
+    this.options.view.set([low + move, high + move]);
+  }
+
+  toggleLog() {
+    this.isLog = !this.isLog;
+    this.logButton.setAttribute("aria-pressed", this.isLog);
+    this.update(this.given);
+  }
+
+  // -- the same as a table
+
+  toggleTable() {
+    this.numbers.hidden = !this.numbers.hidden;
+    this.tableButton.setAttribute("aria-pressed", !this.numbers.hidden);
+    if (!this.numbers.hidden) this.fillTable();
+    else this.numbers.replaceChildren();
+  }
+
+  fillTable() {
+    const [low, high] = this.series.length ? this.range() : [0, 0];
+    const rows = new Map();
+    this.series.forEach(({x, y}, column) => x.forEach((at, place) => {
+      if (at < low || at > high) return;
+      if (!rows.has(at)) rows.set(at, new Array(this.series.length).fill(""));
+      rows.get(at)[column] = this.options.format(y[place]);
+    }));
+    const all = [...rows].sort((a, b) => a[0] - b[0]), every = Math.ceil(all.length / TABLE_ROWS);
+    const kept = all.filter((_, place) => place % every === 0 || place === all.length - 1);
+    const caption = `${this.options.title}: ${kept.length === all.length ? "all points that are drawn" : `${kept.length} of ${all.length} points that are drawn`}`;
+    this.numbers.replaceChildren(table(caption, [this.options.of, ...this.series.map(each => each.label)], kept.map(([at, values]) => [count(at), ...values])));
+  }
+
+  redraw() { this.drawn?.redraw(false, true); }
+}

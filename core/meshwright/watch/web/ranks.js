@@ -1,0 +1,65 @@
+// Memory by rank and seconds by rank of one run, and the ranks that are slower than the others.
+
+import {h, bytes, seconds, table, count} from "./dom.js";
+import {Chart} from "./chart.js";
+
+const KINDS = {
+  allocated_peak: "allocated, peak", allocated: "allocated", reserved_peak: "reserved, peak", reserved: "reserved",
+  host_peak: "host, peak", host: "host",
+};
+const words = part => part === "seconds" ? "whole step" : part.replaceAll("_", " ");
+
+export class Ranks {
+  constructor(run, swatch, names) {
+    this.run = run;
+    this.part = null;
+    this.kind = null;
+    this.parts = h("select", {"aria-label": "Part of the step", onchange: () => { this.part = this.parts.value; this.show(); }});
+    this.kinds = h("select", {"aria-label": "Kind of memory", onchange: () => { this.kind = this.kinds.value; this.show(); }});
+    this.time = new Chart({title: "Seconds by rank", about: names, of: "rank", format: seconds, axisFormat: seconds, swatch, tools: [this.parts], fromZero: true});
+    this.memory = new Chart({title: "Memory by rank", about: names, of: "rank", format: bytes, axisFormat: bytes, swatch, tools: [this.kinds], bars: true, isBytes: true});
+    this.slow = h("div");
+    this.elements = [this.memory.element, this.time.element];
+    this.time.element.append(this.slow);
+  }
+
+  update(found) {
+    this.found = found;
+    const fill = (select, names, chosen, text) => {
+      if ([...select.options].map(each => each.value).join() !== names.join())
+        select.replaceChildren(...names.map(name => h("option", {value: name}, text(name))));
+      select.value = chosen;
+    };
+    const kinds = Object.keys(KINDS).filter(kind => kind in found.memory);
+    if (!kinds.includes(this.kind)) this.kind = kinds[0];
+    const parts = Object.keys(found.parts);
+    if (!parts.includes(this.part)) this.part = found.stragglers[0]?.part ?? parts[0];
+    fill(this.kinds, kinds, this.kind, kind => KINDS[kind]);
+    fill(this.parts, parts, this.part, words);
+    this.show();
+  }
+
+  show() {
+    const {found} = this, ranks = found.ranks;
+    if (this.kind) this.memory.update([{label: KINDS[this.kind], colour: "run-0", x: ranks, y: found.memory[this.kind]}]);
+    const part = found.parts[this.part], slow = found.stragglers.filter(each => each.part === this.part);
+    if (part) {
+      const many = ranks.length > 64;
+      this.time.update([
+        {label: `median of ${found.last} steps`, colour: "run-0", x: ranks, y: part.median, dots: many ? 3 : 7},
+        {label: "fastest", colour: "run-5", x: ranks, y: part.low, dots: many ? 2 : 4},
+        {label: "slowest", colour: "run-1", x: ranks, y: part.high, dots: many ? 2 : 4},
+        ...(slow.length ? [{label: "stragglers", colour: "bad", x: slow.map(each => each.rank).sort((a, b) => a - b),
+          y: [...slow].sort((a, b) => a.rank - b.rank).map(each => each.seconds), dots: 10}] : []),
+      ]);
+    }
+    const all = found.stragglers;
+    this.slow.replaceChildren(all.length
+      ? table(`Stragglers: ${all.length === 100 ? "the first 100" : count(all.length)}. A median that is more than 3.5 scaled median absolute deviations, and 2 % of a step, above that of all ranks`,
+        ["rank", "part of the step", "its median", "of all ranks", "deviations"],
+        all.map(each => [count(each.rank), words(each.part), seconds(each.seconds), seconds(each.middle), each.deviations === null ? "all others are equal" : each.deviations.toFixed(1)]), {texts: [1]})
+      : h("p", {class: "said"}, ranks.length < 4 ? "Stragglers are told of four ranks or more." : `No stragglers among ${count(ranks.length)} ranks.`));
+  }
+
+  charts() { return [this.time, this.memory]; }
+}

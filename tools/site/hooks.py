@@ -1,0 +1,56 @@
+"""What mkdocs does besides showing docs/: the reference, and pages of what links lead to outside of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import links
+import reference
+import site_pages
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    config.nav = site_pages.filled(config.nav, [*site_pages.pages_of_docs(), *reference.pages()])
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for page, text in reference.pages().items():
+        files.append(File.generated(config, page, content=text))
+    found = {target for file in files.documentation_pages() for target in _targets(file)}
+    while found:
+        path = found.pop()
+        page = links.page_of(path)
+        if files.get_file_from_path(page) is None:
+            made = File.generated(config, page, abs_src_path=str(path)) if path.suffix in (".png", ".svg") else None
+            made = made or File.generated(config, page, content=links.page_text(path))
+            made.inclusion = InclusionLevel.NOT_IN_NAV
+            files.append(made)
+            found |= _targets(made)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    source = _source(page.file)
+    if source == reference.INDEX:
+        return reference.index_of_site()
+    return links.mirrored(markdown, source)[0] if source else markdown
+
+
+def _source(file: File) -> Path | None:
+    """The text in whose links pages are meant; a folder's is its README."""
+    source = links.source_of(file.src_uri)
+    if source is None or source.is_dir():
+        return source and source / "README.md"
+    return source if source.suffix == ".md" else None
+
+
+def _targets(file: File) -> set[Path]:
+    source = _source(file)
+    if source is None or source == reference.INDEX:
+        return set()
+    return links.mirrored(file.content_string, source)[1]

@@ -1,0 +1,162 @@
+"""The reference of all public names, from the lists of them that the packages hold.
+
+Pages hold directives of mkdocstrings, which reads signatures and docstrings without importing anything. The list of all
+names, docs/reference/README.md, is for a plain viewer too: there a name leads to its source, in the site to its page.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import griffe
+from links import DOCS, ROOT
+
+INDEX = DOCS / "reference" / "README.md"
+PAGES = {
+    "training": ("Training", ("train", "checkpoint", "objectives", "step", "launch")),
+    "mesh": ("World and mesh", ("mesh",)),
+    "observers": ("What observers are told", ("events",)),
+    "errors": ("Errors", ("base.errors",)),
+    "strategies": ("Strategies", ()),
+}
+"""Pages of core's names: what each is called, and the rooms or modules whose names are on it; the last has the rest."""
+HEAD = """# Reference
+
+Each public name, with what it is. Shapes, dtypes, units and errors are where the name leads. The options of
+a run file are those of `meshwright.RunConfig`, and `meshwright schema` prints them for an editor.
+"""
+
+
+@dataclass(frozen=True)
+class Name:
+    """A public name.
+
+    Attributes:
+        package: whence a user imports it.
+        page: without the suffix, within docs/reference.
+        source: the file that defines it, absolute.
+        summary: the first sentence of its docstring.
+        shown: whether its source says what it is; else its class is made when it is asked for.
+    """
+
+    package: str
+    name: str
+    page: str
+    source: Path
+    summary: str
+    shown: bool = True
+
+    @property
+    def path(self) -> str:
+        return f"{self.package}.{self.name}"
+
+
+def packages() -> list[str]:
+    """Packages whose names are public, core first."""
+    plugins = sorted(path.parent.name for path in ROOT.glob("plugins/*/src/*/__init__.py"))
+    return ["meshwright", "meshwright.testing", *plugins]
+
+
+def exported(package: str) -> list[str]:
+    """The names that a package exports, in its order: `__all__`, and of core what it imports on first use."""
+    if package == "meshwright":
+        return [*importlib.import_module(package)._MODULE_OF]
+    module = loaded()[package]
+    assigned = module.members["__all__"]
+    return list(ast.literal_eval(str(assigned.value)))  # type: ignore[union-attr]
+
+
+@cache
+def loaded() -> griffe.ModulesCollection:
+    """Every package, read and not imported."""
+    loader = griffe.GriffeLoader(
+        search_paths=[ROOT / "core", *ROOT.glob("plugins/*/src")], docstring_parser=griffe.Parser.google
+    )
+    for package in packages():
+        loader.load(package.partition(".")[0])
+    loader.resolve_aliases(implicit=True, external=False)
+    return loader.modules_collection
+
+
+@cache
+def names() -> tuple[Name, ...]:
+    """Every public name.
+
+    Raises:
+        KeyError: a package exports a name that its source does not define.
+    """
+    return tuple(_name(package, each) for package in packages() for each in exported(package))
+
+
+def _name(package: str, name: str) -> Name:
+    module = loaded()[package]
+    if name not in module.members:
+        return Name(package, name, _page(package, name), Path(str(module.filepath)), _made(package)[name], shown=False)
+    found = module.members[name]
+    target = found.final_target if isinstance(found, griffe.Alias) else found
+    text = target.docstring.value if target.docstring else ""
+    summary = " ".join(text.strip().partition("\n\n")[0].split())
+    return Name(package, name, _page(package, name), Path(str(target.filepath)), summary)
+
+
+def _made(package: str) -> Mapping[str, str]:
+    """Classes over others' that a package makes when they are asked for: what each is."""
+    table = ast.literal_eval(str(loaded()[package].members["_OVER"].value))  # type: ignore[union-attr]
+    return {name: f"`{base}` of {library} over a mesh; see `{package}`." for name, (library, base) in table.items()}
+
+
+def _page(package: str, name: str) -> str:
+    if package != "meshwright":
+        return package.removeprefix("meshwright").strip("._").replace("_", "-")
+    module = importlib.import_module(package)._MODULE_OF[name]
+    for page, (_, owned) in PAGES.items():
+        if module in owned or module.partition(".")[0] in owned:
+            return page
+    return [*PAGES][-1]
+
+
+def pages() -> dict[str, str]:
+    """Texts of the pages that mkdocstrings fills, by their place in docs/."""
+    by_page: dict[str, list[Name]] = defaultdict(list)
+    for name in names():
+        by_page[name.page].append(name)
+    order = sorted(by_page, key=lambda page: [*PAGES, page].index(page))
+    return {f"reference/{page}.md": "\n".join(_page_lines(page, by_page[page])) for page in order}
+
+
+def _page_lines(page: str, on_it: list[Name]) -> Iterator[str]:
+    if page in PAGES:
+        yield f"# {PAGES[page][0]}\n"
+    else:
+        package = on_it[0].package
+        docstring = loaded()[package].docstring
+        yield f"# {package}\n\n{docstring.value if docstring else ''}\n"
+    for name in on_it:
+        yield f"::: {name.path}\n" if name.shown else f"## {name.name} {{ #{name.path} }}\n\n{name.summary}\n"
+
+
+def index() -> str:
+    """docs/reference/README.md: the list of all names, each leading to its source."""
+    lines = [HEAD]
+    for package in packages():
+        lines += [f"## {package}\n", "| name | what it is |", "|---|---|"]
+        for name in sorted((each for each in names() if each.package == package), key=lambda each: each.name.lower()):
+            target = "../../" + name.source.relative_to(ROOT).as_posix()
+            lines.append(f"| [`{name.name}`]({target}) | {name.summary.replace('|', '&#124;')} |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def index_of_site() -> str:
+    """The same, each name leading to its place in the reference."""
+    text = index()
+    for name in names():
+        target = "../../" + name.source.relative_to(ROOT).as_posix()
+        text = text.replace(f"[`{name.name}`]({target})", f"[`{name.name}`]({name.page}.md#{name.path})")
+    return text

@@ -1,0 +1,262 @@
+"""Tables and lists of docs/ that follow from results that are kept, or from the sources.
+
+    python tools/tables.py            # write them all
+    python tools/tables.py --check    # say which are not as they should be, and end with 1 if any is not
+
+Nothing is measured here. A page's results are made by the command that the page names, and kept in benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
+FRONT = "index.md"
+BESIDE = {
+    "step-cpu": {
+        "fsdp2": "fsdp2 by hand",
+        "ddp": "DDP by hand",
+        "ddp-bucketed": "DDP by hand, our bucketed engine",
+        "ddp-zero1": "DDP and torch's ZeroRedundancyOptimizer",
+    },
+    "step-cpu-tp2": {"fsdp2": "fsdp2 with tp 2 by hand, 4 ranks"},
+    "step-cpu-megatron": {"megatron-fsdp": "stock megatron-fsdp, ZeRO 3"},
+    "step-cpu-pp2": {
+        "pipeline-gpipe": "torch's pipeline by hand, GPipe",
+        "pipeline-1f1b": "torch's pipeline by hand, 1F1B",
+        "pipeline-interleaved1f1b": "torch's pipeline by hand, Interleaved1F1B",
+    },
+    "step-cpu-peers": {
+        "automodel": "NeMo Automodel's FSDP2Manager",
+        "fabric-fsdp2": "Lightning's Fabric, fsdp2",
+        "fabric-ddp": "Lightning's Fabric, DDP",
+    },
+}
+"""Results of benchmarks/step.py, and what each is beside."""
+
+
+def script(path: str) -> Any:
+    """A script of the repository as a module; what it imports from beside it is found."""
+    file = ROOT / path
+    name = f"script_{file.stem}"
+    if name not in sys.modules:
+        sys.path.append(str(file.parent))
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{path} cannot be loaded.")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def results(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def between(page: str, what: str, text: str) -> str:
+    """A page with a text in the place of what is between two of its marks."""
+    begin, end = f"<!-- {what}: begin -->", f"<!-- {what}: end -->"
+    whole = (DOCS / page).read_text(encoding="utf-8")
+    before, rest = whole.split(begin)
+    return f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}"
+
+
+# -- of results
+
+
+def performance() -> str:
+    """Steps beside others' hands, into docs/performance.md."""
+    lines = ["| ours beside | ours / theirs | noise |", "|---|---:|---:|"]
+    for name, contestants in BESIDE.items():
+        found = results(name)["strategies"]
+        for key, told in contestants.items():
+            ratios = [found[key]["cpu_time"][kind] for kind in ("ours_to_raw", "raw_to_raw")]
+            lines.append(f"| {told} | {' | '.join(map(_ratio, ratios))} |")
+    return between("performance.md", "time", "\n".join(lines))
+
+
+def _ratio(found: Mapping[str, float]) -> str:
+    return f"{found['median']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+
+
+def faults() -> str:
+    """Runs that were killed, and what became of them: docs/faults.md."""
+    found = results("kill")
+    kills, versions = found["kills"], ", ".join(f"{name} {each}" for name, each in found["versions"].items())
+    lines = [
+        "# Runs that were killed",
+        "",
+        f"Generated from `benchmarks/results/kill.json`, which `{found['command']}` wrote",
+        f"on {found['date']} ({versions}); not edited by hand.",
+        "",
+        f"Each layout trains a tiny model with dropout for {found['steps']} steps and saves as it goes. Its runs",
+        "are killed with SIGKILL at random moments, each time started anew by the same command, and at last left to",
+        "end. Then metrics and exported weights are compared with those of a run that nobody has killed.",
+        "",
+        "| layout | kills | runs | what it ended with |",
+        "|---|---:|---:|---|",
+    ]
+    of_layout = Counter(kill["layout"] for kill in kills)
+    for layout, ended in found["layouts"].items():
+        lines.append(f"| {layout} | {of_layout[layout]} | {ended['runs']} | {ended['result']} |")
+    lines += ["", "## Moments", "", "| killed while | a rank | the parent | all |", "|---|---:|---:|---:|"]
+    moments = Counter((kill["moment"], kill["victim"]) for kill in kills)
+    for moment in dict.fromkeys(kill["moment"] for kill in kills):
+        counts = [str(moments[moment, victim]) for victim in ("rank", "parent", "all")]
+        lines.append(f"| {moment} | {' | '.join(counts)} |")
+    lines += [
+        "",
+        f"Of {len(kills)} kills, {sum(bool(kill['left']) for kill in kills)} left something half-written behind, which",
+        "the next start removed; the slowest run took "
+        f"{max(kill['ended_s'] for kill in kills):.1f} s until no process of it was left.",
+        "",
+        "## Each kill",
+        "",
+        "| layout | while | victim | steps done | left behind | gone after [s] |",
+        "|---|---|---|---:|---|---:|",
+    ]
+    for kill in kills:
+        left = ", ".join(f"`{each}`" for each in kill["left"]) or "nothing"
+        cells = (kill["layout"], kill["moment"], kill["victim"], kill["step"], left, f"{kill['ended_s']:.2f}")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def coverage() -> str:
+    module = script("benchmarks/coverage.py")
+    found, about = module.load(RESULTS / "zoo")
+    with tempfile.TemporaryDirectory() as directory:
+        page = Path(directory) / "coverage.md"
+        module.write_page(found, about, page)
+        return page.read_text(encoding="utf-8")
+
+
+def plans() -> str:
+    """The three tables of docs/plan.md."""
+    types, published, calibrated = (
+        script(f"benchmarks/plan_{name}.py") for name in ("types", "published", "calibrated")
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        page = Path(directory) / "plan.md"
+        page.write_text((DOCS / "plan.md").read_text(encoding="utf-8"), encoding="utf-8")
+        types.PAGE = published.PAGE = page
+        types.write(results("plan_types"))
+        rows = json.loads((ROOT / "benchmarks" / "published.json").read_text(encoding="utf-8"))
+        keys = {published.key(row) for row in rows if published.left_out(row) is None}
+        published.write(rows, {name: found for name, found in published.known().items() if name in keys})
+        text = page.read_text(encoding="utf-8")
+    before, rest = text.split(calibrated.BEGIN)
+    table = calibrated.table(results("plan_calibrated"))
+    return f"{before}{calibrated.BEGIN}\n\n{table}\n\n{calibrated.END}{rest.split(calibrated.END)[1]}"
+
+
+def planted() -> str:
+    module = script("tests/bugs/run.py")
+    return str(module.table(module.read_results()))
+
+
+def ignored() -> str:
+    sweep = script("tests/mutation/sweep.py")
+    old, new = sweep.TABLE.read_text(encoding="utf-8"), str(sweep.table(results("mutations")))
+    # It has the date on which it was written.
+    return old if _rows(old) == _rows(new) else new
+
+
+def _rows(page: str) -> list[str]:
+    return [line for line in page.splitlines() if line.startswith("|")]
+
+
+def versions() -> str:
+    return str(script("tests/versions.py").page(results("versions")))
+
+
+def refused_arguments() -> str:
+    return str(script("plugins/trainer/tests/arguments_page.py").page())
+
+
+# -- of the sources
+
+
+def rooms() -> str:
+    house = script("tests/house.py")
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    return str(house.page(text, house.read(ROOT / "core" / "meshwright")))
+
+
+def names() -> str:
+    return str(script("tools/site/reference.py").index())
+
+
+def front() -> str:
+    """The pages of the site, into docs/index.md."""
+    lines: list[str] = []
+    for entry in script("tools/site/site_pages.py").listed():
+        for title, pages in entry.items():
+            if isinstance(pages, list) and title != "Reference":
+                lines += ["", f"**{title}**", "", *_page_lines(pages)]
+    return between(FRONT, "pages", "\n".join(lines).strip())
+
+
+def _page_lines(pages: list[Any]) -> Iterator[str]:
+    """A line for each page, and one for those of a section together; a section that is a folder, without titles."""
+    for entry in pages:
+        for title, page in entry.items() if isinstance(entry, dict) else [(_heading(entry), entry)]:
+            if not isinstance(page, list):
+                yield f"- [{title}]({page})"
+            elif any(isinstance(each, dict) for each in page):
+                inside = [each if isinstance(each, dict) else {_heading(each): each} for each in page]
+                yield f"- {title}: " + ", ".join(f"[{name}]({to})" for each in inside for name, to in each.items())
+            else:
+                yield f"- [{title}]({Path(page[0]).parent.as_posix()})"
+
+
+def _heading(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "architecture.md": rooms,
+    "coverage.md": coverage,
+    "faults.md": faults,
+    "index.md": front,
+    "mutations.md": ignored,
+    "performance.md": performance,
+    "plan.md": plans,
+    "reference/README.md": names,
+    "tests.md": planted,
+    "trainer-arguments.md": refused_arguments,
+    "versions.md": versions,
+}
+"""Each page, and what makes it as it should be."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    given = parser.parse_args()
+    stale = [page for page, made in PAGES.items() if _refreshed(DOCS / page, made(), write=not given.check)]
+    for page in stale:
+        sys.stdout.write(f"docs/{page}: {'not as it should be' if given.check else 'written'}\n")
+    sys.exit(bool(stale) and given.check)
+
+
+def _refreshed(page: Path, text: str, *, write: bool) -> bool:
+    """Whether a page was not as it should be."""
+    if page.exists() and page.read_text(encoding="utf-8") == text:
+        return False
+    if write:
+        page.write_text(text, encoding="utf-8")
+    return True
+
+
+if __name__ == "__main__":
+    main()
