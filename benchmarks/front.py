@@ -52,12 +52,19 @@ def main() -> None:
     known = {} if given.only is None else json.loads(RESULTS.read_text(encoding="utf-8"))["layouts"]
     for name in LAYOUTS if given.only is None else given.only:
         known[name] = measured(name)
-        print(f"{name}: loss {known[name]['losses'][-1]!r}, {known[name]['seconds']} s", flush=True)
+        apart = max(abs(a - b) for a, b in zip(known[name]["losses"], known[ONE]["losses"], strict=True))
+        print(f"{name}: {apart:.1e} from one process, {known[name]['seconds']} s", flush=True)
+        _written(known)
+    front_picture.draw(_written(known), HERE.parent / "docs")
+
+
+def _written(known: dict[str, Any]) -> dict[str, Any]:
+    """Write results, in the order of the layouts."""
     settings = {"ranks": RANKS, "steps": STEPS, "batch": BATCH, "length": LENGTH, "dtype": "float64", "model": MODEL}
     layouts = {name: known[name] for name in LAYOUTS if name in known}
     content = {"benchmark": "front", **origin(), "settings": settings, "layouts": layouts}
     RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    front_picture.draw(content, HERE.parent / "docs")
+    return content
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 import meshwright as mw
 from meshwright.strategy.contract import StrategyManager
@@ -46,7 +47,7 @@ MODEL = {
     "num_key_value_heads": 2,
     "initializer_range": 0.08,
 }
-STEPS, BATCH, MICROBATCH, LENGTH = 60, 8, 2, 128
+STEPS, WARM_UP, BATCH, MICROBATCH, LENGTH = 50, 6, 8, 2, 128
 SOURCES = (argparse, inspect, json, pydoc, tarfile, typing)
 """Modules of the standard library, whose bytes are learnt."""
 MEASURED = {"memory": 2, "traffic": 3}
@@ -62,6 +63,7 @@ def trained(layout: dict[str, Any]) -> dict[str, Any]:
     options = {"reduce_dtype": "float64", **layout.get("config", {})}
     manager = mw.from_config(MODEL, **{**layout, "config": options}, dtype="float64", seed=0, device="cpu")
     manager.build_optimizer(mw.optimizer_factory(mw.OptimizerConfig(lr=3e-3, options={"betas": [0.9, 0.95]})))
+    schedule = LambdaLR(manager.optimizer, lambda step: min((step + 1) / WARM_UP, 1 - step / STEPS))
     found: dict[str, Any] = {"losses": []}
     for step, whole in enumerate(batches()):
 
@@ -75,6 +77,7 @@ def trained(layout: dict[str, Any]) -> dict[str, Any]:
             found["sent"] = sum(map(sent, measure_collectives(work)))
         else:
             work()
+        schedule.step()
     return found
 
 
