@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from meshwright import Batch, Objective, StrategyConfig, StrategySpec, hookimpl
+from meshwright.manager.gradients import Gradients
 from meshwright.strategy.contract import OptimizerFactory, TokenStatistic
-from meshwright.tensors.norms import scale_to_norm, total_grad_norm
+from meshwright.tensors.norms import Groups, scale_to_norm, total_grad_norm
 from meshwright.tensors.pieces import Sharded
 from meshwright.tensors.state import OptimizerState, ShardedState, TensorKind
 from meshwright_ddp import DDPConfig
@@ -240,12 +241,17 @@ class ForgetsTensorParallelism(FSDP2Manager):
     """Takes norms by block over the ranks of the data alone."""
 
     def gradient_norms(self) -> dict[str, float]:
-        own, along_tp = self.gradients.groups_of, self.mesh.group("tp")
-        self.gradients.groups_of = lambda p: tuple(each for each in own(p) if each is not along_tp)  # type: ignore[method-assign]
+        own, along_tp = self.gradients, self.mesh.group("tp")
+
+        class Local(Gradients):
+            def groups_of(self, parameter: nn.Parameter) -> Groups:
+                return tuple(each for each in own.groups_of(parameter) if each is not along_tp)
+
+        self.gradients = Local(self.trainable, self.parts, self.mesh, wide=False)
         try:
             return super().gradient_norms()
         finally:
-            self.gradients.groups_of = own  # type: ignore[method-assign]
+            self.gradients = own
 
 
 class CountsTiedTwice(DDPManager):

@@ -20,7 +20,7 @@ AT_LEAST = {
     **dict.fromkeys(("step", "manager", "parallel.tensor", "parallel.context", "checkpoint", "data", "train"), 5),
     **dict.fromkeys(("objectives", "fsdp2", "ddp", "pipeline", "plan"), 5),
     **dict.fromkeys(("base", "files", "launch", "mesh", "tensors", "model", "strategy", "cli", "clusters"), 2),
-    **dict.fromkeys(("parallel.expert", "megatron_fsdp"), 2),
+    **dict.fromkeys(("parallel.expert", "megatron_fsdp", "guide.doctor"), 2),
 }
 WITHOUT = {"_compat", "single", "testing"}
 """What is held by canaries, is not more than what it inherits, or is itself a test."""

@@ -72,3 +72,30 @@ def test_model_types_are_read_as_transformers_has_them(monkeypatch):
     # Types of the user's own are known once they are registered.
     monkeypatch.setitem(CONFIG_MAPPING._extra_content, "of_the_user", object)
     assert "of_the_user" in known_types()
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (["train", "nowhere.yaml"], "cannot read the run file"),
+        (["explain", "nowhere.yaml"], "cannot read the run file"),
+        (["train", "run.yaml", "--set", "stepz=3"], "Did you mean 'steps'?"),
+        (
+            ["explain", "run.yaml", "--world", "8", "--set", "tp_size=3", "--set", "dp_size=null"],
+            "do not fill the world",
+        ),
+        (["plan", "run.yaml"], "give one of --world N"),
+        (["trian"], "No such command"),
+        (["init", "run.yaml", "--yes"], "--overwrite"),
+        (["init", "new.yaml", "--yes", "--adapter"], "--model DIRECTORY"),
+    ],
+)
+def test_what_needs_no_torch_to_be_found_is_said_without_it(line, text, tmp_path):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN), encoding="utf-8")
+    command = [sys.executable, "-X", "importtime", "-m", "meshwright", *line]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    said = [each for each in done.stderr.splitlines() if not each.startswith("import time:")]
+    assert text in "\n".join(said)
+    imported = {each.split("|")[-1].strip() for each in done.stderr.splitlines() if each.startswith("import time:")}
+    assert not imported.intersection(HEAVY)

@@ -34,6 +34,7 @@ RUN: dict[str, Any] = {
 HOLDS, SENT = "Who holds what, of each rank", "What is sent in a step, of each rank"
 RUNS, STEP, RATE = "What runs", "A step", "The learning rate"
 EVALUATION, SAVED = "Evaluation", "Checkpoints, signals, and going on"
+WRITTEN = "What is written down"
 
 
 def config(*changes: str) -> RunConfig:
@@ -153,6 +154,12 @@ def with_changes(facts: Facts, *changes: str) -> dict[str, str]:
         (["objective=unlikelihood"], STEP, "What is minimized is unlikelihood", "mean over all tokens"),
         (["seed=5"], "The data", "the seed 5", "the seed 0"),
         (["data.packing=none"], "The data", "padding", "cut anywhere"),
+        ([], WRITTEN, "of each rank in out/ranks", "Profiles"),
+        (["metrics.ranks=false"], WRITTEN, "out/metrics.jsonl", "of each rank"),
+        (["metrics.norms_every=9"], WRITTEN, "by block in every 9 steps", "Exposed"),
+        (["metrics.communication_every=9"], WRITTEN, "Exposed communication in every 9 steps", "Norms"),
+        (["profile={steps: [10, 12], ranks: all}"], WRITTEN, "Profiles of steps [10, 12], of all ranks", "tells"),
+        (["trackers=[tensorboard, {name: wandb}]"], WRITTEN, "tells tensorboard and wandb of the run", "Profiles"),
     ],
 )
 def test_words_follow_the_run_file(changes, section, text, other, alone, tmp_path, monkeypatch):

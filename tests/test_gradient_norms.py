@@ -43,7 +43,7 @@ CASES = {
 
 
 def _found(layout: str, case: Case, *, asks: bool = True) -> list[FoundNorms]:
-    ranks, strategy, config, sizes, wrapper = (LAYOUTS | OF_ADAPTERS)[layout]
+    ranks, strategy, config, sizes, wrapper = {**LAYOUTS, **OF_ADAPTERS}[layout]
     return pool(ranks).run(train_by_block, strategy, config, sizes, case, "cpu", wrapper, asks)
 
 

@@ -16,9 +16,12 @@ import pytest
 from test_cli import LAUNCHER_VARIABLES
 from typer.testing import CliRunner
 
+from meshwright.base.errors import ConfigError
 from meshwright.cli import main as cli
 from meshwright.data.tokenizer import train_tokenizer
+from meshwright.guide.first_run.answers import Answers, Machine, known_of
 from meshwright.guide.first_run.text import TEMPLATE
+from meshwright.guide.first_run.write import write_run_file
 from meshwright.testing.models import tiny_model
 from meshwright.train.run_file import RunConfig, load_run
 
@@ -112,7 +115,6 @@ def test_the_strategy_is_recommended_by_the_number_of_devices_and_what_fits_them
     devices, memory, strategy, tmp_path, monkeypatch
 ):
     from meshwright.guide.first_run import machine
-    from meshwright.guide.first_run.answers import Machine
 
     monkeypatch.setattr(machine, "find_machine", lambda: Machine("cuda", 8, memory))
     assert written(tmp_path / "run.yaml", "--devices", devices).strategy == strategy
@@ -127,6 +129,15 @@ def test_nothing_is_replaced_unless_asked(tmp_path):
     assert "--overwrite" in output
     assert file.read_text(encoding="utf-8") == "mine"
     assert written(file, "--overwrite", "--steps", "3").steps == 3
+
+
+def test_what_has_appeared_meanwhile_is_left_as_it_is(tmp_path):
+    file = tmp_path / "run.yaml"
+    answers = Answers(None, ("stdlib",), "text", False, 1, "single", 3, None)
+    file.write_text("mine", encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_run_file(file, answers, known_of(None), Machine("cpu", 1, 2**30), overwrite=False)
+    assert file.read_text(encoding="utf-8") == "mine"
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,12 @@ def test_attention_counts_pairs_that_act_and_no_scores_twice() -> None:
 
 def test_flops_beside_a_formula() -> None:
     """6 N + 12 L H S counts the table of the embedding, norms, and all pairs of an attention."""
-    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "vocab_size": 32_000}
+    sizes: dict[str, Any] = {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "vocab_size": 32_000,
+    }
     make, length = functools.partial(_llama, 16, **sizes), 2048
     found = _of_row(make, length=length, layers=16, with_layers=functools.partial(_llama, **sizes)) / length
     with torch.device("meta"):

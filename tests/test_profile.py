@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ def _mark(name: str, start: float, end: float) -> Span:
     return Span(f"meshwright::{name}", "user_annotation", start, end, MAIN)
 
 
-def _gloo(name: str, start: float, end: float, thread: int = GLOO, **details: Any) -> Span:
-    return Span(f"gloo:{name}", "user_annotation", start, end, thread, details=details)
+def _gloo(name: str, start: float, end: float, thread: int = GLOO, details: dict[str, Any] | None = None) -> Span:
+    return Span(f"gloo:{name}", "user_annotation", start, end, thread, details=details or {})
 
 
 def _kernel(name: str, start: float, end: float, stream: int = STREAM, **more: Any) -> Span:
@@ -137,7 +138,7 @@ def test_time_within_is_not_counted_twice() -> None:
     assert [found[id(each)] for each in (outer, first, inner, second, other)] == [3, 2, 1, 4, 1]
 
 
-def _trace_file(path: Path, spans: list[Span], memory: list[tuple[float, int, int]] = (), **about: Any) -> Path:  # type: ignore[assignment]
+def _trace_file(path: Path, spans: list[Span], memory: Sequence[tuple[float, int, int]] = (), **about: Any) -> Path:
     events: list[dict[str, Any]] = [
         {
             "ph": "X",
@@ -172,14 +173,14 @@ TWO_STEPS = [
     _mark("data", 0, 1),
     _mark("forward_backward", 1, 10),
     _operator("aten::mm", 1, 5),
-    _gloo("all_reduce", 4, 8, **{"Input Dims": [[3, 2], []], "Input type": ["float", "Scalar"]}),
+    _gloo("all_reduce", 4, 8, details={"Input Dims": [[3, 2], []], "Input type": ["float", "Scalar"]}),
     _mark("save", 10, 12),
     _mark("step 5", 12, 20),
     _mark("data", 12, 13),
     _mark("forward_backward", 13, 19),
     _operator("aten::mm", 13, 17),
     _operator("aten::add", 17, 18),
-    _gloo("all_reduce", 13, 14, **{"Input Dims": [[10]], "Input type": ["double"]}),
+    _gloo("all_reduce", 13, 14, details={"Input Dims": [[10]], "Input type": ["double"]}),
 ]
 
 
@@ -266,7 +267,7 @@ def test_a_comparison_is_by_step_and_by_the_size_of_the_difference(tmp_path: Pat
         _operator("aten::softmax", 12, 13),
     ]
     paths = [_trace_file(tmp_path / name, spans) for name, spans in (("a.json.gz", TWO_STEPS), ("b.json.gz", one_step))]
-    found = compare(*map(load_summary, paths), ("a", "b"))
+    found = compare(load_summary(paths[0]), load_summary(paths[1]), ("a", "b"))
     assert [(row.name, row.before, row.after) for row in found.operators] == [
         ("aten::softmax", 0, pytest.approx(11)),
         ("aten::mm", pytest.approx(4), pytest.approx(2)),

@@ -216,11 +216,12 @@ def _delayed(delay_s: float) -> tuple[float, float, float]:
 
 
 def test_the_wait_for_a_rank_that_is_late_is_exposed_to_some_milliseconds() -> None:
-    (there, had, exposed), (came, _, of_late) = pool(2).run(_delayed, 0.25)
-    assert had - there > 0.2
-    assert exposed == pytest.approx(had - there, abs=0.03)
-    assert exposed >= came - there - 0.005
-    assert of_late < 0.1
+    (there, had, exposed), (came, _, of_late) = pool(2).run(_delayed, 0.4)
+    assert had - there > 0.3
+    # Some milliseconds; on a machine with more to do than cores, threads are not there at once.
+    assert exposed == pytest.approx(had - there, abs=0.05)
+    assert exposed == pytest.approx(came - there, abs=0.1)
+    assert of_late < 0.2
 
 
 def _sampled(delay_s: float, every: int) -> tuple[list[StepResult], list[int]]:

@@ -1,4 +1,4 @@
-"""What `meshwright watch` reads, thins out, compares and tells; without a browser."""
+"""What `meshwright watch` reads, thins out, compares and tells, as docs/watch.md says; without a browser."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_only_steps_of_both_runs_are_compared_and_a_lost_value_is_a_difference()
 
 def test_settings_of_run_files_that_differ_are_told_by_key():
     one = {"steps": 10, "optimizer": {"name": "AdamW", "lr": 0.1}, "a": None}
-    other = {"steps": 10, "optimizer": {"name": "SGD", "lr": 0.1}, "b": True}
+    other = {"steps": 10, "optimizer": {"name": "SGD", "lr": 0.1}, "b": True, "empty": {}}
     assert differing_settings(one, other) == [
         ("optimizer.name", "AdamW", "SGD"),
         ("a", "null", "(not set)"),

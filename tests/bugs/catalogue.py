@@ -4121,6 +4121,51 @@ _bug(
     kind="what is reported is not what was done",
 )
 
+# -- norms by block, and FLOPs
+
+_NORMS = "tests/test_gradient_norms.py::test_norms_by_block_are_those_of_one_process"
+_FLOPS = "tests/test_model_flops.py"
+_bug(
+    "norms_of_blocks_over_local_parts",
+    "meshwright.tensors.norms",
+    "            if group.size() > 1:\n                dist.all_reduce(vector, group=group)",
+    "            pass",
+    f"{_NORMS}[tp-sequence-tied]",
+    kind="a norm over the local shards",
+)
+_bug(
+    "norms_of_owned_stretches",
+    "meshwright_ddp.shard_gradients",
+    "return (self._shards.group,)",
+    "return ()",
+    f"{_NORMS}[ddp-zero1-tied]",
+    kind="a norm over the local shards",
+)
+_bug(
+    "norms_of_copies_on_stages",
+    "meshwright_pipeline.state.copies",
+    "if parameter not in repeated",
+    "if repeated is not None",
+    f"{_NORMS}[pp-single-tied]",
+    kind="replicated gradients are counted once for each copy",
+)
+_bug(
+    "scores_computed_twice",
+    "meshwright.plan.model_flops",
+    "found = found * 4 // 5",
+    "pass",
+    f"{_FLOPS}::test_attention_counts_pairs_that_act_and_no_scores_twice",
+    kind="recomputation counts as what a model needs",
+)
+_bug(
+    "blocks_are_taken_for_alike",
+    "meshwright.plan.model_flops",
+    "if of(second) + growth * (check - second) == of(check):",
+    "if of(check):",
+    f"{_FLOPS}::test_blocks_that_differ_are_not_told_by_few",
+    kind="what is extrapolated is not checked",
+)
+
 # -- plugins/trackers
 
 _TRACKERS = "plugins/trackers/tests/test_trackers.py"
@@ -4274,4 +4319,57 @@ _bug(
     "        self._starts()\n        received = () if stage.is_first else self._arrived(Kind.RECV_F, action)\n",
     "tests/test_timeline.py::test_ranks_of_a_pipeline_note_each_action_of_the_steps_that_are_asked_for",
     kind="what is reported is not what was done",
+)
+
+# -- guide
+
+_bug(
+    "a_run_file_is_replaced_unasked",
+    "meshwright.guide.first_run.write",
+    'file.open("w" if overwrite else "x"',
+    'file.open("w" if file.exists() else "x"',
+    "tests/test_init.py::test_what_has_appeared_meanwhile_is_left_as_it_is",
+    kind="a file of the user's is lost",
+)
+_bug(
+    "copies_are_told_as_divided",
+    "meshwright.guide.explain.holdings",
+    "if others[axis].parameters != first.parameters)",
+    "if True)",
+    "tests/test_explain.py::test_who_holds_what_and_what_is_sent_follow_the_layout[hsdp]",
+    kind="words that are true of another layout",
+)
+_bug(
+    "clocks_that_are_off_pass",
+    "meshwright.guide.doctor.together",
+    "if abs(offset) > SKEW_S + trip:",
+    "if offset > SKEW_S + trip:",
+    "tests/test_doctor.py::test_nodes_compare_their_clocks_and_what_they_see_of_a_directory[-5.0-warning]",
+    kind="what is off in one direction is not seen",
+)
+_bug(
+    "what_is_wrong_exits_well",
+    "meshwright.guide.doctor.finding",
+    'if each.state == "wrong")',
+    'if each.state == "failed")',
+    "tests/test_doctor.py::test_the_exit_code_is_that_of_what_is_wrong",
+    kind="a failure that a script cannot see",
+)
+
+_bug(
+    "class_of_one_room_leads_to_no_section",
+    "meshwright.launch.error_text",
+    "known = next(cls for cls in type(error).__mro__ if cls.__module__ == errors.__name__)",
+    "known = type(error)",
+    "tests/test_site.py::test_an_error_of_a_class_of_one_room_leads_to_the_class_that_it_derives_from",
+    kind="a message that leads nowhere",
+)
+
+_bug(
+    "error_of_a_rank_does_not_say_where_to_read",
+    "meshwright.launch.rank",
+    "_render(error, said(error), with_traceback=show_traceback)",
+    'f"error: {error}\\n"',
+    "tests/test_launch.py::TestOutsideAWorld::test_user_error_is_its_message_and_where_to_read_on",
+    kind="a message that leads nowhere",
 )

@@ -61,6 +61,7 @@ OWNERS = {
         *("LaunchConfig", "SlurmSection", "KubernetesSection", "SkyPilotSection", "RaySection"),
     ],
     "meshwright.data.config": ["DataConfig", "SourceConfig"],
+    "meshwright.profile.config": ["ProfileConfig"],
 }
 """Configs, and functions with options as arguments."""
 _PER_TOKEN = "nothing hangs on it: under every strategy the loss is per token of the global batch"
@@ -68,6 +69,7 @@ REASONS: dict[str, str] = {
     "MegatronFSDPConfig.calculate_per_token_loss": _PER_TOKEN,
     "nvfsdp_strategy_parallelize.calculate_per_token_loss": _PER_TOKEN,
     "RunConfig.plan": "each of its options is tried by itself",
+    "RunConfig.profile": "each of its options is tried by itself",
     "RunConfig.seq_len": "it becomes data.seq_len before the file is validated, where nothing is dropped yet",
 }
 """Why an option may survive, by `Class.option`."""

@@ -1,4 +1,4 @@
-"""Options in the reference: the description of a pydantic field is what its attribute says."""
+"""Options in the reference: an attribute says what the description of its pydantic field says, and has its default."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import griffe
 
 
 class DescribedFields(griffe.Extension):
-    """Take `Field(..., description="...")` for the docstring of an attribute that has no other."""
+    """Take `Field(1, description="...")` for the docstring of an attribute that has no other, and 1 for its value."""
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
         named = {name: each for name, each in attr.module.members.items() if not each.is_alias}
         constants = {name: str(each.value) for name, each in named.items() if isinstance(each, griffe.Attribute)}
         if attr.docstring is None and (text := description(str(attr.value or ""), constants)):
             attr.docstring = griffe.Docstring(text, parent=attr, parser=griffe.Parser.google)
+            attr.value = default(str(attr.value))
 
 
 def description(value: str, constants: Mapping[str, str]) -> str | None:
@@ -34,6 +35,13 @@ def description(value: str, constants: Mapping[str, str]) -> str | None:
     call = ast.parse(value, mode="eval").body
     keywords = call.keywords if isinstance(call, ast.Call) else []
     return next((_text(each.value, constants) for each in keywords if each.arg == "description"), None)
+
+
+def default(value: str) -> str | None:
+    """The default of a `Field(...)`, as source; None where there is none, or a function makes it."""
+    call = ast.parse(value, mode="eval").body
+    first = call.args[0] if isinstance(call, ast.Call) and call.args else None
+    return None if first is None or ast.unparse(first) == "..." else ast.unparse(first)
 
 
 def _text(node: ast.expr, constants: Mapping[str, str]) -> str:

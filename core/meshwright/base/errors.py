@@ -101,13 +101,6 @@ def _printable(character: str) -> str:
     return character.encode("unicode_escape").decode()
 
 
-def said(error: MeshwrightError) -> str:
-    """What a command says of an error: its message, and a line that leads to the section about its class."""
-    # A class of one room's own is told by the one that it derives from.
-    known = next(cls for cls in type(error).__mro__ if cls.__module__ == __name__)
-    return f"error: {error}\nsee docs/troubleshooting.md#{known.__name__.lower()}"
-
-
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the closest of `known`, or an empty string where none is close."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

@@ -6,7 +6,8 @@ import os
 import sys
 import traceback as tracebacks
 
-from ..base.errors import MeshwrightError, said
+from ..base.errors import MeshwrightError
+from ..launch.error_text import said
 
 
 class told:

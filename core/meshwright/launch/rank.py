@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..base.errors import MeshwrightError, RankError, said
+from ..base.errors import MeshwrightError, RankError
+from .error_text import said
 from .pulse import Pulse, who_hangs
 from .stopping import Stopped
 

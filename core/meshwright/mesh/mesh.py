@@ -128,19 +128,11 @@ class Mesh:
         return self._views[axes]
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of this rank along one axis or view.
-
-        Raises:
-            MeshError: no axis or view of that name.
-        """
+        """The process group of this rank along one axis or view; MeshError where there is none of that name."""
         return self[axis].get_group()
 
     def axis_rank(self, axis: str) -> int:
-        """This rank's coordinate along one axis or view, from 0.
-
-        Raises:
-            MeshError: no axis or view of that name.
-        """
+        """This rank's coordinate along one axis or view, from 0; MeshError where there is none of that name."""
         return self._ranks[axis] if axis in self._ranks else self[axis].get_local_rank()
 
     def stage(self) -> Mesh:

@@ -18,7 +18,7 @@ class FaultFiles:
 
     In output_dir/faults are then, of each rank that fails:
         rank-00000.json           the fault, and the last collectives that torch's flight recorder knows: kind, group,
-                                  sizes, when begun, and whether they have ended ("retired")
+                                  sizes, when begun, and whether they are over ("retired")
         rank-00000-gloo.pickle    the same as torch writes it, for its own tools; -nccl of NCCL
         rank-00000-stacks.txt     where each thread was in Python
 

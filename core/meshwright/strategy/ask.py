@@ -21,12 +21,8 @@ class ModelSize:
 
 
 def model_layout(model: nn.Module, registry: Registry | None = None) -> ModelLayout:
-    """Describe the structure of a model: what a plugin's hook says, else what its modules say.
-
-    Args:
-        model: whole; on the meta device too.
-        registry: whose plugins are asked; None: the installed ones.
-    """
+    """Describe the structure of a whole model: what a plugin of `registry` (None: of the installed ones) says,
+    else what its modules say."""
     registry = registry or get_registry()
     answer = registry.hook.model_layout(model=model)
     return answer if answer is not None else layout_by_structure(model)

@@ -271,14 +271,7 @@ def get_registry() -> Registry:
 
 
 def get_strategy(name: str) -> StrategySpec:
-    """The strategy of a name, or of an alias, among those of the installed plugins.
-
-    Args:
-        name: such as "fsdp2".
-
-    Raises:
-        MeshwrightError: as of `Registry.get`.
-    """
+    """The strategy of a name such as "fsdp2", or of an alias, among the installed ones; raises as `Registry.get`."""
     return get_registry().get(name)
 
 

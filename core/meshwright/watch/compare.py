@@ -79,7 +79,7 @@ def differing_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> list
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping):
             yield from _flat(value, f"{name}.")
         else:
             yield name, value

@@ -10,7 +10,7 @@ from typing import Any
 from ...base.errors import CheckpointError
 from ...checkpoint import steps_in
 from ...train.fate import Fate
-from ...train.files import CHECKPOINTS
+from ...train.files import CHECKPOINTS, METRICS, MODEL, RANKS
 from ...train.run_sections import HELD_OUT
 from .facts import Facts
 from .holdings import Held
@@ -57,6 +57,7 @@ def told(facts: Facts) -> list[Section]:
         Section("The learning rate", list(_rates(facts))),
         Section("Evaluation", list(_evaluation(facts))),
         Section("Checkpoints, signals, and going on", list(_checkpoints(facts))),
+        Section("What is written down", list(_written(facts))),
     ]
     return [section for section in sections if section.lines]
 
@@ -218,6 +219,23 @@ def _evaluation(facts: Facts) -> Iterator[str]:
     stopping = config.eval.early_stopping
     if stopping is not None:
         yield f"{stopping.patience} evaluations in a row in which {stopping.set} does not fall end the run."
+
+
+def _written(facts: Facts) -> Iterator[str]:
+    config, directory = facts.config, Path(facts.config.output_dir)
+    ranks = f", and times and memory of each rank in {directory / RANKS}" if config.metrics.ranks else ""
+    yield f"Each step in {directory / METRICS}{ranks}; the trained model in {directory / MODEL}."
+    if config.metrics.norms_every is not None:
+        yield f"Norms of gradients by block in every {config.metrics.norms_every} steps."
+    if config.metrics.communication_every is not None:
+        yield f"Exposed communication in every {config.metrics.communication_every} steps."
+    if config.profile is not None:
+        which = config.profile.ranks
+        ranks = "all ranks" if which == "all" else f"rank{'s' if len(which) > 1 else ''} {_listed([*map(str, which)])}"
+        yield f"Profiles of steps {config.profile.steps}, of {ranks}."
+    if config.trackers:
+        names = [each if isinstance(each, str) else str(each.get("name")) for each in config.trackers]
+        yield f"The first rank tells {_listed(names)} of the run, too."
 
 
 def _checkpoints(facts: Facts) -> Iterator[str]:

@@ -106,15 +106,25 @@ def is_hub_id(model: str) -> bool:
     return bool(slash and owner and name) and "/" not in name and owner[0] not in "./~"
 
 
-def check_data(places: Sequence[str], format: str, model: str | None) -> None:
+def format_named(name: str) -> Format:
+    """The format of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for format in FORMATS:
+        if format == name:
+            return format
+    raise ConfigError(f"--format={name!r} is not one of {', '.join(FORMATS)}.{nearest(name, FORMATS)}")
+
+
+def check_data(places: Sequence[str], format: Format, model: str | None) -> None:
     """Look at the files.
 
     Raises:
-        ConfigError: there is no such format, or a new model has no tokenizer for it.
+        ConfigError: a new model has no tokenizer for the format.
         DataError: a glob matches nothing, files are of a kind that is not read, or there is but one document.
     """
-    if format not in FORMATS:
-        raise ConfigError(f"--format={format!r} is not one of {', '.join(FORMATS)}.{nearest(format, FORMATS)}")
     if model is None and format != "text":
         raise ConfigError(
             f"--format={format} needs a tokenizer that there is, and a new model has none: one is trained on text "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ from .answers import (
     Machine,
     check_data,
     check_model,
+    format_named,
     format_of,
     known_of,
     recommended,
@@ -43,7 +44,7 @@ class Wishes:
 
     model: str | None = None
     data: tuple[str, ...] | None = None
-    format: Format | None = None
+    format: str | None = None
     is_adapter: bool | None = None
     ranks: int | None = None
     strategy: str | None = None
@@ -69,7 +70,7 @@ def answered(wishes: Wishes, find_machine: Callable[[], Machine], registry: Regi
     is_adapter = bool(wishes.is_adapter)
     check_model(model, is_adapter=is_adapter)
     data = wishes.data or (STDLIB,)
-    format = wishes.format or format_of(data)
+    format = _format(wishes, data)
     check_data(data, format, model)
     known = known_of(model)
     ranks, strategy = _layout(wishes, find_machine(), known, registry, ask)
@@ -81,6 +82,10 @@ def answered(wishes: Wishes, find_machine: Callable[[], Machine], registry: Regi
 
 def _path(wishes: Wishes) -> str | None:
     return None if wishes.model in (None, NEW) else wishes.model
+
+
+def _format(wishes: Wishes, data: Sequence[str]) -> Format:
+    return format_of(data) if wishes.format is None else format_named(wishes.format)
 
 
 def _asked_before(wishes: Wishes, ask: Console) -> Wishes:
@@ -104,14 +109,14 @@ def _asked_before(wishes: Wishes, ask: Console) -> Wishes:
                 default=STDLIB,
                 console=ask,
             ),
-            lambda place: check_data([place], wishes.format or format_of([place]), model_path),
+            lambda place: check_data([place], _format(wishes, [place]), model_path),
             ask,
         )
         wishes = replace(wishes, data=(place,))
     if wishes.format is None and model_path is not None:
         guessed = format_of(wishes.data or (STDLIB,))
         told = "   What do they hold? [dim]text, or conversations (messages), or prompts with their completions[/]"
-        named: Format = Prompt.ask(told, choices=list(FORMATS), default=guessed, console=ask)  # type: ignore[assignment]
+        named = Prompt.ask(told, choices=list(FORMATS), default=str(guessed), console=ask)
         wishes = replace(wishes, format=named)
     if wishes.is_adapter is None and model_path is not None:
         told = "3. Train an adapter (LoRA) instead of the whole model?"

@@ -34,7 +34,7 @@ export class Compare {
         if (said.x.length) series.push({label: `${other.state.name}: ${NAMES[name]}`, colour: other.variable, dashed: name !== "loss", x: said.x, y: said.y});
       }
       const first = Object.values(found[place].columns).map(each => each.first).filter(Boolean).sort((a, b) => a.step - b.step)[0];
-      if (first) parted.set(first.step, `differs: ${other.state.name}`);
+      if (first) parted.set(first.step, parted.has(first.step) ? `${parted.get(first.step)}, ${other.state.name}` : `differs: ${other.state.name}`);
     });
     this.steps.replaceChildren(table(`Beside ${one.state.name}`, ["run", "column", "steps", "differs from", "parts from", "at most"], rows, {texts: [0, 1]}));
     this.settings.replaceChildren(...others.map((other, place) => found[place].settings.length

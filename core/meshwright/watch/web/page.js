@@ -32,6 +32,14 @@ const marks = (u, hasLabels) => {
     if (row < 0) row = rows.push([]) - 1;
     rows[row].push([from, from + wide]);
     pen.textAlign = isLeft ? "right" : "left";
+    // On a ground of its own, so that lines do not run through it.
+    const ink = pen.strokeStyle;
+    pen.strokeStyle = colour("card");
+    pen.setLineDash([]);
+    pen.lineWidth = 4 * ratio;
+    pen.lineJoin = "round";
+    pen.strokeText(words, x + (isLeft ? -5 : 5) * ratio, bbox.top + (9 + 14 * row) * ratio);
+    pen.strokeStyle = ink;
     pen.fillText(words, x + (isLeft ? -5 : 5) * ratio, bbox.top + (9 + 14 * row) * ratio);
   };
   const {ctx: pen, bbox} = u, {min, max} = u.scales.x, ratio = window.devicePixelRatio || 1;
@@ -61,8 +69,8 @@ const marks = (u, hasLabels) => {
     pen.stroke();
     say(event.kind, x);
   } }
-  pen.setLineDash([2 * ratio, 2 * ratio]);
   for (const [step, words] of parted) {
+    pen.setLineDash([2 * ratio, 2 * ratio]);
     if (step < min || step > max) continue;
     const x = at(step);
     pen.strokeStyle = pen.fillStyle = colour("text");

@@ -95,7 +95,7 @@ export class Timeline {
         pen.fillRect(x, row.y, Math.max(0.8, w - 1), ROW);
         pen.globalAlpha = 1;
         if (w > 15) {
-          pen.fillStyle = "#ffffff";
+          pen.fillStyle = colour("act-ink");
           pen.fillText(String(batch), x + w / 2 - 0.5, row.y + ROW / 2 + 0.5);
         }
         if (this.cursor && this.cursor[0] === index && this.cursor[1] === place) {

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,7 +24,6 @@ from meshwright.manager.start import check_trainable
 from meshwright.manager.steps import Steps
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import CLAIMABLE_AXES
-from meshwright.model.layout import in_order
 from meshwright.model.merge import merging_of
 from meshwright.model.weights import Weights
 from meshwright.step.agreement import agree, announce
@@ -35,7 +33,7 @@ from meshwright.step.objective import OF_MODEL, Given, Tally, split_whole, witho
 from meshwright.step.recorder import Recorder
 from meshwright.strategy.contract import Batch, Objective, StrategyManager, TokenStatistic
 from meshwright.strategy.registry import get_strategy
-from meshwright.tensors.norms import check_clip, joined_norm
+from meshwright.tensors.norms import check_clip
 
 from .config import PipelineConfig, check_options
 from .cut.shallow import InStages, in_stages
@@ -48,6 +46,7 @@ from .run.statistics import regrouped
 from .run.users_loss import objective_of
 from .start import Setting, Stages, take_apart, take_as_given
 from .state.copies import Copies
+from .state.gradient_norms import norms_by_part, total_norm
 from .state.manager import StatefulStages
 from .state.parameter_names import Names
 
@@ -283,28 +282,12 @@ class PipelineManager(StatefulStages):
 
     def gradient_norms(self) -> dict[str, float]:
         require_model(self._model)
-        names = in_order(self._names.parts.values())
-        squares = torch.zeros(len(names), dtype=torch.float64)
-        for index, manager in self._managers.items():
-            repeated = set(self._copies.repeated(index))
-            parts = {
-                parameter: self._names.parts[self._names.canonical[name]]
-                for name, parameter in manager.named_trainable()
-                if parameter not in repeated
-            }
-            squares += manager.gradients.squares(parts, names)
-        squares = squares.to(self.mesh.device)
-        dist.all_reduce(squares, group=self.mesh.group("pp"))
-        return dict(zip(names, squares.sqrt().tolist(), strict=True))
+        return norms_by_part(self._managers, self._names, self._copies, self.mesh)
 
     def clip_grad_norm(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
-        managers = self._managers
         check_clip(max_norm, norm_type)
-        norms = [
-            manager.gradients.total_norm(norm_type, without=self._copies.repeated(index))
-            for index, manager in managers.items()
-        ]
-        norm = joined_norm(norms, norm_type, self.mesh.group("pp"), self.mesh.device)
+        managers = self._managers
+        norm = total_norm(managers, self._copies, norm_type, self.mesh)
         if max_norm is not None:
             for manager in managers.values():
                 manager.gradients.scale(norm, max_norm)

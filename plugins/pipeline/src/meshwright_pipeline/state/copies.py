@@ -63,6 +63,16 @@ class Copies:
         shared = self._names.shared
         return [self._copy(stage, name) for name, holders in shared.items() if stage in holders[1:]]
 
+    def counted(self, stage: int) -> dict[nn.Parameter, str]:
+        """Of a stage of this rank: the other parameters, as the optimizer trains them, and the part of the whole model
+        that each is in."""
+        repeated, names = set(self.repeated(stage)), self._names
+        return {
+            parameter: names.parts[names.canonical[name]]
+            for name, parameter in self._managers[stage].named_trainable()
+            if parameter not in repeated
+        }
+
     def _here(self, name: str, holders: Sequence[int]) -> dict[int, nn.Parameter]:
         """By stage of this rank, what is trained of the copies of a parameter."""
         return {index: self._copy(index, name) for index in holders if index in self._managers}
