@@ -4048,6 +4048,25 @@ _bug(
     kind="a picture leaves out a part of what it is of",
 )
 
+# -- what goes away
+
+_bug(
+    "warns_at_a_line_of_ours",
+    "meshwright.files.deprecation",
+    'return package.partition("_")[0] in _OURS',
+    "return package in _OURS",
+    "tests/test_deprecation.py::test_the_warning_names_the_users_line_through_our_modules_and_pydantic",
+    kind="a warning names a line that the user cannot mend",
+)
+_bug(
+    "an_old_name_is_silent",
+    "meshwright_ddp.config",
+    "        if self.use_custom_fsdp:\n            warn_deprecated(",
+    "        if self.use_custom_fsdp and False:\n            warn_deprecated(",
+    f"{_D}/test_ddp_config.py::test_use_custom_fsdp_is_an_old_name_and_warns",
+    kind="what will go away does not say so",
+)
+
 # -- ends of processes
 
 _bug(

@@ -1,1 +1,1 @@
-"""Files that users write, YAML and JSON, read within bounds, and classes by name from an allow-list. No torch."""
+"""What users write: YAML and JSON within bounds, classes by name from an allow-list, names that go away. No torch."""

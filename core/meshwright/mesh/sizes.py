@@ -78,15 +78,15 @@ class MeshSizes(FrozenModel):
     default that is `dp_size`.
     """
 
-    dp_size: Size | None = Field(None, description="Whole data-parallel degree: dp_replicate x dp_shard.")
+    dp_size: Size | None = Field(default=None, description="Whole data-parallel degree: dp_replicate x dp_shard.")
     dp_replicate_size: Size | None = Field(
-        None,
+        default=None,
         description="Copies of the parameters. Left out: 1, or dp_size for a strategy that only replicates.",
     )
-    tp_size: Size | None = Field(1, description="Tensor-parallel degree.")
-    pp_size: Size | None = Field(1, description="Number of pipeline ranks.")
-    cp_size: Size | None = Field(1, description="Context-parallel degree.")
-    ep_size: Size = Field(1, description="Expert-parallel degree; divides dp_shard x cp x tp.")
+    tp_size: Size | None = Field(default=1, description="Tensor-parallel degree.")
+    pp_size: Size | None = Field(default=1, description="Number of pipeline ranks.")
+    cp_size: Size | None = Field(default=1, description="Context-parallel degree.")
+    ep_size: Size = Field(default=1, description="Expert-parallel degree; divides dp_shard x cp x tp.")
 
     def known_product(self) -> int:
         """Product of the sizes given for root axes; an inferred size counts as 1."""

@@ -13,14 +13,14 @@ class ActivationOptions(FrozenModel):
     """Activations within a budget, or in host memory."""
 
     budget_gb: float | None = Field(
-        None,
+        default=None,
         gt=0,
         allow_inf_nan=False,
         description="GB (10^9 bytes) of activations that the blocks of a rank may hold at any time, what is computed "
         "again included. What of each block is held follows: as much as fits, the costliest to compute again first.",
     )
     offload: Literal["cpu"] | None = Field(
-        None,
+        default=None,
         description="cpu: what blocks hold for backward lies in host memory until then; nothing is computed again.",
     )
 

@@ -35,7 +35,9 @@ class Value(Objective):
     name: ClassVar[str] = "value"
     on: ClassVar[Literal["tokens", "outputs"]] = "outputs"
 
-    clip: float | None = Field(0.2, gt=0, allow_inf_nan=False, description="How far a value may move; null: any.")
+    clip: float | None = Field(
+        default=0.2, gt=0, allow_inf_nan=False, description="How far a value may move; null: any."
+    )
 
     @property
     def takes(self) -> tuple[Column, ...]:
@@ -76,7 +78,7 @@ class Reward(SequenceObjective):
     on: ClassVar[Literal["tokens", "outputs"]] = "outputs"
     rows: ClassVar[int] = 2
 
-    center: float = Field(0.0, ge=0, allow_inf_nan=False, description="Factor of the square of a pair's sum.")
+    center: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="Factor of the square of a pair's sum.")
 
     @property
     def takes(self) -> tuple[Column, ...]:

@@ -65,7 +65,7 @@ class PPO(GRPO):
 
     name: ClassVar[str] = "ppo"
 
-    normalize: Normalize = Field("tokens", description="What the sum is divided by.")
+    normalize: Normalize = Field(default="tokens", description="What the sum is divided by.")
 
     @property
     def takes(self) -> tuple[Column, ...]:

@@ -16,21 +16,32 @@ REFERENCE = Column("reference_log_probs", ("B S",))
 class PolicyOptions(Objective):
     """An objective over a policy, without its arithmetic."""
 
-    clip_low: float = Field(0.2, ge=0, le=1, description="How far a ratio may fall below 1.")
-    clip_high: float = Field(0.2, ge=0, allow_inf_nan=False, description="How far it may rise above 1.")
+    clip_low: float = Field(default=0.2, ge=0, le=1, description="How far a ratio may fall below 1.")
+    clip_high: float = Field(default=0.2, ge=0, allow_inf_nan=False, description="How far it may rise above 1.")
     delta: float | None = Field(
-        None, gt=1, allow_inf_nan=False, description="Highest ratio where the advantage is negative; null: none."
+        default=None,
+        gt=1,
+        allow_inf_nan=False,
+        description="Highest ratio where the advantage is negative; null: none.",
     )
-    beta: float = Field(0.0, ge=0, allow_inf_nan=False, description="Factor of the KL divergence from a reference.")
-    entropy: float = Field(0.0, ge=0, allow_inf_nan=False, description="Factor of the entropy, which is rewarded.")
-    importance: Literal["token", "sequence"] = Field("token", description="Of what the ratio is taken.")
-    normalize: Normalize = Field("sequence", description="What the sum is divided by.")
-    max_tokens: int | None = Field(None, ge=1, description="What a sequence's sum is divided by where constant.")
-    packed: bool = Field(False, description="Sequences are documents of rows.")
-    correction: Correction | None = Field(None, description="For rollouts of another engine; null: none.")
-    correction_min: float | None = Field(None, ge=0, allow_inf_nan=False, description="Lowest correction; null: none.")
-    correction_max: float | None = Field(3.0, gt=0, allow_inf_nan=False, description="Highest one; null: none.")
-    log_entropy: bool = Field(False, description="Sum the entropy also where it does not take part.")
+    beta: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="Factor of the KL divergence from a reference."
+    )
+    entropy: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="Factor of the entropy, which is rewarded."
+    )
+    importance: Literal["token", "sequence"] = Field(default="token", description="Of what the ratio is taken.")
+    normalize: Normalize = Field(default="sequence", description="What the sum is divided by.")
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="What a sequence's sum is divided by where constant."
+    )
+    packed: bool = Field(default=False, description="Sequences are documents of rows.")
+    correction: Correction | None = Field(default=None, description="For rollouts of another engine; null: none.")
+    correction_min: float | None = Field(
+        default=None, ge=0, allow_inf_nan=False, description="Lowest correction; null: none."
+    )
+    correction_max: float | None = Field(default=3.0, gt=0, allow_inf_nan=False, description="Highest one; null: none.")
+    log_entropy: bool = Field(default=False, description="Sum the entropy also where it does not take part.")
 
     @model_validator(mode="after")
     def _check_combinations(self) -> PolicyOptions:

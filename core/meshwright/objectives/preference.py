@@ -64,14 +64,17 @@ class DPO(SequenceObjective):
         "apo_zero",
         "apo_down",
         "sigmoid_norm",
-    ] = Field("sigmoid", description="What is made of a pair.")
-    beta: float = Field(0.1, gt=0, allow_inf_nan=False, description=BETA)
+    ] = Field(default="sigmoid", description="What is made of a pair.")
+    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False, description=BETA)
     label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="How often a label is wrong; for sigmoid, robust and exo_pair."
+        default=0.0, ge=0, lt=0.5, description="How often a label is wrong; for sigmoid, robust and exo_pair."
     )
-    reference_free: bool = Field(False, description="Compare with nothing; the column is not needed.")
+    reference_free: bool = Field(default=False, description="Compare with nothing; the column is not needed.")
     rpo_alpha: float = Field(
-        0.0, ge=0, allow_inf_nan=False, description="Factor of the chosen answer's mean negative log-probability."
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Factor of the chosen answer's mean negative log-probability.",
     )
 
     @model_validator(mode="after")
@@ -127,10 +130,10 @@ class KTO(SequenceObjective):
 
     name: ClassVar[str] = "kto"
 
-    loss: Literal["kto", "apo_zero_unpaired"] = Field("kto", description="Whether kl takes part.")
-    beta: float = Field(0.1, gt=0, allow_inf_nan=False, description=BETA)
-    desirable_weight: float = Field(1.0, ge=0, allow_inf_nan=False, description="Of wanted answers.")
-    undesirable_weight: float = Field(1.0, ge=0, allow_inf_nan=False, description="Of others.")
+    loss: Literal["kto", "apo_zero_unpaired"] = Field(default="kto", description="Whether kl takes part.")
+    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False, description=BETA)
+    desirable_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False, description="Of wanted answers.")
+    undesirable_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False, description="Of others.")
 
     @property
     def takes(self) -> tuple[Column, ...]:
@@ -171,7 +174,7 @@ class ORPO(SequenceObjective):
     name: ClassVar[str] = "orpo"
     rows: ClassVar[int] = 2
 
-    beta: float = Field(0.1, ge=0, allow_inf_nan=False, description="Factor of the odds ratio.")
+    beta: float = Field(default=0.1, ge=0, allow_inf_nan=False, description="Factor of the odds ratio.")
 
     def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:
         from .functions import kept_pairs, lengths, log1mexp, log_sigmoid, pairs, reward_sums, sequence_log_probs, total
@@ -208,11 +211,13 @@ class SimPO(SequenceObjective):
     name: ClassVar[str] = "simpo"
     rows: ClassVar[int] = 2
 
-    beta: float = Field(2.0, gt=0, allow_inf_nan=False, description="Factor of the mean log-probabilities.")
-    gamma: float = Field(0.5, ge=0, allow_inf_nan=False, description="By how much the chosen one is to be better.")
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="How often a label is wrong.")
+    beta: float = Field(default=2.0, gt=0, allow_inf_nan=False, description="Factor of the mean log-probabilities.")
+    gamma: float = Field(
+        default=0.5, ge=0, allow_inf_nan=False, description="By how much the chosen one is to be better."
+    )
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="How often a label is wrong.")
     sft_weight: float = Field(
-        0.0, ge=0, allow_inf_nan=False, description="Factor of the chosen answer's cross entropy."
+        default=0.0, ge=0, allow_inf_nan=False, description="Factor of the chosen answer's cross entropy."
     )
 
     def __call__(self, tokens: Tokens, batch: Columns) -> tuple[Tensor, Sums]:

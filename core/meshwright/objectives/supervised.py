@@ -36,11 +36,15 @@ class CrossEntropy(Objective):
 
     name: ClassVar[str] = "cross_entropy"
 
-    label_smoothing: float = Field(0.0, ge=0, le=1, description="Part of the target that all tokens share evenly.")
-    z_loss: float = Field(
-        0.0, ge=0, allow_inf_nan=False, description="Factor of the squared logsumexp; 1e-4 in the paper."
+    label_smoothing: float = Field(
+        default=0.0, ge=0, le=1, description="Part of the target that all tokens share evenly."
     )
-    sums: list[Literal["correct", "entropy"]] = Field([], description="What else is summed; each costs a little.")
+    z_loss: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="Factor of the squared logsumexp; 1e-4 in the paper."
+    )
+    sums: list[Literal["correct", "entropy"]] = Field(
+        default=[], description="What else is summed; each costs a little."
+    )
 
     @property
     def takes(self) -> tuple[Column, ...]:
@@ -87,7 +91,7 @@ class Unlikelihood(Objective):
 
     name: ClassVar[str] = "unlikelihood"
 
-    alpha: float = Field(1.0, ge=0, allow_inf_nan=False, description="Factor of the second term.")
+    alpha: float = Field(default=1.0, ge=0, allow_inf_nan=False, description="Factor of the second term.")
 
     @property
     def takes(self) -> tuple[Column, ...]:
@@ -129,12 +133,14 @@ class Distill(Objective):
 
     name: ClassVar[str] = "distill"
 
-    beta: float = Field(0.0, ge=0, le=1, description="0: forward KL; 1: reverse KL; between: Jensen-Shannon.")
+    beta: float = Field(default=0.0, ge=0, le=1, description="0: forward KL; 1: reverse KL; between: Jensen-Shannon.")
     rest: Literal["entry", "renormalize"] = Field(
-        "entry", description="What the mass outside of the teacher's entries is: one entry, or nothing."
+        default="entry", description="What the mass outside of the teacher's entries is: one entry, or nothing."
     )
-    temperature: float = Field(1.0, gt=0, allow_inf_nan=False, description="Of both; other than 1 with renormalize.")
-    weight: float = Field(1.0, ge=0, le=1, description="Of the divergence; 1 - weight is the cross entropy's.")
+    temperature: float = Field(
+        default=1.0, gt=0, allow_inf_nan=False, description="Of both; other than 1 with renormalize."
+    )
+    weight: float = Field(default=1.0, ge=0, le=1, description="Of the divergence; 1 - weight is the cross entropy's.")
 
     @model_validator(mode="after")
     def _check_temperature(self) -> Distill:

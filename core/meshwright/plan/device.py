@@ -68,7 +68,7 @@ class Device(FrozenModel):
     attention_efficiency: Part = Field(description="The part that fused attention reaches in forward.")
     attention_backward_efficiency: Part = Field(description="Likewise in backward.")
     spread: float = Field(
-        0.0,
+        default=0.0,
         ge=0,
         lt=1,
         description="By what part the slowest of eight devices computes less than the fastest. All wait for it.",
@@ -77,9 +77,11 @@ class Device(FrozenModel):
     cpu_s: Positive = Field(description="What the host takes to issue an operator.")
     workspace_bytes: int = Field(ge=0, description="Memory that libraries hold, through torch's allocator.")
     context_bytes: int = Field(
-        2 << 30, ge=0, description="Memory that others hold: the driver's context, kernels, buffers of communication."
+        default=2 << 30,
+        ge=0,
+        description="Memory that others hold: the driver's context, kernels, buffers of communication.",
     )
-    known_as: Sequence[str] = Field((), description="What drivers call it.")
+    known_as: Sequence[str] = Field(default=(), description="What drivers call it.")
     is_host: bool = Field(
         default=False,
         description="Whether it is the host itself, which issues nothing while it computes, and whose allocator keeps "

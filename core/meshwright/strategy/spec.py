@@ -25,13 +25,13 @@ class StrategyConfig(FrozenModel):
     """Base for strategy configs: frozen, unknown fields refused. Third parties may use any pydantic model."""
 
     reduce_dtype: Literal["float32", "float64"] | None = Field(
-        None,
+        default=None,
         description="Dtype in which gradients are accumulated over microbatches and summed over ranks; null: the "
         "gradients' own. float64 under float32 gradients makes the sum independent of its order, so that every "
         "strategy and world size prints the same losses.",
     )
     loss_chunk_rows: int | None = Field(
-        None,
+        default=None,
         ge=0,
         description="Compute the loss for so many positions of a microbatch at a time, so that logits are held for "
         "these alone. null: half as many as a position has hidden features, at least 512, where logits are large. 0: "

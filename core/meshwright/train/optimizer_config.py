@@ -32,22 +32,23 @@ _OF_THE_REST = "null: as at the top level."
 class OptimizerGroup(FrozenModel):
     """Parameters that are stepped otherwise than the rest."""
 
-    match: list[str] | None = Field(None, description="Shell patterns of parameter names; null: all names.")
+    match: list[str] | None = Field(default=None, description="Shell patterns of parameter names; null: all names.")
     matrices: bool = Field(
-        False, description="Only weights of two dims within the model's blocks: no embedding, no head, no expert stack."
+        default=False,
+        description="Only weights of two dims within the model's blocks: no embedding, no head, no expert stack.",
     )
     name: OptimizerName | None = Field(
-        None, description=f"Class name in torch.optim, or an import path; {_OF_THE_REST}"
+        default=None, description=f"Class name in torch.optim, or an import path; {_OF_THE_REST}"
     )
-    lr: FinitePositive | None = Field(None, description=f"Peak learning rate; {_OF_THE_REST}")
+    lr: FinitePositive | None = Field(default=None, description=f"Peak learning rate; {_OF_THE_REST}")
     weight_decay: float | None = Field(
-        None,
+        default=None,
         ge=0,
         allow_inf_nan=False,
         description="Decay of all parameters of the group; null: that of the top level, with its no_decay.",
     )
     options: dict[str, Any] = Field(
-        {}, description="Further arguments, beside those of the top level unless `name` is another optimizer."
+        default={}, description="Further arguments, beside those of the top level unless `name` is another optimizer."
     )
 
     @model_validator(mode="after")
@@ -63,30 +64,38 @@ class OptimizerConfig(FrozenModel):
     """Any optimizer of torch.optim, or of your own, or several of them."""
 
     name: OptimizerName = Field(
-        "AdamW", description="Class name in torch.optim, or an import path, such as my_package.Lion."
+        default="AdamW", description="Class name in torch.optim, or an import path, such as my_package.Lion."
     )
-    lr: FinitePositive = Field(1e-3, description="Peak learning rate.")
+    lr: FinitePositive = Field(default=1e-3, description="Peak learning rate.")
     weight_decay: float = Field(
-        0.0, ge=0, allow_inf_nan=False, description="Decay of the parameters that no_decay does not match."
+        default=0.0, ge=0, allow_inf_nan=False, description="Decay of the parameters that no_decay does not match."
     )
     no_decay: list[str] = Field(
-        ["*bias", "*norm*", "*ln_*"],
+        default=["*bias", "*norm*", "*ln_*"],
         description="Shell patterns of parameter names that are not decayed.",
     )
-    options: dict[str, Any] = Field({}, description="Further arguments of the optimizer, such as betas or momentum.")
+    options: dict[str, Any] = Field(
+        default={}, description="Further arguments of the optimizer, such as betas or momentum."
+    )
     groups: list[OptimizerGroup] = Field(
-        [], description="Parameters with settings of their own: each is of the first group that it fits, if any."
+        default=[],
+        description="Parameters with settings of their own: each is of the first group that it fits, if any.",
     )
 
 
 class EMAConfig(FrozenModel):
     """An exponential moving average of the weights, kept beside them."""
 
-    decay: float = Field(0.999, ge=0, lt=1, description="What is left of the average in an update.")
-    every: Size = Field(1, description="Optimizer steps between updates.")
-    start: int = Field(0, ge=0, lt=2**31, description="The average begins with the weights after so many steps.")
-    warmup: bool = Field(
-        False, description="The decay of update n is at most (1 + n) / (10 + n), so that the first weights are left."
+    decay: float = Field(default=0.999, ge=0, lt=1, description="What is left of the average in an update.")
+    every: Size = Field(default=1, description="Optimizer steps between updates.")
+    start: int = Field(
+        default=0, ge=0, lt=2**31, description="The average begins with the weights after so many steps."
     )
-    evaluate: bool = Field(True, description="Evaluate the averaged weights, too, on each set: as NAME_ema.")
-    export: bool = Field(True, description="Write the averaged model beside the model, in output_dir/model-ema.")
+    warmup: bool = Field(
+        default=False,
+        description="The decay of update n is at most (1 + n) / (10 + n), so that the first weights are left.",
+    )
+    evaluate: bool = Field(default=True, description="Evaluate the averaged weights, too, on each set: as NAME_ema.")
+    export: bool = Field(
+        default=True, description="Write the averaged model beside the model, in output_dir/model-ema."
+    )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from meshwright.base.errors import StrategyError, nearest
+from meshwright.files.deprecation import warn_deprecated
 from meshwright.model.activation_options import ActivationCheckpointing
 from meshwright.strategy.spec import StrategyConfig
 
@@ -62,80 +62,85 @@ _EXCLUDE = {
 class DistributedDataParallelConfig(StrategyConfig):
     """Options of the bucketed engine: the fields and defaults of Megatron-Core's class of this name."""
 
-    grad_reduce_in_fp32: bool = Field(False, description="Accumulate and reduce gradients in float32.")
+    grad_reduce_in_fp32: bool = Field(default=False, description="Accumulate and reduce gradients in float32.")
     overlap_grad_reduce: bool = Field(
-        False, description="Reduce a bucket of gradients as soon as backward has yielded them."
+        default=False, description="Reduce a bucket of gradients as soon as backward has yielded them."
     )
     overlap_param_gather: bool = Field(
-        False,
+        default=False,
         description="With the distributed optimizer: gather updated parameters during the next forward, not after the "
         "step. Needs overlap_grad_reduce.",
     )
     align_param_gather: bool = Field(
-        False,
+        default=False,
         description="Start all overlapped gathers together when a step begins, on all stages of a pipeline at once, "
         "instead of each after the one before it, on a stage that has got its first microbatch.",
     )
     use_distributed_optimizer: bool = Field(
-        False, description="Each rank holds and steps its share of the optimizer's state (ZeRO stage 1)."
+        default=False, description="Each rank holds and steps its share of the optimizer's state (ZeRO stage 1)."
     )
     num_distributed_optimizer_instances: int = Field(
-        1,
+        default=1,
         ge=1,
         description="Copies of the distributed optimizer's state, each over as many of the ranks. With "
         "use_megatron_fsdp: its ranks along dp_replicate.",
     )
     check_for_nan_in_grad: bool = Field(
-        False, description="Stop all ranks where a gradient is NaN or Inf, before it is reduced; names the parameter."
+        default=False,
+        description="Stop all ranks where a gradient is NaN or Inf, before it is reduced; names the parameter.",
     )
     check_for_large_grads: bool = Field(
-        False, description="Warn of gradients ten times as large as any of the first hundred."
+        default=False, description="Warn of gradients ten times as large as any of the first hundred."
     )
     bucket_size: int | None = Field(
-        None,
+        default=None,
         ge=1,
         description="Elements after which a bucket of gradients ends, with overlap_grad_reduce. "
         "null: 40,000,000, or 1,000,000 for each rank where that is more.",
     )
     num_buckets: int | None = Field(
-        None, ge=1, description="bucket_size as a share: the elements of all parameters divided by this."
+        default=None, ge=1, description="bucket_size as a share: the elements of all parameters divided by this."
     )
     pad_buckets_for_high_nccl_busbw: bool = Field(
-        False, description="With the distributed optimizer: pad buckets to multiples of 2^16 elements."
+        default=False, description="With the distributed optimizer: pad buckets to multiples of 2^16 elements."
     )
     reduce_scatter_with_fp32_accumulation: bool = Field(
-        False, description="Send gradients as they are, and sum them in float32 where they arrive."
+        default=False, description="Send gradients as they are, and sum them in float32 where they arrive."
     )
     average_in_collective: bool = Field(
-        False,
+        default=False,
         description="Let the collective average. The gradients stay sums: what it divides by is multiplied in before.",
     )
     param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = Field(
-        (),
+        default=(),
         strict=False,  # a list will do, which is all that YAML knows
         description="Shell patterns of parameter names, or 'all': their gradients add up over microbatches in float32 "
         "before they are rounded to what is reduced.",
     )
-    fp8_param_gather: bool = Field(False, description="Refused: needs Transformer Engine.")
-    reuse_grad_buf_for_mxfp8_param_ag: bool = Field(False, description="Refused: needs Transformer Engine.")
-    use_megatron_fsdp: bool = Field(False, description="Hand over to the strategy megatron_fsdp.")
-    use_custom_fsdp: bool = Field(False, description="Old name of use_megatron_fsdp, with a warning.")
-    data_parallel_sharding_strategy: Sharding = Field("no_shard", description="With use_megatron_fsdp: what it shards.")
-    gradient_reduce_div_fusion: bool = Field(
-        True, description="With use_megatron_fsdp: divide gradients within their reduction, not before it."
+    fp8_param_gather: bool = Field(default=False, description="Refused: needs Transformer Engine.")
+    reuse_grad_buf_for_mxfp8_param_ag: bool = Field(default=False, description="Refused: needs Transformer Engine.")
+    use_megatron_fsdp: bool = Field(default=False, description="Hand over to the strategy megatron_fsdp.")
+    use_custom_fsdp: bool = Field(default=False, description="Old name of use_megatron_fsdp, with a warning.")
+    data_parallel_sharding_strategy: Sharding = Field(
+        default="no_shard", description="With use_megatron_fsdp: what it shards."
     )
-    suggested_communication_unit_size: int | None = Field(None, ge=1, description="With use_megatron_fsdp only.")
-    preserve_fp32_weights: bool = Field(True, description="With use_megatron_fsdp only.")
-    keep_fp8_transpose_cache: bool = Field(False, description="With use_megatron_fsdp only.")
-    nccl_ub: bool = Field(False, description="Refused without use_megatron_fsdp: needs Megatron's allocator.")
-    fsdp_double_buffer: bool = Field(False, description="With use_megatron_fsdp only.")
+    gradient_reduce_div_fusion: bool = Field(
+        default=True, description="With use_megatron_fsdp: divide gradients within their reduction, not before it."
+    )
+    suggested_communication_unit_size: int | None = Field(
+        default=None, ge=1, description="With use_megatron_fsdp only."
+    )
+    preserve_fp32_weights: bool = Field(default=True, description="With use_megatron_fsdp only.")
+    keep_fp8_transpose_cache: bool = Field(default=False, description="With use_megatron_fsdp only.")
+    nccl_ub: bool = Field(default=False, description="Refused without use_megatron_fsdp: needs Megatron's allocator.")
+    fsdp_double_buffer: bool = Field(default=False, description="With use_megatron_fsdp only.")
     outer_dp_sharding_strategy: Sharding = Field(
-        "no_shard",
+        default="no_shard",
         description="With use_megatron_fsdp: what is sharded over num_distributed_optimizer_instances, too: optim.",
     )
-    disable_symmetric_registration: bool = Field(False, description="Refused without use_megatron_fsdp.")
+    disable_symmetric_registration: bool = Field(default=False, description="Refused without use_megatron_fsdp.")
     delay_wgrad_compute: bool = Field(
-        False,
+        default=False,
         description="Compute gradients of the weights of linear layers after the backward of a microbatch, which then "
         "waits for less; their inputs stay in memory until then.",
     )
@@ -181,11 +186,7 @@ class DistributedDataParallelConfig(StrategyConfig):
             ValueError: names them; pydantic makes a finding of it.
         """
         if self.use_custom_fsdp:
-            warnings.warn(
-                "use_custom_fsdp is the old name of use_megatron_fsdp and will go away. Set use_megatron_fsdp=true.",
-                DeprecationWarning,
-                stacklevel=2,
-            )
+            warn_deprecated("use_custom_fsdp", since="0.1.0", removed_in="1.0.0", instead="Set use_megatron_fsdp=true.")
         changed = self.changed
         if self.hands_over:
             return
@@ -220,36 +221,39 @@ class DDPConfig(DistributedDataParallelConfig):
     """Options of `ddp`: which engine, its own options, and what holds for both."""
 
     engine: Literal["torch", "bucketed"] = Field(
-        "torch",
+        default="torch",
         description="torch: DistributedDataParallel of PyTorch. bucketed: our own, after Megatron-Core's, with the "
         "distributed optimizer.",
     )
     activation_checkpointing: ActivationCheckpointing = Field(
-        False,
+        default=False,
         description="Compute the activations of each block again in backward: true or full: all; selective: all but "
         "every second matrix product and attention. {budget_gb: X}: what X GB do not hold. "
         "{offload: cpu}: nothing; activations lie in host memory until then.",
     )
     backend: str = Field(
-        "nccl",
+        default="nccl",
         description="Backend of the process group for the mesh's device, which is checked. nccl means what the device "
         "uses: nccl on CUDA, gloo on a CPU.",
     )
-    bucket_cap_mb: int = Field(25, ge=1, description="Size of a gradient bucket [MiB].")
-    gradient_as_bucket_view: bool = Field(False, description="Let gradients be views of the buckets: one copy less.")
+    bucket_cap_mb: int = Field(default=25, ge=1, description="Size of a gradient bucket [MiB].")
+    gradient_as_bucket_view: bool = Field(
+        default=False, description="Let gradients be views of the buckets: one copy less."
+    )
     find_unused_parameters: bool = Field(
-        False, description="Needed where a step leaves out some trainable parameters; costs a walk of the graph."
+        default=False,
+        description="Needed where a step leaves out some trainable parameters; costs a walk of the graph.",
     )
     static_graph: bool = Field(
-        False,
+        default=False,
         description="Promise that every step uses the same parameters in the same way; unused ones are "
         "allowed, several microbatches in a step are not.",
     )
     broadcast_buffers: bool = Field(
-        True, description="Give all ranks the first one's buffers (running statistics) before each forward."
+        default=True, description="Give all ranks the first one's buffers (running statistics) before each forward."
     )
     comm_hook: str | None = Field(
-        None,
+        default=None,
         description="Compress gradients before they travel: fp16_compress, bf16_compress or power_sgd. All round.",
         json_schema_extra={"anyOf": [{"enum": list(COMM_HOOKS)}, {"type": "null"}]},
     )

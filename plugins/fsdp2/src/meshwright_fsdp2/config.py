@@ -47,83 +47,83 @@ class FSDP2Config(StrategyConfig):
     """Options of `fsdp2`; the sizes of the mesh are not among them."""
 
     sequence_parallel: bool = Field(
-        False,
+        default=False,
         description="With tensor parallelism: split norms and the residual stream along the sequence, too.",
     )
     tp_plan: dict[str, Any] | str | None = Field(
-        None,
+        default=None,
         description="Tensor-parallel plan, by module name; or the import path of one, or of a function that makes it. "
         "null: the model's own, or one that is derived from its structure.",
     )
     cp_attention: Literal["allgather", "ulysses"] = Field(
-        "allgather",
+        default="allgather",
         description="With context parallelism: how attention sees all positions. allgather: keys and values are "
         "gathered. ulysses: positions are exchanged for heads, whose number cp_size must divide.",
     )
     patch_is_packed_sequence: bool = Field(
-        False,
+        default=False,
         description="Wherever the model trains, answer transformers' check for packed sequences with false, which "
         "saves a synchronization with the GPU in every attention layer; packed data is refused then.",
     )
     # One more than all strategies have.
     reduce_dtype: Literal["bfloat16", "float32", "float64"] | None = Field(  # type: ignore[assignment]
-        None,
+        default=None,
         description="Dtype in which gradients are accumulated over microbatches and summed over ranks; null: the "
         "gradients' own. bfloat16: they travel in it, rounded once, and are accumulated and summed in float32. float64 "
         "under float32 gradients makes the sum independent of its order, so that every strategy and world size prints "
         "the same losses.",
     )
     mp_policy: Annotated[Any, WithJsonSchema(_policy_schema("MixedPrecisionPolicy"))] = Field(
-        None,
+        default=None,
         description="Mixed precision: torch's MixedPrecisionPolicy, or a mapping of its param_dtype, reduce_dtype, "
         "output_dtype (of the whole model) and cast_forward_inputs, with or without `_target_`.",
     )
     offload_policy: Annotated[Any, WithJsonSchema(_policy_schema("CPUOffloadPolicy"))] = Field(
-        None,
+        default=None,
         description="Keep shards, gradients and optimizer state in CPU memory: torch's CPUOffloadPolicy, or a mapping "
         "of its pin_memory, with or without `_target_`. On a CPU only with pin_memory=false.",
     )
     autocast_dtype: Literal["bfloat16"] | None = Field(
-        None,
+        default=None,
         description="Run the forward under torch.autocast with this dtype. With output_dtype float32 in mp_policy, or "
         "float32 parameters, the residual stream stays float32.",
     )
     activation_checkpointing: ActivationCheckpointing = Field(
-        False,
+        default=False,
         description="Compute the activations of each block again in backward: true or full: all; selective: all but "
         "every second matrix product, attention and communication. {budget_gb: X}: what X GB do not hold. "
         "{offload: cpu}: nothing; activations lie in host memory until then.",
     )
     defer_fsdp_grad_sync: bool | Literal["reduce_scatter"] = Field(
-        True,
+        default=True,
         description="Reduce gradients on the last microbatch of a step only, at the price of holding whole gradients "
         "between microbatches. false: reduce on each, holding shards. reduce_scatter: on each over dp_shard, holding "
         "shards, and on the last only over dp_replicate.",
     )
     backend: str = Field(
-        "nccl",
+        default="nccl",
         description="Backend of the process group for the mesh's device, which is checked. nccl means what the device "
         "uses: nccl on CUDA, gloo on a CPU.",
     )
     enable_async_tensor_parallel: Annotated[bool, ROUNDS_ANEW] = Field(
-        False,
+        default=False,
         description="Overlap communication of tensor parallelism with its matrix products. CUDA only; sets "
         "sequence_parallel and enable_compile, with a warning where they are false.",
     )
     enable_compile: Annotated[bool, ROUNDS_ANEW] = Field(
-        False,
+        default=False,
         description="Compile each block with torch.compile; with ep_size above 1 in parts, around its experts, and "
         "not with activation_checkpointing.",
     )
     enable_fsdp2_prefetch: bool = Field(
-        False,
+        default=False,
         description="Gather the next units explicitly ahead of their use, as many as the two depths say. false: one "
         "ahead in backward, and in forward as the GPU's queue goes.",
     )
-    fsdp2_backward_prefetch_depth: int = Field(2, ge=1, description="Units to gather ahead in backward.")
-    fsdp2_forward_prefetch_depth: int = Field(1, ge=1, description="Units to gather ahead in forward.")
+    fsdp2_backward_prefetch_depth: int = Field(default=2, ge=1, description="Units to gather ahead in backward.")
+    fsdp2_forward_prefetch_depth: int = Field(default=1, ge=1, description="Units to gather ahead in forward.")
     reshard_after_forward: bool | int | None = Field(
-        None,
+        default=None,
         description="Free a block's gathered parameters after its forward and gather them again for backward. "
         "null: all blocks but the last of each stack, whose backward comes first. A number: keep them on groups of so "
         "many ranks, from which backward gathers.",

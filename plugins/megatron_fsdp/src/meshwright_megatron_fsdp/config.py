@@ -39,118 +39,122 @@ class MegatronFSDPConfig(StrategyConfig):
     """Options of `megatron_fsdp`; the sizes of the mesh are not among them."""
 
     sequence_parallel: bool = Field(
-        False,
+        default=False,
         description="With tensor parallelism: split norms and the residual stream along the sequence, too.",
     )
     tp_plan: dict[str, Any] | str | None = Field(
-        None,
+        default=None,
         description="Tensor-parallel plan, by module name; or the import path of one, or of a function that makes it. "
         "null: the model's own, or one that is derived from its structure.",
     )
     cp_attention: Literal["allgather", "ulysses"] = Field(
-        "allgather",
+        default="allgather",
         description="With context parallelism: how attention sees all positions. allgather: keys and values are "
         "gathered. ulysses: positions are exchanged for heads, whose number cp_size must divide.",
     )
     megatron_fsdp_unit_modules: list[str] | None = Field(
-        None,
+        default=None,
         description="Classes whose modules are gathered and reduced as one unit each, by name or full path; "
         "null: the blocks of the model.",
     )
     zero_dp_strategy: Literal[0, 1, 2, 3] = Field(
-        3, description="What is sharded: 0: nothing, 1: optimizer state, 2: gradients too, 3: parameters too."
+        default=3, description="What is sharded: 0: nothing, 1: optimizer state, 2: gradients too, 3: parameters too."
     )
     init_fsdp_with_meta_device: bool = Field(
-        False,
+        default=False,
         description="Refuse a model that is not on the meta device, so that no rank ever holds it whole; false: take "
         "both.",
     )
     grad_reduce_in_fp32: bool = Field(
-        False, description="Accumulate and sum gradients in float32 at least; false: in the parameters' dtype."
+        default=False, description="Accumulate and sum gradients in float32 at least; false: in the parameters' dtype."
     )
     preserve_fp32_weights: bool = Field(
-        False,
+        default=False,
         description="The optimizer trains a copy of the weights in float32 at least; false: the weights themselves.",
     )
     overlap_grad_reduce: bool = Field(
-        True,
+        default=True,
         description="Reduce gradients during backward. false: after the last one of a step; ZeRO 0 and 1 only.",
     )
     overlap_param_gather: bool = Field(
-        True,
+        default=True,
         description="Gather parameters during forward. false: all of them after each step; ZeRO 1 and 2 only.",
     )
     check_for_nan_in_grad: bool = Field(
-        True, description="Refuse a step whose summed gradients hold a NaN or infinity, on all ranks."
+        default=True, description="Refuse a step whose summed gradients hold a NaN or infinity, on all ranks."
     )
     average_in_collective: bool = Field(
-        False,
+        default=False,
         description="Let collectives average gradients, which are multiplied back afterwards: guards half precision "
         "against overflow in large sums.",
     )
     disable_bucketing: bool = Field(
-        False, description="One bucket for all that is in no unit, instead of several of about 40 million elements."
+        default=False,
+        description="One bucket for all that is in no unit, instead of several of about 40 million elements.",
     )
     calculate_per_token_loss: bool = Field(
-        False,
+        default=False,
         description="Nothing hangs on it: the loss is per token of the global batch and gradients are summed under "
         "every strategy.",
     )
     keep_fp8_transpose_cache: bool = Field(
-        False, description="For float8 parameters of TransformerEngine, which are not supported: true is refused."
+        default=False,
+        description="For float8 parameters of TransformerEngine, which are not supported: true is refused.",
     )
     nccl_ub: bool = Field(
-        False, description="Register buffers with NCCL. CUDA only, with an allocator of apex or Megatron-Core."
+        default=False, description="Register buffers with NCCL. CUDA only, with an allocator of apex or Megatron-Core."
     )
     fsdp_double_buffer: bool = Field(
-        False, description="Gather and reduce units in two buffers that stay allocated. Needs equal units."
+        default=False, description="Gather and reduce units in two buffers that stay allocated. Needs equal units."
     )
     activation_checkpointing: ActivationCheckpointing = Field(
-        False,
+        default=False,
         description="Compute the activations of each block again in backward: true or full: all; selective: all but "
         "every second matrix product, attention and communication. {budget_gb: X}: what X GB do not hold. "
         "{offload: cpu}: nothing; activations lie in host memory until then.",
     )
     backend: str = Field(
-        "nccl",
+        default="nccl",
         description="Backend of the process group for the mesh's device, which is checked. nccl means what the device "
         "uses: nccl on CUDA, gloo on a CPU.",
     )
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = Field(
-        None,
+        default=None,
         description="zero_dp_strategy by Megatron-Core's name, which goes before its default; null: what "
         "zero_dp_strategy says.",
     )
     outer_dp_sharding_strategy: Literal[0, 1, "no_shard", "optim"] = Field(
-        0, description="Over dp_replicate: 0 or no_shard: copies. 1 or optim: optimizer state is sharded; ZeRO 3 only."
+        default=0,
+        description="Over dp_replicate: 0 or no_shard: copies. 1 or optim: optimizer state is sharded; ZeRO 3 only.",
     )
     gradient_reduce_div_fusion: bool = Field(
-        True,
+        default=True,
         description="Divide gradients within their reduction, not before it. Gradients are sums here, which nothing "
         "divides, so both give the same.",
     )
     suggested_communication_unit_size: int | None = Field(
-        None,
+        default=None,
         ge=1,
         description="Elements up to which gradients wait for their reduction, and half of which are gathered ahead; "
         "null: 1e9.",
     )
     report_nan_in_param_grad: bool = Field(
-        False,
+        default=False,
         description="Look at each parameter's gradient on each rank before it is reduced, and tell the names of those "
         "that hold a NaN or infinity. Slow.",
     )
     disable_symmetric_registration: bool = Field(
-        False, description="With nccl_ub: register buffers without symmetric windows."
+        default=False, description="With nccl_ub: register buffers without symmetric windows."
     )
     main_params_dtype: Dtype | None = Field(
-        None, description="Dtype of the weights that the optimizer trains; null: what preserve_fp32_weights says."
+        default=None,
+        description="Dtype of the weights that the optimizer trains; null: what preserve_fp32_weights says.",
     )
     main_grads_dtype: Dtype | None = Field(
-        None, description="Dtype in which gradients are accumulated; null: what grad_reduce_in_fp32 says."
+        default=None, description="Dtype in which gradients are accumulated; null: what grad_reduce_in_fp32 says."
     )
     grad_comm_dtype: Dtype | None = Field(
-        None, description="Dtype in which gradients are sent; null: the one in which they are accumulated."
+        default=None, description="Dtype in which gradients are sent; null: the one in which they are accumulated."
     )
 
     @classmethod

@@ -29,66 +29,68 @@ class PipelineConfig(FrozenModel):
     """Options of `pipeline`; the sizes of the mesh are not among them, nor are the inner strategy's options."""
 
     pp_schedule: str | None = Field(
-        "1f1b",
+        default="1f1b",
         description="GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV, in "
         "any case, with or without separators. Its default or null with pp_schedule_csv.",
         examples=[*SCHEDULES],
     )
     pp_schedule_csv: str | None = Field(
-        None,
+        default=None,
         description="A file with a schedule of your own: a row for each rank, a cell for each action, such as 0F0 "
         "(stage 0, forward, microbatch 0), 1B0, or 1I0 and 1W0 for a backward in two parts; empty cells are pauses.",
     )
-    pp_microbatch_size: int = Field(1, ge=1, description="Sequences in each microbatch of the pipeline.")
+    pp_microbatch_size: int = Field(default=1, ge=1, description="Sequences in each microbatch of the pipeline.")
     pp_batch_size: int = Field(
-        1,
+        default=1,
         ge=1,
         description="Sequences of one run of the schedule on each data-parallel rank; a step with more makes several "
         "runs. 1: all sequences of a step in one run.",
     )
     layers_per_stage: int | None = Field(
-        None,
+        default=None,
         ge=1,
         description="At most so many blocks in a stage, divided evenly by number: their number over it, rounded up, "
         "is the number of stages. null: one stage on a rank, or two for schedules that need them, balanced by cost.",
     )
     round_virtual_stages_to_pp_multiple: Literal["up", "down"] | None = Field(
-        None,
+        default=None,
         description="Where layers_per_stage gives a number of stages that is no multiple of pp_size: take the next "
         "multiple, up or down. null: an error.",
     )
     module_fqns_per_model_part: list[list[str]] | None = Field(
-        None,
+        default=None,
         description="The modules of each stage, by name, in the model's order. Each module with parameters once.",
     )
     patch_inner_model: bool = Field(
-        True,
+        default=True,
         description="Give the inner model's stages a boundary that takes and sends hidden states. false: the module "
         "that is given must be a stage already.",
     )
     patch_causal_lm_model: bool = Field(
-        True,
+        default=True,
         description="The same for the causal-LM model around it, whose head is on the last stage. false: the module "
         "that is given must be a stage already.",
     )
     patch_stage_backward_maybe_with_nosync: bool = Field(
-        False,
+        default=False,
         description="Gradients must be reduced over data-parallel ranks once per step, after the last backward of a "
         "stage, as is the default; true: an error where the inner strategy's options say otherwise.",
     )
     dtype: Annotated[
         Any, WithJsonSchema({"anyOf": [{"enum": [*DTYPES, *(f"torch.{each}" for each in DTYPES)]}, {"type": "null"}]})
-    ] = Field(None, description="Dtype in which hidden states cross a boundary; null: the model's own.")
+    ] = Field(default=None, description="Dtype in which hidden states cross a boundary; null: the model's own.")
     scale_grads_in_schedule: bool = Field(
-        False, description="Divide the gradients by the number of microbatches once the schedule has run."
+        default=False, description="Divide the gradients by the number of microbatches once the schedule has run."
     )
     loss_fn: Annotated[Any, WithJsonSchema({"type": ["string", "null"]})] = Field(
-        None,
+        default=None,
         description="Called with logits and labels on the last stage; a callable, or the import path of one. null: "
         "the sum over unmasked tokens, by their number in the global batch.",
     )
     pp_seq_len: int | None = Field(
-        None, ge=1, description="Tokens of each sequence; others are refused. null: any, and it may change by the step."
+        default=None,
+        ge=1,
+        description="Tokens of each sequence; others are refused. null: any, and it may change by the step.",
     )
 
     @classmethod

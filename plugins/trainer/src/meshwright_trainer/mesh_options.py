@@ -19,9 +19,11 @@ from meshwright.train.run_file import load_run
 class MeshOptions(FrozenModel):
     """The keys of a run file that say how a model is laid out."""
 
-    strategy: str = Field("fsdp2", description="Name of a strategy.")
-    strategy_config: dict[str, Any] = Field({}, description="Its options.")
-    wrapper_config: dict[str, dict[str, Any]] = Field({}, description="Options of wrapping strategies, by name.")
+    strategy: str = Field(default="fsdp2", description="Name of a strategy.")
+    strategy_config: dict[str, Any] = Field(default={}, description="Its options.")
+    wrapper_config: dict[str, dict[str, Any]] = Field(
+        default={}, description="Options of wrapping strategies, by name."
+    )
     sizes: MeshSizes = MeshSizes()
 
 
