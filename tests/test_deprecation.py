@@ -56,7 +56,7 @@ def is_due(call: dict[str, str], version: str) -> bool:
 
 def test_what_is_due_has_gone() -> None:
     calls = [call for path in SOURCES for call in deprecations(path.read_text(encoding="utf-8"))]
-    assert len(calls) >= 2
+    assert calls
     assert not [call for call in calls if is_due(call, meshwright.__version__)]
     # A minor version at the least lies between the first warning and the end.
     assert all(Version(call["since"]).release[:2] < Version(call["removed_in"]).release[:2] for call in calls)

@@ -250,14 +250,13 @@ def train_step(
     if scheduler is not None:
         scheduler.step()
     stopwatch.end("optimizer")
-    tokens = int(num_tokens)
     return StepResult(
         step=step + 1,
         steps=loop.num_steps,
         loss=loss_value,
         grad_norm=norm_value,
         learning_rate=float(scheduled[0]),
-        num_tokens=tokens,
+        num_tokens=int(num_tokens),
         seconds=time.perf_counter() - start,
         rank=manager.mesh.rank,
         sums=dict(zip(sums, sum_values, strict=True)),
@@ -267,7 +266,7 @@ def train_step(
         norms=norms,
         memory=memory_now(manager.mesh.device),
         world_size=manager.mesh.world.size,
-        flops=None if loop.flops_per_token is None else loop.flops_per_token * tokens,
+        flops=None if loop.flops_per_token is None else loop.flops_per_token * int(num_tokens),
         peak_flops=loop.peak_flops,
     )
 

@@ -31,8 +31,8 @@ from .run_sections import (
     MetricsConfig,
     PlanConfig,
     SampleConfig,
-    ScheduleConfig,
 )
+from .run_sections import ScheduleConfig as ScheduleConfig
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from meshwright.base.errors import ConfigError, MeshError, StrategyError
 from meshwright.base.validation import validated
-from meshwright.files.deprecation import warn_deprecated
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.mesh.world import open_world
@@ -107,17 +106,11 @@ def nvfsdp_strategy_parallelize(
     tp_mesh_name: str = "tensor_parallel",
     **options: Any,
 ) -> tuple[nn.Module, Optimizer | None]:
-    """`megatron_fsdp_strategy_parallelize` under its older name, with the arguments in the reference's order; it warns.
+    """`megatron_fsdp_strategy_parallelize` under its older name, with the arguments in the reference's order.
 
     What each does is said there, and of options in MegatronFSDPConfig; so are the errors raised.
     """
     arguments = locals()
-    warn_deprecated(
-        "nvfsdp_strategy_parallelize",
-        since="0.1.0",
-        removed_in="1.0.0",
-        instead="Call megatron_fsdp_strategy_parallelize, which takes the same arguments in the same order.",
-    )
     return megatron_fsdp_strategy_parallelize(**arguments.pop("options"), **arguments)
 
 
