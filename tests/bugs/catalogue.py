@@ -4308,7 +4308,7 @@ _bug(
     "meshwright.watch.server",
     "        return name in names\n",
     "        return bool(name)\n",
-    f"{_WATCH}::test_another_name_for_this_machine_is_refused",
+    f"{_WATCH}::test_another_name_for_this_machine_is_refused[evil.example]",
     kind="a check that lets all pass",
 )
 
