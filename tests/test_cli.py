@@ -297,17 +297,22 @@ def test_a_run_leaves_metrics_curve_model_and_summary(name, trained):
     assert {path.name for path in directory.iterdir()} == {
         ".lock",
         "metrics.jsonl",
+        "events.jsonl",
         "loss.png",
         "model",
+        "ranks",
         "summary.json",
         "run.yaml",
     }
     records = metrics(directory)
     assert [record["step"] for record in records] == [1, 2]
     names = {"step", "loss", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second", "seconds"}
+    names |= {"tokens_per_second_per_device", "time", "world_size", "times", "learning_rates", "memory", "flops"}
     assert records[0].keys() == names
     assert records[1].pop("evaluations") == {"held_out": records[1]["held_out_loss"]}
     assert records[1].keys() == names | {"held_out_loss"}
+    mappings = ("times", "learning_rates", "memory")
+    assert all(math.isfinite(value) for each in records for name in mappings for value in each.pop(name).values())
     assert all(math.isfinite(value) for record in records for value in record.values())
     assert (directory / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     for text in ("step 1/2", "step 2/2", "held-out loss", "sample\n4 is ", "meshwright strategies"):

@@ -1476,7 +1476,7 @@ _bug(
 _bug(
     "nan_is_trained_on",
     "meshwright.train.loop",
-    "if not (math.isfinite(loss_value) and math.isfinite(norm_value)):",
+    "if not (math.isfinite(loss) and math.isfinite(norm)):",
     "if False:",
     f"{_TRAIN}::test_a_loss_that_is_not_finite_stops_all_ranks_before_the_parameters_change",
     kind="a loss that is not finite reaches the parameters",
@@ -1565,7 +1565,7 @@ _bug(
 )
 _bug(
     "a_step_of_warm_up_too_many",
-    "meshwright.train.run_file",
+    "meshwright.train.run_sections",
     "math.ceil(Fraction(str(self.warmup_ratio)) * steps)",
     "math.ceil(self.warmup_ratio * steps)",
     f"{_FIT_RUN}::test_a_share_of_warm_up_is_rounded_up_as_it_is_written[0.07-100-7]",
@@ -2123,9 +2123,9 @@ _bug(
 )
 _bug(
     "norm_of_a_stage",
-    "meshwright_pipeline.manager",
-    'norm = joined_norm(norms, norm_type, self.mesh.group("pp"), self.mesh.device)',
-    "norm = torch.stack(norms).norm(norm_type)",
+    "meshwright_pipeline.state.gradient_norms",
+    'return joined_norm(norms, norm_type, mesh.group("pp"), mesh.device)',
+    "return torch.stack(norms).norm(norm_type)",
     f"{_STAGES}[1F1B]",
     kind="each stage clips by the norm of its own parameters",
 )
@@ -2139,7 +2139,7 @@ _bug(
 )
 _bug(
     "reduced_in_every_run",
-    "meshwright_pipeline.manager",
+    "meshwright_pipeline.run.all_runs",
     "is_last = start + length >= len(batches)",
     "is_last = True",
     "plugins/pipeline/tests/test_pipeline.py::test_a_schedule_that_runs_twice_in_a_step_and_is_filled_up[ddp]",
