@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import signal
 import time
@@ -302,6 +303,19 @@ def test_events_and_files_of_ranks_go_on_with_a_run_that_is_resumed(place: Place
     assert len(again) == 1
     assert again[0]["id"] != starts[0]["id"]
     assert [each["step"] for each in place.lines(str(path))] == [1, 2]
+
+
+def test_norms_by_block_are_measured_in_the_steps_that_are_asked_for(place: Place) -> None:
+    told = place.run(metrics={"norms_every": 2})
+    results = [[each for name, each in seen if name == "step"] for seen, _, _ in told]
+    assert [sorted(each.norms) != [] for each in results[0]] == [False, True, False, True]
+    for one, other in zip(*results, strict=True):
+        assert one.norms == other.norms
+        if one.norms:
+            assert {"embedding", "model.layers.0", "model.layers.1"} <= set(one.norms)
+            assert math.hypot(*one.norms.values()) == pytest.approx(one.grad_norm, rel=1e-5)
+            assert one.times["norms"] > 0
+    assert [each.get("norms", {}) for each in place.lines(METRICS)] == [each.norms for each in results[0]]
 
 
 def test_files_of_ranks_can_be_left_out(place: Place) -> None:
