@@ -69,8 +69,6 @@ REASONS: dict[str, str] = {
     "MegatronFSDPConfig.calculate_per_token_loss": _PER_TOKEN,
     "nvfsdp_strategy_parallelize.calculate_per_token_loss": _PER_TOKEN,
     "RunConfig.plan": "each of its options is tried by itself",
-    "RunConfig.metrics": "each of its options is tried by itself",
-    "RunConfig.profile": "each of its options is tried by itself",
     "RunConfig.seq_len": "it becomes data.seq_len before the file is validated, where nothing is dropped yet",
 }
 """Why an option may survive, by `Class.option`."""
