@@ -14,12 +14,14 @@ from two_devices import ACCELERATOR, CPU, MixedDevicesError, TwoDevices
 
 from meshwright import Mesh, MeshSizes, open_world, optimizer_factory, resolve
 from meshwright.strategy.contract import Batch, StrategyManager
+from meshwright.tensors.accelerator import moments_of
 from meshwright.tensors.norms import scale_to_norm, total_grad_norm
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.models import tiny_model
 from meshwright.testing.parity import build_manager
 from meshwright.train.loop import Loop, fit
+from meshwright.train.memory import memory_now
 from meshwright.train.run_file import ScheduleConfig
 from meshwright.train.schedules import build_scheduler
 
@@ -57,6 +59,16 @@ def test_the_pretended_device_is_as_strict_as_cuda() -> None:
         (weight * 3).sum().backward()
         assert weight.grad is not None
         assert weight.grad.device == ACCELERATOR
+
+
+# -- times and memory
+
+
+@pytest.mark.parametrize("device", [CPU, ACCELERATOR, torch.device("meta")], ids=str)
+def test_only_an_accelerator_is_asked_for_times_and_memory(device: torch.device) -> None:
+    # Torch raises for a device that it was built without a runtime for, and this build has none.
+    assert moments_of(device) is None
+    assert set(memory_now(device)) == {"host", "host_peak"}
 
 
 # -- norms

@@ -462,11 +462,7 @@ def test_an_unknown_tracker_ends_the_command_before_ranks_start(workplace: Path)
 @dataclass
 class _Event:
     device: list[float]
-    is_done: bool = False
-    at: float = 0.0
-
-    def record(self) -> None:
-        self.at = self.device[0]
+    at: float
 
     def query(self) -> bool:
         return self.device[1] >= self.at
@@ -478,7 +474,7 @@ class _Event:
 def test_parts_of_an_accelerator_are_told_as_soon_as_they_are_known() -> None:
     # What has been issued, and what is done, in seconds of the device.
     device = [0.0, 0.0]
-    watch = Stopwatch(torch.device("meta"), new_event=lambda _: _Event(device), clock=lambda: 0.0)
+    watch = Stopwatch(lambda: _Event(device, device[0]), clock=lambda: 0.0)
     told = []
     for forward, optimizer in ((2.0, 0.5), (3.0, 0.25)):
         watch.begin()

@@ -4120,6 +4120,14 @@ _bug(
     "tests/test_observers.py::test_parts_of_an_accelerator_are_told_as_soon_as_they_are_known",
     kind="what is reported is not what was done",
 )
+_bug(
+    "a_device_without_runtime_is_asked",
+    "meshwright.tensors.accelerator",
+    "found is not None and found.type == device.type",
+    'device.type != "cpu"',
+    "tests/test_devices.py::test_only_an_accelerator_is_asked_for_times_and_memory[ipu:0]",
+    kind="what only watches ends what it watches",
+)
 
 # -- norms by block, and FLOPs
 

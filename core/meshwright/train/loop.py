@@ -17,6 +17,7 @@ from ..mesh.mesh import Mesh
 from ..profile.marks import marked
 from ..step.agreement import count_tokens
 from ..strategy.contract import StrategyManager
+from ..tensors.accelerator import moments_of
 from .agreed import agree_on
 from .ahead import Ahead, StopsBefore
 from .batches import Passes, state_of_rank, states_of_ranks
@@ -75,7 +76,7 @@ class _Course:
         self.tokens = {name: count_tokens(each, manager.mesh, loop.objective) for name, each in self.sets.items()}
         self.ahead = _ahead(manager, loop)
         self.saved_at = loop.clock()
-        self.told, self.stopwatch = Telling(manager, loop), Stopwatch(manager.mesh.device)
+        self.told, self.stopwatch = Telling(manager, loop), Stopwatch(moments_of(manager.mesh.device))
         self.saving: dict[str, float] = {}
 
     def run(self) -> list[StepResult]:
@@ -219,7 +220,7 @@ def train_step(
         stopwatch: of the loop.
     """
     start = time.perf_counter()
-    stopwatch = stopwatch or Stopwatch(manager.mesh.device)
+    stopwatch = stopwatch or Stopwatch(moments_of(manager.mesh.device))
     stopwatch.begin()
     microbatches, num_tokens = (ahead or _ahead(manager, loop)).take(step)
     stopwatch.end("data", "forward_backward")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from ..tensors.accelerator import is_accelerator
+
 _STATM = Path("/proc/self/statm")
 _PEAK_UNIT = 1 if sys.platform == "darwin" else 1024
 """Bytes of what getrusage counts in."""
@@ -24,7 +26,7 @@ def memory_now(device: torch.device) -> dict[str, int]:
         found["host"] = int(_STATM.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
         # The system counts peaks less often.
         found["host_peak"] = max(found["host_peak"], found["host"])
-    if device.type != "cpu":
+    if is_accelerator(device):
         found["allocated"] = torch.accelerator.memory_allocated(device)
         found["allocated_peak"] = torch.accelerator.max_memory_allocated(device)
         found["reserved"] = torch.accelerator.memory_reserved(device)

@@ -3,7 +3,6 @@
 [Note: device times] Where the host only issues work, its clock tells nothing of it. There, parts lie between events in
 the device's stream, whose times are read when the step's values have been read, for which the host waits anyway. What
 comes behind that, the optimizer, is read one step later. Never run on a GPU yet.
-Source: torch.Event.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-
 from .._compat.profiling import is_profiled
 from ..profile.marks import marked
 
@@ -23,28 +20,16 @@ ON_DEVICE = ("forward_backward", "norms", "clip", "optimizer")
 """Parts whose work is the device's."""
 
 
-def _new_event(device: torch.device) -> Any:
-    return torch.Event(device, enable_timing=True)
-
-
 class Stopwatch:
     """Times the parts of steps, one after the other.
 
     Args:
-        device: that computes.
-        new_event: makes what marks a moment of an accelerator.
+        moment: notes one in the device's stream, see `moments_of`; None: the host's clock tells all.
         clock: tells seconds of the host.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        new_event: Callable[[torch.device], Any] = _new_event,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._device, self._new_event, self._clock = device, new_event, clock
-        self._has_events = device.type != "cpu"
+    def __init__(self, moment: Callable[[], Any] | None, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._moment, self._clock = moment, clock
         self._times: dict[str, float] = defaultdict(float)
         self._spans: list[tuple[str, Any, Any]] = []
         self._since = clock()
@@ -64,13 +49,12 @@ class Stopwatch:
         """
         self._marks(then)
         now = self._clock()
-        if self._has_events:
-            event = self._new_event(self._device)
-            event.record()
+        if self._moment is not None:
+            event = self._moment()
             if part in ON_DEVICE and self._event is not None:
                 self._spans.append((part, self._event, event))
             self._event = event
-        if not self._has_events or part not in ON_DEVICE:
+        if self._moment is None or part not in ON_DEVICE:
             self._times[part] += now - self._since
         self._since = now
 

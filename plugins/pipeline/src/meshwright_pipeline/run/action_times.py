@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from meshwright.tensors.accelerator import moments_of
+
 from ..schedule.order import Action
 from ..schedule.timeline import bubble_fraction, timeline
 from .orders import Orders
@@ -26,8 +28,8 @@ class ActionTimes:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._has_events = device, device.type != "cpu"
-        if self._has_events:
+        self._moment = moments_of(device)
+        if self._moment is not None:
             torch.accelerator.synchronize(device)
         self.time = time.time()
         """Moment from which times count [s since 1970]."""
@@ -49,7 +51,7 @@ class ActionTimes:
 
     def read(self) -> list[list[Any]]:
         """Kind, stage, microbatch, start and end [s] of each action; waits for the device."""
-        if self._has_events and self._spans:
+        if self._moment is not None and self._spans:
             self._spans[-1][3].synchronize()
         return [
             [str(action.kind), action.stage, microbatch, self._since_zero(start), self._since_zero(end)]
@@ -57,14 +59,10 @@ class ActionTimes:
         ]
 
     def _now(self) -> Any:
-        if not self._has_events:
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
+        return time.perf_counter() if self._moment is None else self._moment()
 
     def _since_zero(self, moment: Any) -> float:
-        return float(self._zero.elapsed_time(moment) / 1e3 if self._has_events else moment - self._zero)
+        return float(self._zero.elapsed_time(moment) / 1e3 if self._moment is not None else moment - self._zero)
 
 
 class TimelineRecorder:
