@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.mesh.world import World
-from meshwright.strategy.contract import Batch
+from meshwright.strategy.contract import Batch, StrategyManager
 from meshwright.strategy.stack import resolve
 from meshwright.train.loop import Loop, train_step
 from meshwright.train.optim import optimizer_factory
@@ -98,17 +98,25 @@ class Work:
         return {"input_ids": input_ids, "labels": input_ids.masked_fill(masked, -100)}
 
 
-def meshwright_step(strategy: str, work: Work, world: World, config: Mapping[str, Any] | None = None) -> Step:
-    """The loop under test: `meshwright.train.loop.train_step` with what `meshwright train` would build for it."""
+def built(
+    strategy: str, work: Work, world: World, config: Mapping[str, Any] | None = None
+) -> tuple[StrategyManager, Loop]:
+    """What `meshwright train` would build for the work."""
     sizes = MeshSizes(pp_size=world.size) if strategy == "pipeline" else MeshSizes(tp_size=work.tp)
     stack, degrees = resolve(strategy, sizes, world.size, config=config or {})
     mesh = Mesh(degrees, world)
     manager = stack.build(mesh)
     manager.parallelize(work.model())
-    config = OptimizerConfig(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, no_decay=[], options={"fused": True})
-    optimizer = manager.build_optimizer(optimizer_factory(config))
+    options = OptimizerConfig(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, no_decay=[], options={"fused": True})
+    optimizer = manager.build_optimizer(optimizer_factory(options))
     scheduler = build_scheduler(ScheduleConfig(name="constant"), optimizer, steps=1)
-    loop = Loop(scheduler=scheduler, steps=1, batches=work.batches(mesh.data_rank), max_grad_norm=MAX_GRAD_NORM)
+    batches = work.batches(mesh.data_rank)
+    return manager, Loop(scheduler=scheduler, steps=1, batches=batches, max_grad_norm=MAX_GRAD_NORM)
+
+
+def meshwright_step(strategy: str, work: Work, world: World, config: Mapping[str, Any] | None = None) -> Step:
+    """The loop under test: `meshwright.train.loop.train_step` with what `meshwright train` would build for it."""
+    manager, loop = built(strategy, work, world, config)
 
     def step(index: int) -> tuple[float, float]:
         result = train_step(manager, loop, index)

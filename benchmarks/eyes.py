@@ -24,29 +24,23 @@ from typing import Any
 
 import step as steps
 import torch.distributed as dist
-from contestants import LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Step, Work
+from contestants import MAX_GRAD_NORM, Step, Work, built
 from rich.console import Console
 
 from meshwright.events.run import RunInfo
 from meshwright.events.step import StepResult
 from meshwright.launch.local import launch
-from meshwright.mesh.mesh import Mesh
-from meshwright.mesh.sizes import MeshSizes
 from meshwright.mesh.world import World
 from meshwright.step.agreement import count_tokens
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.registry import get_registry
-from meshwright.strategy.stack import resolve
+from meshwright.tensors.accelerator import moments_of
 from meshwright.train.curve import Curve
 from meshwright.train.files import CURVE, METRICS
 from meshwright.train.journal import Journal
-from meshwright.train.loop import Loop, train_step
-from meshwright.train.optim import optimizer_factory
-from meshwright.train.optimizer_config import OptimizerConfig
+from meshwright.train.loop import train_step
 from meshwright.train.rank_log import RankLog
 from meshwright.train.report import Reporter
-from meshwright.train.run_file import ScheduleConfig
-from meshwright.train.schedules import build_scheduler
 from meshwright.train.stopwatch import Stopwatch
 from meshwright.train.trackers import chosen, tracking
 
@@ -61,7 +55,7 @@ class Eyes:
     trackers: tuple[str, ...]
 
     def by_hand(self, work: Work, world: World) -> Step:
-        manager, loop = _made(work, world)
+        manager, loop = built("fsdp2", work, world)
 
         def step(index: int) -> tuple[float, float]:
             microbatches = loop.batches(index)  # type: ignore[operator]
@@ -76,8 +70,8 @@ class Eyes:
         return step
 
     def ours(self, work: Work, world: World) -> Step:
-        manager, loop = _made(work, world)
-        watch = Stopwatch(world.device)
+        manager, loop = built("fsdp2", work, world)
+        watch = Stopwatch(moments_of(world.device))
         directory = Path(world.from_first(lambda: tempfile.mkdtemp()))
         observers = Observers(self.trackers, manager, directory)
 
@@ -124,18 +118,6 @@ class Observers:
         get_registry().hook.on_step_end(result=result)
 
 
-def _made(work: Work, world: World) -> tuple[StrategyManager, Loop]:
-    stack, degrees = resolve("fsdp2", MeshSizes(), world.size)
-    mesh = Mesh(degrees, world)
-    manager = stack.build(mesh)
-    manager.parallelize(work.model())
-    config = OptimizerConfig(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, no_decay=[], options={"fused": True})
-    optimizer = manager.build_optimizer(optimizer_factory(config))
-    scheduler = build_scheduler(ScheduleConfig(name="constant"), optimizer, steps=1)
-    batches = work.batches(mesh.data_rank)
-    return manager, Loop(scheduler=scheduler, steps=10**6, batches=batches, max_grad_norm=MAX_GRAD_NORM)
-
-
 def call_cost(trackers: Sequence[str]) -> dict[str, float]:
     """Microseconds of the host that one record costs the first rank, in a loop of nothing else."""
     from meshwright.mesh.world import open_world
@@ -143,7 +125,7 @@ def call_cost(trackers: Sequence[str]) -> dict[str, float]:
 
     found: dict[str, float] = {}
     with open_world("cpu") as world:
-        manager, _ = _made(Work(hidden=64, layers=1, seq=16, batch=1, microbatches=1, dtype="float32"), world)
+        manager, _ = built("fsdp2", Work(hidden=64, layers=1, seq=16, batch=1, microbatches=1, dtype="float32"), world)
         times = dict.fromkeys(("data", "forward_backward", "clip", "read", "optimizer"), 0.1)
         result = StepResult(1, CALLS, 2.0, 1.0, 0.1, 100, 0.5, 0, times=times, memory=memory_now(world.device))
         for name, chosen_trackers in (("files", ()), *((each, (each,)) for each in trackers)):

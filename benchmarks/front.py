@@ -2,6 +2,7 @@
 
     python benchmarks/front.py           # runs all, writes results/front.json, draws docs/front*.png
     python benchmarks/front.py --only    # draws again what was written
+    python benchmarks/front.py --wide-norms    # how far curves lie apart where the model's norms are float64, too
 
 Each layout trains on four ranks of the CPU over gloo, in float64, and one process does the same alone (`front_runs`).
 Memory and bytes are counted on the ranks themselves, in a step each; those of the rank that has most are kept.
@@ -25,16 +26,30 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "front.json"
 
 
-def measured(name: str) -> dict[str, Any]:
+def told(name: str, *, wide_norms: bool = False) -> list[dict[str, Any]]:
     """Run one layout.
+
+    Returns:
+        What each rank tells.
 
     Raises:
         SystemExit: ranks have different losses.
     """
-    start = time.perf_counter()
-    ranks = pool(1 if name == ONE else RANKS).run(trained, LAYOUTS[name], timeout_s=1200.0)
+    ranks = pool(1 if name == ONE else RANKS).run(trained, LAYOUTS[name], wide_norms, timeout_s=1200.0)
     if any(rank["losses"] != ranks[0]["losses"] for rank in ranks):
         raise SystemExit(f"{name}: ranks have different losses")
+    return ranks
+
+
+def apart(losses: list[float], one: list[float]) -> float:
+    """By how much losses differ at most [nats per byte]."""
+    return max(abs(a - b) for a, b in zip(losses, one, strict=True))
+
+
+def measured(name: str) -> dict[str, Any]:
+    """Run one layout, and keep what the picture shows."""
+    start = time.perf_counter()
+    ranks = told(name)
     return {
         "layout": LAYOUTS[name],
         "losses": ranks[0]["losses"],
@@ -48,14 +63,34 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=list(LAYOUTS), help="run these, and keep what is known of others")
+    parser.add_argument("--wide-norms", action="store_true", help="compare runs whose norms are float64, too")
     given = parser.parse_args()
-    known = {} if given.only is None else json.loads(RESULTS.read_text(encoding="utf-8"))["layouts"]
+    if given.wide_norms:
+        _compare_wide_norms()
+        return
+    known = {} if given.only is None else _known()
     for name in LAYOUTS if given.only is None else given.only:
         known[name] = measured(name)
-        apart = max(abs(a - b) for a, b in zip(known[name]["losses"], known[ONE]["losses"], strict=True))
-        print(f"{name}: {apart:.1e} from one process, {known[name]['seconds']} s", flush=True)
+        distance = apart(known[name]["losses"], known[ONE]["losses"])
+        print(f"{name}: {distance:.1e} from one process, {known[name]['seconds']} s", flush=True)
         _written(known)
     front_picture.draw(_written(known), HERE.parent / "docs")
+
+
+def _compare_wide_norms() -> None:
+    """Beside each layout, write how far it is from one process where nothing is rounded to float32."""
+    known, one = _known(), told(ONE, wide_norms=True)[0]["losses"]
+    for name in LAYOUTS:
+        losses = one if name == ONE else told(name, wide_norms=True)[0]["losses"]
+        known[name]["apart"] = apart(known[name]["losses"], known[ONE]["losses"])
+        known[name]["apart_wide_norms"] = apart(losses, one)
+        print(f"{name}: {known[name]['apart']:.1e}, with wide norms {known[name]['apart_wide_norms']:.1e}", flush=True)
+        _written(known)
+
+
+def _known() -> dict[str, Any]:
+    known: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))["layouts"]
+    return known
 
 
 def _written(known: dict[str, Any]) -> dict[str, Any]:

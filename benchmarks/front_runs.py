@@ -8,12 +8,16 @@ import json
 import pydoc
 import tarfile
 import typing
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import meshwright as mw
 from meshwright.strategy.contract import StrategyManager
@@ -54,12 +58,22 @@ MEASURED = {"memory": 2, "traffic": 3}
 """Steps, from 0: those before make what is kept."""
 
 
-def trained(layout: dict[str, Any]) -> dict[str, Any]:
+def trained(layout: dict[str, Any], wide_norms: bool = False) -> dict[str, Any]:
     """Train on this rank.
+
+    Args:
+        layout: arguments of `meshwright.from_config`.
+        wide_norms: let the model's norms stay in float64, where transformers computes Llama's in float32.
 
     Returns:
         `losses` [nats per byte], `sent` in a step [bytes], and `held` at the peak of a step by kind [bytes].
     """
+    norms = mock.patch.object(LlamaRMSNorm, "forward", _wide_norm) if wide_norms else nullcontext()
+    with norms:
+        return _trained(layout)
+
+
+def _trained(layout: dict[str, Any]) -> dict[str, Any]:
     options = {"reduce_dtype": "float64", **layout.get("config", {})}
     manager = mw.from_config(MODEL, **{**layout, "config": options}, dtype="float64", seed=0, device="cpu")
     manager.build_optimizer(mw.optimizer_factory(mw.OptimizerConfig(lr=3e-3, options={"betas": [0.9, 0.95]})))
@@ -79,6 +93,10 @@ def trained(layout: dict[str, Any]) -> dict[str, Any]:
             work()
         schedule.step()
     return found
+
+
+def _wide_norm(norm: LlamaRMSNorm, hidden: Tensor) -> Tensor:
+    return functional.rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)
 
 
 def batches() -> list[Tensor]:

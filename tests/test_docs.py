@@ -199,7 +199,6 @@ def program(block: Block) -> str:
     return TAKES.sub(rf"\1 {block.note.text} ", text) if block.note.kind == "run with" else block.text
 
 
-@pytest.mark.zoo
 @pytest.mark.parametrize("document", PAGES)
 def test_a_page_runs_from_its_top_to_its_end(document: str, tmp_path: Path) -> None:
     for name in ("examples", "benchmarks", "tests", "docs", "plugins", "core", "constraints.txt", "pyproject.toml"):
@@ -279,13 +278,11 @@ def test_the_strategy_of_the_guide_is_listed_and_refuses_what_it_shows(flat: Pat
     assert printed_in_the_guide("error: ") in refused.stderr
 
 
-@pytest.mark.zoo
 def test_the_tests_of_the_strategy_of_the_guide_pass(flat: Path) -> None:
     done = with_flat(flat, "pytest", "-q", "-p", "no:cacheprovider", "flat")
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@pytest.mark.zoo
 def test_the_strategy_of_the_guide_passes_the_suite(flat: Path) -> None:
     done = with_flat(flat, "meshwright", "check", "flat", "--ranks", "2")
     assert done.returncode == 0, done.stdout[-3000:]

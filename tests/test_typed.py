@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import house
 import pytest
 
 PROGRAM = Path(__file__).with_name("typed") / "program.py"
@@ -19,8 +21,9 @@ FSDP2Config(shard="all")
 mw.get_strategy("fsdp2").no_such_name
 loss: str = mw.StepResult.loss
 mw.no_such_function()
+mw.RunConfig(model={}, batch_size=8, steps="many")
 """
-"""Each of the last five lines is one."""
+"""Each of the last six lines is one."""
 
 
 @pytest.fixture(scope="module", params=["pyright", pytest.param("mypy", marks=pytest.mark.zoo)])
@@ -53,6 +56,18 @@ def test_a_users_program_is_typed(told: list[str]) -> None:
     assert [line for line in told if "program.py:" in line] == []
 
 
+@pytest.mark.parametrize("package", house.packages(), ids=lambda path: path.name)
+def test_every_default_of_a_field_is_named(package: Path) -> None:
+    """A checker takes an option for a required one whose default comes first and nameless in `Field`."""
+    nameless = [
+        f"{path}:{node.lineno}"
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Field" and node.args
+    ]
+    assert not nameless, "write Field(default=...)"
+
+
 def test_mistakes_of_a_user_are_found(told: list[str]) -> None:
-    for number in range(5, 10):
+    for number in range(5, 11):
         assert [line for line in told if f"mistakes.py:{number}:" in line and "error" in line], told

@@ -97,6 +97,11 @@ def fine_tune(path: Path, loader: DataLoader[Mapping[str, Tensor]]) -> list[str]
         return [*names, *sums, *mw.list_strategies(), str(known.shape)]
 
 
+def run_file_of_ones_own() -> mw.RunConfig:
+    """A run file that Python writes."""
+    return mw.RunConfig(model={"model_type": "llama"}, steps=10, batch_size=8, optimizer=mw.OptimizerConfig(lr=1e-3))
+
+
 def mistakes() -> list[str]:
     """Errors are one family, with exit codes."""
     try:

@@ -21,16 +21,16 @@ class ProfileConfig(FrozenModel):
         description="The first and the last step, counted from 1 and of the whole run: [10, 12]; or several such "
         "windows: [[10, 12], [500, 501]]."
     )
-    ranks: list[Annotated[int, Field(ge=0)]] | Literal["all"] = Field([0], description="Which, or all.")
+    ranks: list[Annotated[int, Field(ge=0)]] | Literal["all"] = Field(default=[0], description="Which, or all.")
     memory: bool = Field(
-        False,
+        default=False,
         description="Memory over time, too: on CUDA the allocator's history as a snapshot, on a CPU what the window "
         "takes and gives back.",
     )
     record_shapes: bool = Field(
-        True, description="Shapes of what operators are given; on a CPU bytes of messages are known by them."
+        default=True, description="Shapes of what operators are given; on a CPU bytes of messages are known by them."
     )
-    with_stack: bool = Field(False, description="Lines of Python that have called operators; slows steps down.")
+    with_stack: bool = Field(default=False, description="Lines of Python that have called operators; slows steps down.")
 
     @field_validator("steps")
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -214,15 +215,10 @@ def _passed(span: Span) -> int | None:
         # Barriers pass nothing.
         return 0 if span.name.endswith(":barrier") or span.name == WAIT else None
     return sum(
-        _BYTES[kind] * _product(shape) for shape, kind in zip(shapes, types, strict=False) if _BYTES.get(kind) and shape
+        _BYTES[kind] * math.prod(shape)
+        for shape, kind in zip(shapes, types, strict=False)
+        if _BYTES.get(kind) and shape
     )
-
-
-def _product(shape: Sequence[int]) -> int:
-    found = 1
-    for each in shape:
-        found *= each
-    return found
 
 
 def _parts(marked: Sequence[Span], did: Activity, window: Intervals) -> list[PartTime]:

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..step.agreement import count_tokens
 from ..strategy.contract import StrategyManager
-from .case import Case, Outcome, share
-from .parity import build_manager, full_weights
+from .case import Case, Outcome
+from .parity import build_manager, full_weights, train_steps
 from .pool import pool
 
 
@@ -68,19 +67,16 @@ def train_by_block(
         AssertionError: asking has changed gradients.
     """
     manager = build_manager(strategy, config, sizes, case, device=device, wrapper_config=wrapper_config)
-    losses, norms, by_block = [], [], []
-    for step in range(case.steps):
-        microbatches = share(case, step, manager.mesh.data_rank, manager.mesh.data_size)
-        num_tokens = count_tokens(microbatches, manager.mesh)
-        losses.append(float(manager.forward_backward(microbatches, num_tokens=num_tokens)))
-        if asks:
-            before = _gradients(manager)
-            by_block.append(manager.gradient_norms())
-            if not all(map(_equal, before, _gradients(manager))):
-                raise AssertionError("gradient_norms has changed gradients that the optimizer steps with.")
-        norms.append(float(manager.clip_grad_norm(case.max_norm, case.norm_type)))
-        manager.optimizer_step()
-    return FoundNorms(Outcome(losses, norms, [], full_weights(manager)), by_block)
+    by_block: list[dict[str, float]] = []
+
+    def ask() -> None:
+        before = _gradients(manager)
+        by_block.append(manager.gradient_norms())
+        if not all(map(_equal, before, _gradients(manager))):
+            raise AssertionError("gradient_norms has changed gradients that the optimizer steps with.")
+
+    found = train_steps(manager, case, range(case.steps), ask if asks else lambda: None)
+    return FoundNorms(Outcome(*found, full_weights(manager)), by_block)
 
 
 def _gradients(manager: StrategyManager) -> list[torch.Tensor | None]:

@@ -98,13 +98,20 @@ def _factory(case: Case) -> OptimizerFactory:
     return factory
 
 
-def train_steps(manager: StrategyManager, case: Case, steps: range) -> tuple[list[float], list[float], list[float]]:
-    """Losses, norms and evaluation losses of some steps of the case."""
+def train_steps(
+    manager: StrategyManager, case: Case, steps: range, before_clip: Callable[[], None] = lambda: None
+) -> tuple[list[float], list[float], list[float]]:
+    """Losses, norms and evaluation losses of some steps of the case.
+
+    Args:
+        before_clip: called in each step when its gradients are there.
+    """
     losses, norms, eval_losses = [], [], []
     for step in steps:
         microbatches = share(case, step, manager.mesh.data_rank, manager.mesh.data_size)
         num_tokens = count_tokens(microbatches, manager.mesh)
         losses.append(float(manager.forward_backward(microbatches, num_tokens=num_tokens)))
+        before_clip()
         norms.append(float(manager.clip_grad_norm(case.max_norm, case.norm_type)))
         manager.optimizer_step()
         if case.unshard_after:

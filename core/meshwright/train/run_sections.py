@@ -20,12 +20,12 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 class ScheduleConfig(FrozenModel):
     """A learning-rate schedule of transformers.get_scheduler."""
 
-    name: str = Field("cosine", description="Schedule name, such as cosine, linear or constant_with_warmup.")
-    warmup_steps: int = Field(0, ge=0, lt=2**31, description="Steps of linear warm-up.")
+    name: str = Field(default="cosine", description="Schedule name, such as cosine, linear or constant_with_warmup.")
+    warmup_steps: int = Field(default=0, ge=0, lt=2**31, description="Steps of linear warm-up.")
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="Warm-up as a share of all steps, rounded up; in the place of warmup_steps."
+        default=None, description="Warm-up as a share of all steps, rounded up; in the place of warmup_steps."
     )
-    options: dict[str, Any] = Field({}, description="Further arguments of the schedule, such as num_cycles.")
+    options: dict[str, Any] = Field(default={}, description="Further arguments of the schedule, such as num_cycles.")
 
     @model_validator(mode="after")
     def _warms_up_one_way(self) -> ScheduleConfig:
@@ -48,69 +48,77 @@ class ScheduleConfig(FrozenModel):
 class EarlyStoppingConfig(FrozenModel):
     """Ends a run whose loss on a set no longer falls."""
 
-    set: str = Field(HELD_OUT, description="Which set; held_out, or a name of data.eval_sets.")
-    patience: Size = Field(3, description="So many evaluations in a row without a lower loss end the run.")
-    min_delta: float = Field(0.0, ge=0, allow_inf_nan=False, description="By how much a lower loss must be lower.")
+    set: str = Field(default=HELD_OUT, description="Which set; held_out, or a name of data.eval_sets.")
+    patience: Size = Field(default=3, description="So many evaluations in a row without a lower loss end the run.")
+    min_delta: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="By how much a lower loss must be lower."
+    )
 
 
 class EvalConfig(FrozenModel):
     """Losses on held-out sets."""
 
-    every: Size | None = Field(None, description="Steps between evaluations; null: only at the end.")
+    every: Size | None = Field(default=None, description="Steps between evaluations; null: only at the end.")
     sequences: Size | None = Field(
-        None, description="Sequences of each set to evaluate on, spread over it, or all where it has less; null: all."
+        default=None,
+        description="Sequences of each set to evaluate on, spread over it, or all where it has less; null: all.",
     )
-    early_stopping: EarlyStoppingConfig | None = Field(None, description="When to end before; null: never.")
+    early_stopping: EarlyStoppingConfig | None = Field(default=None, description="When to end before; null: never.")
 
 
 class SampleConfig(FrozenModel):
     """The text generated at the end."""
 
     prompt: str | None = Field(
-        None,
+        default=None,
         description="Text to continue; null: the beginning of a held-out document, or a held-out conversation up to "
         "its first answer.",
     )
-    max_new_tokens: Size = Field(80)
-    temperature: float = Field(0.7, ge=0, allow_inf_nan=False, description="0: the likeliest token each time.")
+    max_new_tokens: Size = Field(default=80)
+    temperature: float = Field(default=0.7, ge=0, allow_inf_nan=False, description="0: the likeliest token each time.")
 
 
 class PlanConfig(FrozenModel):
     """What is known of a run before it begins; see docs/plan.md."""
 
     enabled: bool = Field(
-        True, description="Plan memory, traffic and time before the ranks start, and compare them with the third step."
+        default=True,
+        description="Plan memory, traffic and time before the ranks start, and compare them with the third step.",
     )
     device: str | None = Field(
-        None,
+        default=None,
         description="What the run is on: a name, such as h100-80gb, or a YAML file of your own; null: what is found. "
         "Times are told of devices that are known or named.",
     )
     when_too_large: Literal["refuse", "warn"] = Field(
-        "refuse", description="What becomes of a run that would not fit into the memory of its device."
+        default="refuse", description="What becomes of a run that would not fit into the memory of its device."
     )
 
 
 class MetricsConfig(FrozenModel):
     """What is measured of a run beside losses, norms and rates; see docs/fit.md."""
 
-    ranks: bool = Field(True, description="A file of each rank in output_dir/ranks, with its times and memory by step.")
+    ranks: bool = Field(
+        default=True, description="A file of each rank in output_dir/ranks, with its times and memory by step."
+    )
     norms_every: Size | None = Field(
-        None, description="Steps between those in which norms of the gradients are measured by block; null: none."
+        default=None,
+        description="Steps between those in which norms of the gradients are measured by block; null: none.",
     )
     communication_every: Size | None = Field(
-        None, description="Steps between those in which exposed communication is measured; null: none."
+        default=None, description="Steps between those in which exposed communication is measured; null: none."
     )
     timeline_every: Size | None = Field(
-        100, description="Steps between those in which ranks of a pipeline note when they compute what; null: none."
+        default=100,
+        description="Steps between those in which ranks of a pipeline note when they compute what; null: none.",
     )
 
 
 class KeepBestConfig(FrozenModel):
     """Checkpoints that are kept because their loss is low."""
 
-    set: str = Field(HELD_OUT, description="The loss of which set; held_out, or a name of data.eval_sets.")
-    n: Size = Field(1, description="How many.")
+    set: str = Field(default=HELD_OUT, description="The loss of which set; held_out, or a name of data.eval_sets.")
+    n: Size = Field(default=1, description="How many.")
 
 
 class SaveOnConfig(FrozenModel):
@@ -136,29 +144,33 @@ class OnSignalConfig(FrozenModel):
     """What a signal does that announces the end of a job: the run stops after its step, and saves."""
 
     signals: list[StopName] = Field(
-        ["SIGTERM", "SIGUSR1"], description="Which; []: none, so that each ends the run at once."
+        default=["SIGTERM", "SIGUSR1"], description="Which; []: none, so that each ends the run at once."
     )
-    exit_code: int = Field(143, ge=0, le=255, description="Of each rank, and of the command, when it has stopped so.")
+    exit_code: int = Field(
+        default=143, ge=0, le=255, description="Of each rank, and of the command, when it has stopped so."
+    )
 
 
 class CheckpointConfig(FrozenModel):
     """Checkpoints, in output_dir/checkpoints; after the last step, too, if there are any."""
 
-    every: Size | None = Field(None, description="Steps between checkpoints; null: as the next two say, or none.")
-    save_on: list[SaveOnConfig] = Field([], description="Further occasions, such as [{time: 20m}].")
+    every: Size | None = Field(
+        default=None, description="Steps between checkpoints; null: as the next two say, or none."
+    )
+    save_on: list[SaveOnConfig] = Field(default=[], description="Further occasions, such as [{time: 20m}].")
     keep_best: KeepBestConfig | None = Field(
-        None,
+        default=None,
         description="Save after each evaluation that is among the best n, and keep these, too: {set: held_out, n: 1}.",
     )
-    keep_last: Size | None = Field(2, description="How many of the newest are kept; null: all.")
-    keep_every: Size | None = Field(None, description="Those of steps that are multiples of it are kept, too.")
-    asynchronous: bool = Field(True, description="Go on training while one is written.")
+    keep_last: Size | None = Field(default=2, description="How many of the newest are kept; null: all.")
+    keep_every: Size | None = Field(default=None, description="Those of steps that are multiples of it are kept, too.")
+    asynchronous: bool = Field(default=True, description="Go on training while one is written.")
     on_error: Literal["stop", "continue"] = Field(
-        "stop", description="What to do when one cannot be written; those that were there are kept either way."
+        default="stop", description="What to do when one cannot be written; those that were there are kept either way."
     )
 
     on_signal: OnSignalConfig | None = Field(
-        None,
+        default=None,
         description="Save when a signal asks the run to stop; the same command goes on. null: on SIGTERM and SIGUSR1, "
         "if checkpoints are saved otherwise.",
     )
