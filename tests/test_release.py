@@ -1,4 +1,5 @@
-"""What is released: one version everywhere, whole wheels, and an index that pip resolves ours from."""
+"""What is released: one version everywhere, whole wheels, and an index that pip resolves ours from;
+as docs/releasing.md says."""
 
 from __future__ import annotations
 
