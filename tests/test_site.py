@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -23,6 +24,8 @@ import meshwright
 from meshwright.base import errors
 from meshwright.base.errors import MeshwrightError
 from meshwright.launch.error_text import said
+from meshwright.train import run_file
+from meshwright.train.run_file import RunConfig
 
 ROOT = Path(__file__).parents[1]
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
@@ -55,12 +58,37 @@ def test_options_are_described_as_pydantic_has_it() -> None:
     from described_fields import default, description
 
     constants = {"BETA": "'of the reward'", "REST": "'the rest'"}
-    assert description("Field(1, ge=1, description='a ' 'b')", constants) == "a b"
-    assert description("Field(0.1, description=BETA)", constants) == "of the reward"
-    assert description("Field(None, description=f'Rate; {REST}')", constants) == "Rate; the rest"
-    assert description("Field(1, ge=1)", constants) is None
+    assert description("Field(default=1, ge=1, description='a ' 'b')", constants) == "a b"
+    assert description("Field(default=0.1, description=BETA)", constants) == "of the reward"
+    assert description("Field(default=None, description=f'Rate; {REST}')", constants) == "Rate; the rest"
+    assert description("Field(default=1, ge=1)", constants) is None
     assert description("field(default=1)", constants) is None
-    assert [default(f"Field({each})") for each in ("1, ge=1", "...", "default_factory=dict")] == ["1", None, None]
+    assert [default(f"Field({each})") for each in ("default=1, ge=1", "ge=1", "default_factory=dict")] == [
+        "1",
+        None,
+        None,
+    ]
+
+
+def test_options_have_their_defaults_in_the_reference() -> None:
+    from described_fields import default
+
+    (source,) = (
+        node
+        for node in ast.walk(ast.parse(Path(str(inspect.getsourcefile(RunConfig))).read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and node.name == RunConfig.__name__
+    )
+    shown = {
+        node.target.id: default(ast.unparse(node.value))
+        for node in source.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call)
+        if ast.unparse(node.value.func) == "Field"
+    }
+    assert len(shown) > 20
+    for name, text in shown.items():
+        field = RunConfig.model_fields[name]
+        has_none = field.is_required() or field.default_factory is not None
+        assert (text is None) if has_none else (eval(str(text), vars(run_file)) == field.default), name
 
 
 # -- errors

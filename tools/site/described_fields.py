@@ -10,7 +10,7 @@ import griffe
 
 
 class DescribedFields(griffe.Extension):
-    """Take `Field(1, description="...")` for the docstring of an attribute that has no other, and 1 for its value."""
+    """Of `Field(default=1, description="...")` the text is the docstring of an attribute without one, and 1 its value."""
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
         named = {name: each for name, each in attr.module.members.items() if not each.is_alias}
@@ -40,8 +40,8 @@ def description(value: str, constants: Mapping[str, str]) -> str | None:
 def default(value: str) -> str | None:
     """The default of a `Field(...)`, as source; None where there is none, or a function makes it."""
     call = ast.parse(value, mode="eval").body
-    first = call.args[0] if isinstance(call, ast.Call) and call.args else None
-    return None if first is None or ast.unparse(first) == "..." else ast.unparse(first)
+    keywords = call.keywords if isinstance(call, ast.Call) else []
+    return next((ast.unparse(each.value) for each in keywords if each.arg == "default"), None)
 
 
 def _text(node: ast.expr, constants: Mapping[str, str]) -> str:
