@@ -10,7 +10,7 @@ import griffe
 
 
 class DescribedFields(griffe.Extension):
-    """Of `Field(default=1, description="...")` the text is the docstring of an attribute without one, and 1 its value."""
+    """Of `Field(default=1, description="...")` the text is the docstring of an attribute without, and 1 its value."""
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
         named = {name: each for name, each in attr.module.members.items() if not each.is_alias}
