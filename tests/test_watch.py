@@ -285,8 +285,28 @@ def test_only_the_end_of_a_ranks_file_is_read_and_a_step_done_again_counts_once(
     write_lines(tmp_path / "ranks" / "00001.jsonl", again)
     found = ranks.look(last=2)
     assert found["parts"]["seconds"]["median"][1] == 9.0
-    assert ranks.history(0, 100)["series"]["seconds"]["count"] == 3000
-    assert ranks.history(2, 100) is None
+    assert ranks.history(0, None, None, 100)["series"]["seconds"]["count"] == 3000
+    assert ranks.history(2, None, None, 100) is None
+
+
+def test_a_rank_over_its_steps_goes_on_where_its_file_does(tmp_path):
+    make_ranks(tmp_path, 2, 300)
+    ranks, path = Ranks(tmp_path / "ranks"), tmp_path / "ranks" / "00001.jsonl"
+
+    def steps(rank: int, low: int | None = None, high: int | None = None) -> list[int]:
+        return ranks.history(rank, low, high, 1000)["series"]["seconds"]["x"]
+
+    assert steps(1) == [*range(1, 301)]
+    # One more on either side, to which lines go.
+    assert steps(1, 100, 110) == [*range(99, 112)]
+    write_lines(path, [{"step": 301, "seconds": 1.0}])
+    assert steps(1) == [*range(1, 302)]
+    write_lines(path, [{"step": 201, "seconds": 2.0}])
+    assert steps(1) == [*range(1, 202)]
+    assert steps(0) == [*range(1, 301)]
+    assert steps(1) == [*range(1, 202)]
+    write_lines(path, [{"step": 1, "seconds": 2.0}], mode="w")
+    assert steps(1) == [1]
 
 
 # -- a run
@@ -340,7 +360,9 @@ def test_columns_drawn_together_are_of_the_same_steps(tmp_path):
     run = WatchedRun(make_run(tmp_path, 3000), "run")
     while run.refresh():
         pass
-    found = run.together("seconds", ["seconds", "times/data", "evaluations/held_out", "unknown"], 100, 2900, 200)
+    found = run.metrics.together(
+        "seconds", ["seconds", "times/data", "evaluations/held_out", "unknown"], 100, 2900, 200
+    )
     assert 100 <= len(found["x"]) <= 404
     for step, seconds in zip(found["x"], found["columns"]["seconds"], strict=True):
         assert seconds == step_line(step)["seconds"]

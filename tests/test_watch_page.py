@@ -126,6 +126,20 @@ def test_ranks_stragglers_and_timelines_are_shown(two, opened):
     page.wait_for_selector("#ranks td >> text=forward backward")
     assert page.locator("#ranks table").inner_text().split("\n")[-1].split()[0] == "3"
     assert page.locator("#ranks select").nth(1).input_value() == "forward_backward"
+    # One of them over its steps.
+    one = page.locator("#ranks .card", has_text="One rank over its steps")
+    assert one.locator(".empty").inner_text() == "give the number of a rank"
+    page.locator("#ranks td button", has_text="3").first.click()
+    _expect(one.locator(".legend button")).to_have_text("rank 3: forward backward")
+    one.locator("select").select_option("memory/allocated_peak")
+    _expect(one.locator(".legend button")).to_have_text("rank 3: memory: allocated peak")
+    one.locator("input").fill("99")
+    one.locator("input").press("Enter")
+    _expect(one.locator(".empty")).to_have_text("rank 99 has written nothing")
+    one.locator("input").fill("5")
+    one.locator("input").press("Enter")
+    _expect(one.locator(".legend button")).to_have_text("rank 5: memory: allocated peak")
+    assert one.locator(".legend b").inner_text().endswith("iB")
     timeline = page.locator("#pipeline .plot")
     assert "step 20: measured" in page.locator("#pipeline .said").inner_text()
     timeline.focus()
@@ -192,7 +206,7 @@ def test_by_keyboard_alone(two, opened):
     page.keyboard.press("l")
     assert page.locator("#steps .card").first.locator("button", has_text="log").get_attribute("aria-pressed") == "true"
     # All that can be pressed says what it is.
-    pressed = page.locator("button, select, [tabindex]").evaluate_all(
+    pressed = page.locator("button, select, input, [tabindex]").evaluate_all(
         "all => all.filter(each => !(each.textContent.trim() || each.ariaLabel)).map(each => each.outerHTML)"
     )
     assert pressed == []

@@ -12,9 +12,9 @@ import numpy as np
 
 from . import timelines
 from .compare import COMPARED, Compared, Difference, compare, differing_settings
-from .downsample import chosen, plain, within
+from .downsample import MOST_POINTS, chosen, plain, within
 from .ranks import LAST
-from .run import MOST_POINTS, WatchedRun
+from .run import WatchedRun
 
 if TYPE_CHECKING:
     from starlette.datastructures import QueryParams
@@ -55,9 +55,9 @@ class Answers:
     def series(self, query: QueryParams) -> dict[str, Any]:
         """Columns of one run: each by itself, or together where `by` names the one that chooses the steps."""
         run, names, by = self._run(query), query.getlist("name")[:_NAMES], query.get("by")
-        span = _whole(query, "from"), _whole(query, "to"), _whole(query, "points", 2) or _POINTS
+        span = _span(query)
         with run.lock:
-            return run.series(names, *span) if by is None else run.together(by, names, *span)
+            return run.metrics.series(names, *span) if by is None else run.metrics.together(by, names, *span)
 
     def events(self, query: QueryParams) -> list[Any]:
         """All events of one run."""
@@ -72,11 +72,13 @@ class Answers:
             return run.ranks.look(min(last, LAST))
 
     def rank(self, query: QueryParams) -> dict[str, Any]:
-        """All steps of one rank."""
+        """Seconds and memory of one rank by step."""
         run, rank = self._run(query), _whole(query, "rank")
         if rank is None:
             raise BadQuestion("rank is missing")
-        found = run.ranks.history(rank, _whole(query, "points", 2) or _POINTS)
+        span = _span(query)
+        with run.lock:
+            found = run.ranks.history(rank, *span)
         if found is None:
             raise BadQuestion(f"rank {rank} has no file")
         return found
@@ -88,7 +90,7 @@ class Answers:
     def compare(self, query: QueryParams) -> dict[str, Any]:
         """Two runs: first differing steps, differences by step, and what their run files say differently."""
         one, other = self._run(query, "one"), self._run(query, "other")
-        span = _whole(query, "from"), _whole(query, "to"), _whole(query, "points", 2) or _POINTS
+        span = _span(query)
         with one.lock:
             # Of one run after the other: two locks at once could be taken in two orders.
             mine, settings = {name: one.metrics.column(name) for name in COMPARED}, one.settings()
@@ -116,6 +118,11 @@ def _whole(query: QueryParams, key: str, least: int = 0) -> int | None:
     if not (text.isascii() and text.isdigit() and len(text) <= 15) or int(text) < least:
         raise BadQuestion(f"{key} must be a whole number, at least {least}")
     return int(text)
+
+
+def _span(query: QueryParams) -> tuple[int | None, int | None, int]:
+    """First and last step that are shown, and how many points."""
+    return _whole(query, "from"), _whole(query, "to"), _whole(query, "points", 2) or _POINTS
 
 
 def _compared(found: Compared, low: int | None, high: int | None, points: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from .downsample import MOST_POINTS, chosen, plain, within
 from .tail import number
 
 MAX_COLUMNS = 2000
@@ -122,3 +123,31 @@ class Columns:
         """The latest value."""
         _, values = self._columns.get(name, ((), ()))
         return values[-1] if values else None
+
+    def series(self, names: list[str], low: int | None, high: int | None, points: int) -> dict[str, Any]:
+        """Points of columns within some steps, each column downsampled by itself; values of JSON."""
+        found = {}
+        for name in names:
+            steps, values = self.column(name)
+            part = within(steps, low, high)
+            steps, values = steps[part], values[part]
+            places = chosen(steps, values, min(points, MOST_POINTS))
+            found[name] = {"x": steps[places].tolist(), "y": plain(values[places]), "count": len(steps)}
+        return found
+
+    def together(self, by: str, names: list[str], low: int | None, high: int | None, points: int) -> dict[str, Any]:
+        """Points of several columns at the same steps, which the column `by` chooses; values of JSON.
+
+        What is drawn one above the other must be of one step, or its sum would be of none.
+        """
+        steps, values = self.column(by)
+        part = within(steps, low, high)
+        steps, values = steps[part], values[part]
+        at = steps[chosen(steps, values, min(points, MOST_POINTS))]
+        found = {}
+        for name in names:
+            of, numbers = self.column(name)
+            places = np.minimum(np.searchsorted(of, at), max(0, len(of) - 1))
+            is_there = of[places] == at if len(of) else np.zeros(len(at), bool)
+            found[name] = plain(np.where(is_there, numbers[places], np.nan)) if len(of) else [None] * len(at)
+        return {"x": at.tolist(), "columns": found, "count": len(steps)}

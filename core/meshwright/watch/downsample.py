@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+MOST_POINTS = 4000
+"""Of a line."""
+
 
 def width(low: int, high: int, buckets: int) -> int:
     """Of a bucket, in steps: the smallest power of two by which low..high has no more than so many."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .columns import Columns
-from .downsample import chosen, plain
+from .downsample import plain
 from .stragglers import stragglers
 from .tail import Tail, number, parse_lines
 
@@ -25,7 +25,7 @@ LAST = 50
 """Steps."""
 _FILE = re.compile(r"(\d{1,9})\.jsonl")
 _WHOLE = 1 << 26
-"""Bytes of the file of one rank, read as a whole when its history is asked for."""
+"""Bytes of the file of one rank, of which all is read when its history is asked for."""
 _SECONDS = "seconds"
 
 
@@ -76,6 +76,7 @@ class Ranks:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._ranks: dict[int, _Rank] = {}
+        self._whole: tuple[int, Tail, Columns] | None = None
 
     def files(self) -> dict[int, Path]:
         """Those that are there, of the first `MAX_RANKS` ranks."""
@@ -126,19 +127,22 @@ class Ranks:
             ],
         }
 
-    def history(self, rank: int, points: int) -> dict[str, Any] | None:
-        """Seconds and memory of one rank over all steps, values of JSON; None: it has no file."""
+    def history(self, rank: int, low: int | None, high: int | None, points: int) -> dict[str, Any] | None:
+        """Seconds and memory of one rank within some steps, values of JSON; None: it has no file.
+
+        What was read of its file is kept until another rank is asked for.
+        """
         path = self.files().get(rank)
         if path is None:
             return None
-        columns = Columns()
-        columns.add(parse_lines(Tail(path, window=_WHOLE).read(_WHOLE).lines)[0])
-        found = {}
-        for name in columns.names:
-            steps, values = columns.column(name)
-            places = chosen(steps, values, points)
-            found[name] = {"x": steps[places].tolist(), "y": plain(values[places]), "count": len(steps)}
-        return {"rank": rank, "series": found}
+        if self._whole is None or self._whole[0] != rank:
+            self._whole = rank, Tail(path, window=_WHOLE), Columns()
+        _, tail, columns = self._whole
+        part = tail.read(_WHOLE)
+        if part.is_new:
+            columns.clear()
+        columns.add(parse_lines(part.lines)[0])
+        return {"rank": rank, "series": columns.series(columns.names, low, high, points)}
 
 
 def _object(value: Any) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from ..base.errors import ConfigError
 from ..files.parsing import MAX_BYTES, parse_json, parse_yaml, read_text
 from ..train.files import EVENTS, HOLDER, METRICS, RANKS, RUN, SUMMARY, TIMELINE
 from .columns import Columns
-from .downsample import chosen, plain, within
 from .ranks import Ranks
 from .tail import Tail, parse_lines
 
@@ -25,7 +24,6 @@ PARTS = (METRICS, EVENTS, SUMMARY, RUN, HOLDER, RANKS)
 AT_ONCE = 1 << 22
 """Bytes of metrics that are read at once."""
 MAX_EVENTS = 20_000
-MOST_POINTS = 4000
 _TURNS = ("start", "end", "fault", "exit")
 """Events that begin or end a sitting."""
 
@@ -131,34 +129,6 @@ class WatchedRun:
             "has_ranks": (self.directory / RANKS).is_dir(),
             "has_timeline": self.timeline.is_dir(),
         }
-
-    def series(self, names: list[str], low: int | None, high: int | None, points: int) -> dict[str, Any]:
-        """Points of columns within some steps, each column downsampled by itself; values of JSON."""
-        found = {}
-        for name in names:
-            steps, values = self.metrics.column(name)
-            part = within(steps, low, high)
-            steps, values = steps[part], values[part]
-            places = chosen(steps, values, min(points, MOST_POINTS))
-            found[name] = {"x": steps[places].tolist(), "y": plain(values[places]), "count": len(steps)}
-        return found
-
-    def together(self, by: str, names: list[str], low: int | None, high: int | None, points: int) -> dict[str, Any]:
-        """Points of several columns at the same steps, which the column `by` chooses; values of JSON.
-
-        What is drawn one above the other must be of one step, or its sum would be of none.
-        """
-        steps, values = self.metrics.column(by)
-        part = within(steps, low, high)
-        steps, values = steps[part], values[part]
-        at = steps[chosen(steps, values, min(points, MOST_POINTS))]
-        found = {}
-        for name in names:
-            of, numbers = self.metrics.column(name)
-            places = np.minimum(np.searchsorted(of, at), max(0, len(of) - 1))
-            is_there = of[places] == at if len(of) else np.zeros(len(at), bool)
-            found[name] = plain(np.where(is_there, numbers[places], np.nan)) if len(of) else [None] * len(at)
-        return {"x": at.tolist(), "columns": found, "count": len(steps)}
 
     def _last(self, event: str) -> dict[str, Any]:
         return next((each for each in reversed(self.events) if each["event"] == event), {})

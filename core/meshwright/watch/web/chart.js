@@ -17,7 +17,8 @@ const dashes = {dashed: [6, 4]};
 
 export class Chart {
   // options: title, about, format, axisFormat, of ("step" or "rank"), view, log (to begin with), stacked, bars,
-  // fromZero, isBytes, marks (draws more), labels (whether these have words), hides (what is not shown to begin with), tools
+  // fromZero, isBytes, marks (draws more), labels (whether these have words), hides (what is not shown to begin with), tools,
+  // empty (what stands there without lines)
   constructor(options) {
     this.options = {of: "step", format: short, ...options};
     this.isLog = Boolean(options.log);
@@ -55,7 +56,7 @@ export class Chart {
     const data = this.data(shown);
     if (!shown.some(each => each.x.length)) {
       this.drop();
-      this.plot.replaceChildren(h("p", {class: "empty"}, series.length ? "nothing is shown" : "nothing yet"));
+      this.plot.replaceChildren(h("p", {class: "empty"}, series.length ? "nothing is shown" : this.options.empty || "nothing yet"));
       this.entries(series);
       return;
     }

@@ -344,8 +344,12 @@ const refresh = async ({all = false}) => {
         if (run.seen.events !== versions.events) { run.seen.events = versions.events; jobs.push(run.loadEvents()); }
         if (run.state.has_ranks && Date.now() - run.ranksAt > ((run.state.world_size || 1) > 64 ? MANY_RANKS_EVERY_MS : RANKS_EVERY_MS) && (run.state.state === "running" || !run.ranksAt)) {
           run.ranksAt = Date.now();
-          jobs.push(ask("ranks", {run: run.place}).then(found => own(run, "ranks", () => new Ranks(run, `var(--${run.variable})`, run.state.name)).update(found)));
-        }
+          jobs.push(ask("ranks", {run: run.place}).then(found => {
+            const ranks = own(run, "ranks", () => new Ranks(run, `var(--${run.variable})`, run.state.name, view, () => ({points: points(), ...span()})));
+            ranks.update(found);
+            return ranks.load();
+          }));
+        } else if (again && run.own?.ranks) jobs.push(run.own.ranks.load());
         if (run.state.has_timeline && run.seen.timeline !== versions.timeline) {
           run.seen.timeline = versions.timeline;
           jobs.push(loadTimeline(run));

@@ -1,6 +1,6 @@
-// Memory by rank and seconds by rank of one run, and the ranks that are slower than the others.
+// Memory by rank and seconds by rank of one run, the ranks that are slower than the others, and one rank over its steps.
 
-import {h, bytes, seconds, table, count} from "./dom.js";
+import {h, ask, bytes, seconds, table, count} from "./dom.js";
 import {Chart} from "./chart.js";
 
 const KINDS = {
@@ -10,32 +10,45 @@ const KINDS = {
 const words = part => part === "seconds" ? "whole step" : part.replaceAll("_", " ");
 
 export class Ranks {
-  constructor(run, swatch, names) {
+  // window: tells the steps that are shown, and how many points
+  constructor(run, swatch, names, view, window) {
     this.run = run;
+    this.window = window;
+    this.rank = null;
+    this.column = "seconds";
     this.part = null;
     this.kind = null;
     this.parts = h("select", {"aria-label": "Part of the step", onchange: () => { this.part = this.parts.value; this.show(); }});
     this.kinds = h("select", {"aria-label": "Kind of memory", onchange: () => { this.kind = this.kinds.value; this.show(); }});
     this.time = new Chart({title: "Seconds by rank", about: names, of: "rank", format: seconds, axisFormat: seconds, swatch, tools: [this.parts], fromZero: true});
     this.memory = new Chart({title: "Memory by rank", about: names, of: "rank", format: bytes, axisFormat: bytes, swatch, tools: [this.kinds], bars: true, isBytes: true});
+    this.which = h("input", {type: "number", min: 0, "aria-label": "Rank to show over its steps",
+      onchange: () => this.choose(this.which.value === "" ? null : Number(this.which.value))});
+    this.columns = h("select", {"aria-label": "What of the rank", onchange: () => { this.column = this.columns.value; this.showRank(); }});
+    const format = value => (this.column.startsWith("memory/") ? bytes : seconds)(value);
+    this.one = new Chart({title: "One rank over its steps", about: names, format, axisFormat: format, view, swatch, tools: [this.which, this.columns],
+      fromZero: true, empty: "give the number of a rank"});
+    this.one.element.classList.add("wide");
+    this.one.update([]);
     this.slow = h("div");
-    this.elements = [this.memory.element, this.time.element];
+    this.elements = [this.memory.element, this.time.element, this.one.element];
     this.time.element.append(this.slow);
+  }
+
+  fill(select, names, chosen, text) {
+    if ([...select.options].map(each => each.value).join() !== names.join())
+      select.replaceChildren(...names.map(name => h("option", {value: name}, text(name))));
+    select.value = chosen;
   }
 
   update(found) {
     this.found = found;
-    const fill = (select, names, chosen, text) => {
-      if ([...select.options].map(each => each.value).join() !== names.join())
-        select.replaceChildren(...names.map(name => h("option", {value: name}, text(name))));
-      select.value = chosen;
-    };
     const kinds = Object.keys(KINDS).filter(kind => kind in found.memory);
     if (!kinds.includes(this.kind)) this.kind = kinds[0];
     const parts = Object.keys(found.parts);
     if (!parts.includes(this.part)) this.part = found.stragglers[0]?.part ?? parts[0];
-    fill(this.kinds, kinds, this.kind, kind => KINDS[kind]);
-    fill(this.parts, parts, this.part, words);
+    this.fill(this.kinds, kinds, this.kind, kind => KINDS[kind]);
+    this.fill(this.parts, parts, this.part, words);
     this.show();
   }
 
@@ -53,13 +66,42 @@ export class Ranks {
           y: [...slow].sort((a, b) => a.rank - b.rank).map(each => each.seconds), dots: 10}] : []),
       ]);
     }
-    const all = found.stragglers;
+    const all = found.stragglers, focused = this.slow.contains(document.activeElement) ? document.activeElement.textContent : null;
     this.slow.replaceChildren(all.length
       ? table(`Stragglers: ${all.length === 100 ? "the first 100" : count(all.length)}. A median that is more than 3.5 scaled median absolute deviations, and 2 % of a step, above that of all ranks`,
         ["rank", "part of the step", "its median", "of all ranks", "deviations"],
-        all.map(each => [count(each.rank), words(each.part), seconds(each.seconds), seconds(each.middle), each.deviations === null ? "all others are equal" : each.deviations.toFixed(1)]), {texts: [1]})
+        all.map(each => [h("button", {type: "button", title: "show over its steps", onclick: () => this.choose(each.rank, each.part)}, count(each.rank)), words(each.part), seconds(each.seconds), seconds(each.middle), each.deviations === null ? "all others are equal" : each.deviations.toFixed(1)]), {texts: [1]})
       : h("p", {class: "said"}, ranks.length < 4 ? "Stragglers are told of four ranks or more." : `No stragglers among ${count(ranks.length)} ranks.`));
+    if (focused) [...this.slow.querySelectorAll("button")].find(button => button.textContent === focused)?.focus({preventScroll: true});
   }
 
-  charts() { return [this.time, this.memory]; }
+  choose(rank, part) {
+    this.rank = rank;
+    if (part) this.column = part === "seconds" ? part : `times/${part}`;
+    this.which.value = rank ?? "";
+    return this.load();
+  }
+
+  // What is new of the rank, if one is chosen.
+  async load() {
+    const {rank} = this;
+    if (rank === null || !this.found?.ranks.includes(rank)) {
+      this.one.options.empty = rank === null ? "give the number of a rank" : `rank ${rank} has written nothing`;
+      this.history = {};
+    } else {
+      const {series} = await ask("rank", {run: this.run.place, rank, ...this.window()});
+      if (rank !== this.rank) return;
+      this.history = series;
+    }
+    this.showRank();
+  }
+
+  showRank() {
+    const names = Object.keys(this.history);
+    if (names.length && !names.includes(this.column)) this.column = names[0];
+    this.fill(this.columns, names, this.column, name => words(name.replace("times/", "").replace("memory/", "memory: ")));
+    this.one.update(names.length ? [{label: `rank ${count(this.rank)}: ${this.columns.selectedOptions[0].textContent}`, colour: "run-0", ...this.history[this.column]}] : []);
+  }
+
+  charts() { return [this.time, this.memory, this.one]; }
 }
