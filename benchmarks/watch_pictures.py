@@ -33,6 +33,7 @@ RUN: dict[str, Any] = {
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "initializer_range": 0.08,
     },
     "data": {"corpus": "stdlib", "vocab_size": 512, "seq_len": 64},
     "steps": STEPS,
@@ -43,9 +44,10 @@ RUN: dict[str, Any] = {
     "checkpoint": {"every": 60},
     "sample": None,
 }
+WIDE: dict[str, Any] = {"strategy": "fsdp2", "strategy_config": {"reduce_dtype": "float64"}}
 RUNS: dict[str, dict[str, Any]] = {
-    "tiny-fsdp2": {"strategy": "fsdp2", "metrics": {"norms_every": 4, "communication_every": 40}},
-    "tiny-pp2": {"strategy": "fsdp2", "pp_size": 2, "wrapper_config": {"pipeline": {"pp_microbatch_size": 2}}},
+    "tiny-fsdp2": {**WIDE, "metrics": {"norms_every": 4, "communication_every": 40}},
+    "tiny-pp2": {**WIDE, "pp_size": 2, "wrapper_config": {"pipeline": {"pp_microbatch_size": 2}}},
     "tiny-ddp": {"strategy": "ddp"},
 }
 WIDTH = 1280
@@ -56,7 +58,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for name, own in RUNS.items():
             _train(Path(directory), name, own)
-        runs = [Path(directory) / name for name in RUNS]
+            sys.stdout.write(f"trained {name}\n")
+        runs = [Path(directory) / "runs" / name for name in RUNS]
         fsdp2, pp2, _ = runs
         with sync_playwright() as started:
             browser = started.chromium.launch(executable_path=_chromium(), args=["--no-sandbox"])
@@ -74,8 +77,8 @@ def main() -> None:
 
 def _train(directory: Path, name: str, own: dict[str, Any]) -> None:
     file = directory / f"{name}.yaml"
-    file.write_text(yaml.safe_dump({**RUN, **own, "output_dir": str(directory / name)}), encoding="utf-8")
-    subprocess.run([sys.executable, "-m", "meshwright", "train", str(file)], check=True)
+    file.write_text(yaml.safe_dump({**RUN, **own, "output_dir": f"runs/{name}"}), encoding="utf-8")
+    subprocess.run([sys.executable, "-m", "meshwright", "train", file.name], cwd=directory, check=True)
 
 
 def _chromium() -> str:
@@ -95,6 +98,8 @@ def _open(page: Page, runs: list[Path]) -> None:
     page.locator("#ranks input").first.fill("1")
     page.locator("#ranks input").first.press("Enter")
     page.wait_for_timeout(2000)
+    page.evaluate("scrollTo(0, 0)")
+    page.wait_for_timeout(500)
 
 
 def _take(page: Page, first: str, last: str, file: Path) -> None:

@@ -73,9 +73,9 @@ def run(server):
         for line in process.stdout:
             if line.startswith("exit code "):
                 giving_up.cancel()
-                return int(line.split()[2]), out, log.read_text()[start:]
+                return int(line.split()[2]), out, log.read_bytes()[start:].decode()
             out += line
-        pytest.fail(f"{case} did not end; stderr: {log.read_text()[start:]}")
+        pytest.fail(f"{case} did not end; stderr: {log.read_bytes()[start:].decode()}")
 
     return run_case
 

@@ -101,11 +101,7 @@ def _factory(case: Case) -> OptimizerFactory:
 def train_steps(
     manager: StrategyManager, case: Case, steps: range, before_clip: Callable[[], None] = lambda: None
 ) -> tuple[list[float], list[float], list[float]]:
-    """Losses, norms and evaluation losses of some steps of the case.
-
-    Args:
-        before_clip: called in each step when its gradients are there.
-    """
+    """Losses, norms and evaluation losses of some steps of the case; each calls when it has its gradients."""
     losses, norms, eval_losses = [], [], []
     for step in steps:
         microbatches = share(case, step, manager.mesh.data_rank, manager.mesh.data_size)
