@@ -8,7 +8,7 @@ import {Timeline} from "./timeline.js";
 
 const EVERY_MS = 1000, RANKS_EVERY_MS = 2000, MANY_RANKS_EVERY_MS = 6000;
 const byId = id => document.getElementById(id);
-const PARTS = [["data", "part-data"], ["forward_backward", "part-forward"], ["norms", "run-6"], ["clip", "part-clip"],
+const PARTS = [["data", "part-data"], ["forward_backward", "part-forward"], ["norms", "run-2"], ["clip", "part-clip"],
   ["read", "part-communication"], ["optimizer", "part-optimizer"],
   ["rest", "part-rest"], ["save", "part-save"], ["evaluation", "part-evaluation"]];
 const STATES = {running: "running", done: "done", failed: "failed", gone: "ended", stopped: "stopped", waiting: "waiting"};

@@ -29,6 +29,7 @@ export class Ranks {
     this.one = new Chart({title: "One rank over its steps", about: names, format, axisFormat: format, view, swatch, tools: [this.which, this.columns],
       fromZero: true, empty: "give the number of a rank"});
     this.one.element.classList.add("wide");
+    this.columns.hidden = true;
     this.one.update([]);
     this.slow = h("div");
     this.elements = [this.memory.element, this.time.element, this.one.element];
@@ -98,6 +99,7 @@ export class Ranks {
 
   showRank() {
     const names = Object.keys(this.history);
+    this.columns.hidden = !names.length;
     if (names.length && !names.includes(this.column)) this.column = names[0];
     this.fill(this.columns, names, this.column, name => words(name.replace("times/", "").replace("memory/", "memory: ")));
     this.one.update(names.length ? [{label: `rank ${count(this.rank)}: ${this.columns.selectedOptions[0].textContent}`, colour: "run-0", ...this.history[this.column]}] : []);
