@@ -2,10 +2,10 @@
 
     python benchmarks/front.py           # runs all, writes results/front.json, draws docs/front*.png
     python benchmarks/front.py --only    # draws again what was written
-    python benchmarks/front.py --wide-norms    # how far curves lie apart where the model's norms are float64, too
 
-Each layout trains on four ranks of the CPU over gloo, in float64, and one process does the same alone (`front_runs`).
-Memory and bytes are counted on the ranks themselves, in a step each; those of the rank that has most are kept.
+Each layout trains on four ranks of the CPU over gloo, in float64, and one process does the same alone (`front_runs`);
+all once more with a model whose norms are float64, too. Memory and bytes are counted on the ranks themselves, in a step
+each; those of the rank that has most are kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "front.json"
 
 
-def told(name: str, *, wide_norms: bool = False) -> list[dict[str, Any]]:
+def told(name: str, *, wide_norms: bool) -> list[dict[str, Any]]:
     """Run one layout.
 
     Returns:
@@ -41,56 +41,42 @@ def told(name: str, *, wide_norms: bool = False) -> list[dict[str, Any]]:
     return ranks
 
 
-def apart(losses: list[float], one: list[float]) -> float:
-    """By how much losses differ at most [nats per byte]."""
-    return max(abs(a - b) for a, b in zip(losses, one, strict=True))
-
-
 def measured(name: str) -> dict[str, Any]:
-    """Run one layout, and keep what the picture shows."""
+    """Run one layout both ways, and keep what the picture shows."""
     start = time.perf_counter()
-    ranks = told(name)
+    ranks, wide = told(name, wide_norms=False), told(name, wide_norms=True)
     return {
         "layout": LAYOUTS[name],
         "losses": ranks[0]["losses"],
+        "losses_wide_norms": wide[0]["losses"],
         "sent_bytes": max(rank["sent"] for rank in ranks),
         "held_bytes": max((rank["held"] for rank in ranks), key=lambda held: held["total"]),
         "seconds": round(time.perf_counter() - start, 1),
     }
 
 
+def apart(layouts: dict[str, Any], name: str, losses: str) -> float:
+    """By how much the losses of a layout differ from those of one process at most [nats per byte].
+
+    Args:
+        losses: "losses" or "losses_wide_norms".
+    """
+    return max(abs(a - b) for a, b in zip(layouts[name][losses], layouts[ONE][losses], strict=True))
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=list(LAYOUTS), help="run these, and keep what is known of others")
-    parser.add_argument("--wide-norms", action="store_true", help="compare runs whose norms are float64, too")
     given = parser.parse_args()
-    if given.wide_norms:
-        _compare_wide_norms()
-        return
-    known = {} if given.only is None else _known()
+    known = {} if given.only is None else json.loads(RESULTS.read_text(encoding="utf-8"))["layouts"]
     for name in LAYOUTS if given.only is None else given.only:
         known[name] = measured(name)
-        distance = apart(known[name]["losses"], known[ONE]["losses"])
-        print(f"{name}: {distance:.1e} from one process, {known[name]['seconds']} s", flush=True)
+        plain, wide = (apart(known, name, losses) for losses in ("losses", "losses_wide_norms"))
+        seconds = known[name]["seconds"]
+        print(f"{name}: {plain:.1e} from one process, with wide norms {wide:.1e}, {seconds} s", flush=True)
         _written(known)
     front_picture.draw(_written(known), HERE.parent / "docs")
-
-
-def _compare_wide_norms() -> None:
-    """Beside each layout, write how far it is from one process where nothing is rounded to float32."""
-    known, one = _known(), told(ONE, wide_norms=True)[0]["losses"]
-    for name in LAYOUTS:
-        losses = one if name == ONE else told(name, wide_norms=True)[0]["losses"]
-        known[name]["apart"] = apart(known[name]["losses"], known[ONE]["losses"])
-        known[name]["apart_wide_norms"] = apart(losses, one)
-        print(f"{name}: {known[name]['apart']:.1e}, with wide norms {known[name]['apart_wide_norms']:.1e}", flush=True)
-        _written(known)
-
-
-def _known() -> dict[str, Any]:
-    known: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))["layouts"]
-    return known
 
 
 def _written(known: dict[str, Any]) -> dict[str, Any]:

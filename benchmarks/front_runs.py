@@ -58,7 +58,7 @@ MEASURED = {"memory": 2, "traffic": 3}
 """Steps, from 0: those before make what is kept."""
 
 
-def trained(layout: dict[str, Any], wide_norms: bool = False) -> dict[str, Any]:
+def trained(layout: dict[str, Any], wide_norms: bool) -> dict[str, Any]:
     """Train on this rank.
 
     Args:
@@ -68,8 +68,7 @@ def trained(layout: dict[str, Any], wide_norms: bool = False) -> dict[str, Any]:
     Returns:
         `losses` [nats per byte], `sent` in a step [bytes], and `held` at the peak of a step by kind [bytes].
     """
-    norms = mock.patch.object(LlamaRMSNorm, "forward", _wide_norm) if wide_norms else nullcontext()
-    with norms:
+    with mock.patch.object(LlamaRMSNorm, "forward", _wide_norm) if wide_norms else nullcontext():
         return _trained(layout)
 
 

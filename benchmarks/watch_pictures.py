@@ -94,7 +94,7 @@ def _open(page: Page, runs: list[Path]) -> None:
         target=server.serve, args=(watched(runs), listener), kwargs={"host": "127.0.0.1"}, daemon=True
     ).start()
     page.goto(server.address(listener))
-    page.wait_for_selector("#pipeline canvas, #pipeline svg, #pipeline .plot")
+    page.wait_for_selector("#pipeline .plot")
     page.locator("#ranks input").first.fill("1")
     page.locator("#ranks input").first.press("Enter")
     page.wait_for_timeout(2000)

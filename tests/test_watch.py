@@ -305,8 +305,9 @@ def test_a_rank_over_its_steps_goes_on_where_its_file_does(tmp_path):
     assert steps(1) == [*range(1, 202)]
     assert steps(0) == [*range(1, 301)]
     assert steps(1) == [*range(1, 202)]
-    write_lines(path, [{"step": 1, "seconds": 2.0}], mode="w")
-    assert steps(1) == [1]
+    # Written anew, of a run that has gone on elsewhere: nothing is left of what was before.
+    write_lines(path, [{"step": 150, "seconds": 2.0}], mode="w")
+    assert steps(1) == [150]
 
 
 # -- a run

@@ -4303,6 +4303,22 @@ _bug(
 )
 
 _bug(
+    "a_rank_that_goes_back_keeps_its_old_steps",
+    "meshwright.watch.ranks",
+    "        if part.is_new:\n            columns.clear()\n",
+    "",
+    "tests/test_watch.py::test_a_rank_over_its_steps_goes_on_where_its_file_does",
+    kind="what is reported is not what was done",
+)
+_bug(
+    "another_rank_gets_the_history_of_the_last",
+    "meshwright.watch.ranks",
+    "self._whole is None or self._whole[0] != rank",
+    "self._whole is None",
+    "tests/test_watch.py::test_a_rank_over_its_steps_goes_on_where_its_file_does",
+    kind="what is reported is not what was done",
+)
+_bug(
     "a_step_done_again_is_shown_twice",
     "meshwright.watch.columns",
     "            place = bisect.bisect_left(steps, step)\n",

@@ -8,11 +8,11 @@ import torch
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether torch can ask the device for its memory and its times: it is here, and torch has a runtime for it.
+    """Whether torch can ask the device for its memory and its times: this build has a runtime for it.
 
     Source: torch.accelerator.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
+    found = torch.accelerator.current_accelerator()
     return found is not None and found.type == device.type
 
 
