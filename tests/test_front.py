@@ -64,14 +64,15 @@ def test_bytes_are_sent_around_a_ring() -> None:
         front_runs.sent(replace(call, kind="gossip"))
 
 
-def _first_losses(layout: dict[str, object]) -> list[float]:
+def _first_losses(layout: dict[str, object], wide_norms: bool) -> list[float]:
     front_runs.STEPS = 4
-    return front_runs.trained(layout)["losses"]
+    return front_runs.trained(layout, wide_norms)["losses"]
 
 
-def test_the_runs_still_have_one_curve() -> None:
-    for losses in pool(2).run(_first_losses, front_runs.LAYOUTS["fsdp2, tensor 2 x 2"]):
-        assert np.abs(np.array(losses) - LAYOUTS[front_runs.ONE]["losses"][:4]).max() < 1e-9
+@pytest.mark.parametrize(("kept", "wide_norms"), [("losses", False), ("losses_wide_norms", True)])
+def test_the_runs_still_have_one_curve(kept: str, wide_norms: bool) -> None:
+    for losses in pool(2).run(_first_losses, front_runs.LAYOUTS["fsdp2, tensor 2 x 2"], wide_norms):
+        assert np.abs(np.array(losses) - LAYOUTS[front_runs.ONE][kept][:4]).max() < 1e-9
 
 
 def test_the_picture_is_drawn_from_the_results(tmp_path: Path) -> None:
