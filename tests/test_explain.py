@@ -144,7 +144,7 @@ def with_changes(facts: Facts, *changes: str) -> dict[str, str]:
         (["checkpoint.every=7", "checkpoint.asynchronous=false"], SAVED, "Training waits", "Training goes on"),
         (["checkpoint={every: 7, on_signal: {exit_code: 9}}"], SAVED, "exit code 9", "143"),
         (["checkpoint={every: 7, on_signal: {signals: []}}"], SAVED, "A signal ends the run at once", "exit code"),
-        (["checkpoint.save_on=[{time: 20m}]"], SAVED, "Saved 20m after the one before", "None are saved"),
+        (["checkpoint.every=20m"], SAVED, "Saved 20m after the one before", "None are saved"),
         (["eval.every=30"], EVALUATION, "held_out every 30 steps, and at the end", "patience"),
         ([], EVALUATION, "held_out at the end", "every"),
         (["max_grad_norm=null"], STEP, "nothing is clipped", "brought down"),

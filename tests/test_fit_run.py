@@ -179,13 +179,21 @@ def test_several_sets_are_evaluated_kept_and_told(place: Place, workplace: Path)
 
 
 def test_checkpoints_are_saved_by_the_clock(place: Place) -> None:
-    place.runs(steps=3, checkpoint={"save_on": [{"time": "2h"}, {"time": "0.001s"}], "keep_last": None})
+    place.runs(steps=3, checkpoint={"every": [200, "0.001s"], "keep_last": None})
     assert place.steps() == [3, 2, 1]
-    config = load_run(place.file(checkpoint={"save_on": [{"time": "1.5h"}, {"time": "90m"}, {"time": "5401s"}]}))
-    assert [each.seconds for each in config.checkpoint.save_on] == [5400.0, 5400.0, 5401.0]
-    assert config.checkpoint.after_s == 5400.0
-    with pytest.raises(ConfigError, match=r"checkpoint.save_on.0.time: .*above 0"):
-        load_run(place.file(checkpoint={"save_on": [{"time": "0m"}]}))
+    for every, steps, seconds in (
+        (500, 500, None),
+        ("1.5h", None, 5400.0),
+        ("90m", None, 5400.0),
+        ([500, "5401s"], 500, 5401.0),
+        ([".5s", 3], 3, 0.5),
+        (None, None, None),
+    ):
+        told = load_run(place.file(checkpoint={"every": every})).checkpoint
+        assert (told.every_steps, told.after_s, told.saves) == (steps, seconds, every is not None)
+    for wrong in ("0m", "20", "20d", [], [500, 600], ["1m", "2m"], 0, True, [500, "0.0s"]):
+        with pytest.raises(ConfigError, match=r"checkpoint\.every"):
+            load_run(place.file(checkpoint={"every": wrong}))
 
 
 # -- the sample

@@ -114,7 +114,7 @@ def _inside(key: str, **changes: Any) -> dict[str, Any]:
         (_inside("checkpoint", keep_last=2), ["checkpoints"]),
         (_inside("checkpoint", keep_every=2), ["checkpoints"]),
         (_inside("checkpoint", keep_best={"n": 2}), ["checkpoints"]),
-        (_inside("checkpoint", keep_last=4, every=None, save_on=[{"time": "0.001s"}]), ["checkpoints"]),
+        (_inside("checkpoint", keep_last=4, every="0.001s"), ["checkpoints"]),
         ({"sample": None}, ["sample"]),
     ],
     ids=str,

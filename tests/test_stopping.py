@@ -19,7 +19,7 @@ from kill_sweep import Run, end_session, fingerprint, finish, make_run, members
 from test_cli import LAUNCHER_VARIABLES
 
 from meshwright import Checkpointer, ConfigError, Loop, Stopped, StopSignals, fit, load_checkpoint
-from meshwright.checkpoint.manifest import step_directory
+from meshwright.checkpoint.manifest import step_directory, steps_in
 from meshwright.data.encoding.worker import Worker
 from meshwright.launch.stopping import SAME_S
 from meshwright.strategy.contract import StepResult, StrategyManager
@@ -90,7 +90,8 @@ def test_a_run_stopped_time_and_again_ends_as_one_that_was_not(tmp_path: Path) -
     for after, number, victim, launcher, expected in (
         (5, signal.SIGTERM, "parent", (), 75),
         (15, signal.SIGUSR1, "parent", (), 75),
-        (25, signal.SIGTERM, "all", (), 75),
+        (20, signal.SIGTERM, "all", (), 75),
+        (26, signal.SIGINT, "all", (), 75),
         (32, signal.SIGTERM, "parent", TORCHRUN, 1),
         (40, signal.SIGUSR1, "one rank", TORCHRUN, 1),
     ):
@@ -323,6 +324,34 @@ def test_every_stack_stops_on_all_ranks_and_goes_on(stack: str, tmp_path: Path) 
         assert rest == expected
 
 
+def _stopped_in_time(directory: str, grace_s: float) -> tuple[bool, bool, float, list[int]]:
+    """Rank 3 alone hears a signal after the third step, when one checkpoint has been written."""
+    case = Case(microbatches=2, sequences=16)
+    manager, _ = build_with_optimizer("fsdp2", {}, {}, case)
+    mesh, root = manager.mesh, Path(directory)
+    mine = grace_s if mesh.rank == 3 else None
+
+    def batches(step: int) -> Any:
+        return share(case, step, mesh.data_rank, mesh.data_size)
+
+    with Checkpointer(manager, root) as checkpointer, StopSignals(["SIGUSR1"], grace_s=mine) as signals:
+        loop = Loop(batches, steps=6, seed=1, checkpointer=checkpointer, save_every=2, signals=signals)
+        with get_registry().observing(_SignalAt(2 if mesh.rank == 3 else None)):
+            try:
+                fit(manager, loop)
+            except Stopped as stopped:
+                told = stopped.saved, stopped.too_late
+        return *told, checkpointer.seconds, [step for step, _ in steps_in(root)]
+
+
+def test_a_save_that_would_outlast_the_time_that_is_left_is_not_begun_on_any_rank(tmp_path: Path) -> None:
+    for saved, too_late, seconds, steps in pool(4).run(_stopped_in_time, str(tmp_path / "short"), 1e-3):
+        assert (saved, too_late, steps) == (False, True, [2])
+        assert seconds > 1e-3
+    for saved, too_late, _, steps in pool(4).run(_stopped_in_time, str(tmp_path / "long"), 1e3):
+        assert (saved, too_late, steps) == (True, False, [3, 2])
+
+
 # -- signals
 
 
@@ -429,10 +458,10 @@ def test_handlers_are_put_back() -> None:
 def test_signals_save_where_checkpoints_are_saved_or_where_they_are_asked_for() -> None:
     assert not CheckpointConfig().saves
     assert CheckpointConfig().stops_on.signals == []
-    assert CheckpointConfig(every=5).stops_on.signals == ["SIGTERM", "SIGUSR1"]
-    asked = CheckpointConfig.model_validate({"on_signal": {"signals": ["SIGUSR2"], "exit_code": 3}})
+    assert CheckpointConfig(every=5).stops_on.signals == ["SIGTERM", "SIGUSR1", "SIGINT"]
+    asked = CheckpointConfig.model_validate({"on_signal": {"signals": ["SIGUSR2"], "exit_code": 3, "grace_s": 60}})
     assert asked.saves
-    assert (asked.stops_on.signals, asked.stops_on.exit_code) == (["SIGUSR2"], 3)
+    assert (asked.stops_on.signals, asked.stops_on.exit_code, asked.stops_on.grace_s) == (["SIGUSR2"], 3, 60)
     off = CheckpointConfig.model_validate({"every": 5, "on_signal": {"signals": []}})
     assert off.stops_on.signals == []
     with pytest.raises(ValueError, match="SIGKILL"):

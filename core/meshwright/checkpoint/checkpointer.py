@@ -7,6 +7,7 @@ process group of its own, while training goes on. The next `save`, and `close`, 
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -84,6 +85,7 @@ class Checkpointer:
     Attributes:
         root: see above.
         saved: step of the last one that is on disk, of those that this has written; None: none is. After `wait`.
+        seconds: what the longest of those has taken from the begin of `save` until it was on disk; 0: none was written.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self.saved: int | None = None
+        self.seconds = 0.0
         if manager.mesh.rank == 0:
             remove_leftovers(self.root)
 
@@ -131,7 +134,7 @@ class Checkpointer:
             CheckpointError: this one, or the one before it, could not be written and `on_error` is "stop".
         """
         self.wait()
-        directory = step_directory(self.root, step)
+        began, directory = time.monotonic(), step_directory(self.root, step)
         try:
             saving = Saving(
                 self._manager,
@@ -147,11 +150,11 @@ class Checkpointer:
             self._tell(error)
             return
         if not self._asynchronous:
-            self._write(saving, step)
+            self._write(saving, step, began)
             self.wait()
             return
         saving.detach()
-        self._thread = threading.Thread(target=self._write, args=(saving, step), name="meshwright-checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(saving, step, began), name="meshwright-checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
@@ -184,10 +187,10 @@ class Checkpointer:
         if error_type is None:
             self.close()
 
-    def _write(self, saving: Saving, step: int) -> None:
+    def _write(self, saving: Saving, step: int, began: float) -> None:
         try:
             saving.write()
-            self.saved = step
+            self.saved, self.seconds = step, max(self.seconds, time.monotonic() - began)
             if self._manager.mesh.rank == 0:
                 retain(
                     self.root,

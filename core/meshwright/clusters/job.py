@@ -168,17 +168,15 @@ def _check_goes_on(config: RunConfig, to: Target) -> None:
     if not saving.saves:
         raise ConfigError(
             "the run saves no checkpoints, so a job that is stopped and begun anew would begin at step 0. Set "
-            "checkpoint.every, or checkpoint.save_on, such as [{time: 20m}]."
+            "checkpoint.every, such as 500 or 20m."
         )
     if config.resumption.source == "never":
         raise ConfigError(
             "resume=never would remove, each time that the job is begun anew, what has been done. Set resume=auto."
         )
-    at_times = saving.every is not None or saving.save_on or saving.keep_best is not None
-    if to in ("ray", "skypilot") and not at_times:
+    if to in ("ray", "skypilot") and not saving.saves_in_time:
         raise ConfigError(
-            f"the run saves only when a signal comes, and {to} takes machines away without one. Set checkpoint.every, "
-            f"or checkpoint.save_on."
+            f"the run saves only when a signal comes, and {to} takes machines away without one. Set checkpoint.every."
         )
     if to in ("slurm", "kubernetes") and "SIGTERM" not in saving.stops_on.signals:
         raise ConfigError(

@@ -14,6 +14,7 @@ started one ends it, and the others it ignores, since schedulers send them to al
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -46,11 +47,12 @@ class Stopped(SystemExit):
         signal: its name.
         step: steps done.
         saved: whether the state after this step is in a checkpoint.
+        too_late: whether a save was not begun since it would not have been done in time.
     """
 
-    def __init__(self, number: int, *, step: int, saved: bool, exit_code: int) -> None:
+    def __init__(self, number: int, *, step: int, saved: bool, exit_code: int, too_late: bool = False) -> None:
         super().__init__(exit_code)
-        self.signal, self.step, self.saved = signal.Signals(number).name, step, saved
+        self.signal, self.step, self.saved, self.too_late = signal.Signals(number).name, step, saved, too_late
 
 
 class StopSignals:
@@ -61,6 +63,7 @@ class StopSignals:
     Args:
         names: such as SIGTERM.
         exit_code: of `Stopped`.
+        grace_s: seconds from the first signal until the process is ended; None: not known.
         tell: called with what there is to say when one is noted; in a thread.
 
     Raises:
@@ -68,14 +71,19 @@ class StopSignals:
     """
 
     def __init__(
-        self, names: Sequence[str], *, exit_code: int = 143, tell: Callable[[str], object] | None = None
+        self,
+        names: Sequence[str],
+        *,
+        exit_code: int = 143,
+        grace_s: float | None = None,
+        tell: Callable[[str], object] | None = None,
     ) -> None:
         wrong = names if isinstance(names, str) else next((name for name in names if name not in _NAMES), None)
         if wrong is not None:
             raise ConfigError(
                 f"{wrong!r} is none of the signals that can be noted. Give a list of some of {', '.join(_NAMES)}."
             )
-        self.names, self.exit_code = tuple(names), exit_code
+        self.names, self.exit_code, self.grace_s = tuple(names), exit_code, grace_s
         self._numbers = {int(signal.Signals[name]) for name in names}
         self._tell = tell
         self._noted, self._noted_s, self._settled = 0, 0.0, False
@@ -87,6 +95,13 @@ class StopSignals:
     def noted(self) -> int:
         """Number of the signal that has come; 0: none has."""
         return self._noted
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the process is ended, where a signal has come and that is known; infinite otherwise."""
+        if not self._noted or self.grace_s is None:
+            return math.inf
+        return self._noted_s + self.grace_s - time.monotonic()
 
     def settle(self) -> None:
         """From here on a second signal ends nothing: the run leaves by itself, and others may already have left."""
@@ -141,7 +156,7 @@ class StopSignals:
     def _note(self, number: int) -> None:
         now, name = time.monotonic(), signal.Signals(number).name
         if not self._noted:
-            self._noted, self._noted_s = number, now
+            self._noted_s, self._noted = now, number
             if self._tell is not None:
                 with suppress(OSError):  # nobody listens to this process any more
                     self._tell(f"{name}: this run stops after its step; a second signal ends it at once")

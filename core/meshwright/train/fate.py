@@ -38,7 +38,7 @@ def check_restarts(config: RunConfig) -> None:
     if not restarts.isdecimal() or restarts == "0":
         return
     if not config.checkpoint.saves:
-        wrong, remedy = "the run saves no checkpoints to go on from", "Set checkpoint.every, or checkpoint.save_on"
+        wrong, remedy = "the run saves no checkpoints to go on from", "Set checkpoint.every"
     elif config.resumption.source == NEVER:
         wrong, remedy = "resume=never would start anew, and remove what has been done", "Set resume=auto"
     else:

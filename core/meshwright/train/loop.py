@@ -180,17 +180,23 @@ class _Course:
     def stopped(self, number: int, signals: StopSignals, results: list[StepResult]) -> Stopped:
         """Save what is not saved, and wait until it is on disk everywhere. Collective."""
         step, checkpointer = results[-1].step if results else self.loop.start, self.loop.checkpointer
-        saved = not results
+        saved, is_late = not results, False
         if checkpointer is not None and results:
             checkpointer.wait()
             if checkpointer.saved != step:
+                is_late = self.would_be_late(checkpointer.seconds, signals)
+            if checkpointer.saved != step and not is_late:
                 self.save(results[-1])
                 checkpointer.wait()
             saved = checkpointer.saved == step
         signals.settle()
         # Who leaves first would take connections with it that others may still need.
         self.world.reduce_ints([0])
-        return Stopped(number, step=step, saved=saved, exit_code=signals.exit_code)
+        return Stopped(number, step=step, saved=saved, exit_code=signals.exit_code, too_late=is_late)
+
+    def would_be_late(self, seconds: float, signals: StopSignals) -> bool:
+        """Whether some rank would be ended before a save is done that takes so long. Collective."""
+        return bool(self.world.reduce_ints([seconds > signals.left_s])[0])
 
 
 def _ahead(manager: StrategyManager, loop: Loop) -> Ahead:

@@ -207,6 +207,11 @@ def say_finished(config: RunConfig) -> None:
 def say_stopped(stopped: Stopped, *, steps: int) -> None:
     """A signal has ended the run, which was to have so many steps."""
     saved = "saved; the same command goes on" if stopped.saved else "which could not be saved"
+    if stopped.too_late:
+        saved = (
+            "not saved: that would take longer than is left of checkpoint.on_signal.grace_s; the same command goes on "
+            "from the newest checkpoint"
+        )
     if not stopped.step:
         saved = "so there is nothing to save"
     Console().print(

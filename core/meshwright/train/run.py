@@ -126,7 +126,12 @@ def _signals(config: RunConfig, world: World) -> StopSignals:
     def tell(text: str) -> None:
         Console(stderr=True).print(text, highlight=False, soft_wrap=True)
 
-    return StopSignals(asked.signals, exit_code=asked.exit_code, tell=tell if world.rank == 0 else None)
+    return StopSignals(
+        asked.signals,
+        exit_code=asked.exit_code,
+        grace_s=asked.grace_s,
+        tell=tell if world.rank == 0 else None,
+    )
 
 
 def _train(
@@ -346,4 +351,4 @@ def _saving(manager: StrategyManager, config: RunConfig, plan: Plan, loop: Loop)
         on_error=settings.on_error,
         tokenizer=run_tokenizer(config, plan),
     ) as checkpointer:
-        yield replace(loop, checkpointer=checkpointer, save_every=settings.every, save_after_s=settings.after_s)
+        yield replace(loop, checkpointer=checkpointer, save_every=settings.every_steps, save_after_s=settings.after_s)

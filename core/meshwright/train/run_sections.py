@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,9 @@ from ..mesh.sizes import Size
 HELD_OUT = "held_out"
 """The set that is held out of the sources."""
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
+_TIME = re.compile(r"(\d+\.?\d*|\.\d+)[smh]")
+Duration = Annotated[str, Field(pattern=f"^{_TIME.pattern}$")]
+"""A time above 0, such as 90s, 20m or 1.5h."""
 
 
 class ScheduleConfig(FrozenModel):
@@ -121,43 +125,32 @@ class KeepBestConfig(FrozenModel):
     n: Size = Field(default=1, description="How many.")
 
 
-class SaveOnConfig(FrozenModel):
-    """An occasion to save a checkpoint."""
-
-    time: Annotated[str, Field(pattern=r"^(\d+\.?\d*|\.\d+)[smh]$")] = Field(
-        description="So long after the last one, or the start, by the clock of the first rank: 90s, 20m or 1.5h."
-    )
-
-    @field_validator("time")
-    @classmethod
-    def _is_above_0(cls, value: str) -> str:
-        if not float(value[:-1]):
-            raise ValueError("must be above 0")
-        return value
-
-    @property
-    def seconds(self) -> float:
-        return float(self.time[:-1]) * _SECONDS[self.time[-1]]
-
-
 class OnSignalConfig(FrozenModel):
     """What a signal does that announces the end of a job: the run stops after its step, and saves."""
 
     signals: list[StopName] = Field(
-        default=["SIGTERM", "SIGUSR1"], description="Which; []: none, so that each ends the run at once."
+        default=["SIGTERM", "SIGUSR1", "SIGINT"],
+        description="Which; []: none, so that each ends the run at once. SIGINT is Ctrl-C.",
     )
     exit_code: int = Field(
         default=143, ge=0, le=255, description="Of each rank, and of the command, when it has stopped so."
+    )
+    grace_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="Seconds from the signal until the job is ended: a save that would take longer, by those before, "
+        "is not begun. null: as long as it takes.",
     )
 
 
 class CheckpointConfig(FrozenModel):
     """Checkpoints, in output_dir/checkpoints; after the last step, too, if there are any."""
 
-    every: Size | None = Field(
-        default=None, description="Steps between checkpoints; null: as the next two say, or none."
+    every: Size | Duration | list[Size | Duration] | None = Field(
+        default=None,
+        description="Steps between checkpoints, such as 500; or a time after the last one, or the start, by the clock "
+        "of the first rank: 90s, 20m or 1.5h; or both, whichever comes first: [500, 20m]. null: as the next says, or "
+        "none.",
     )
-    save_on: list[SaveOnConfig] = Field(default=[], description="Further occasions, such as [{time: 20m}].")
     keep_best: KeepBestConfig | None = Field(
         default=None,
         description="Save after each evaluation that is among the best n, and keep these, too: {set: held_out, n: 1}.",
@@ -171,22 +164,53 @@ class CheckpointConfig(FrozenModel):
 
     on_signal: OnSignalConfig | None = Field(
         default=None,
-        description="Save when a signal asks the run to stop; the same command goes on. null: on SIGTERM and SIGUSR1, "
-        "if checkpoints are saved otherwise.",
+        description="Save when a signal asks the run to stop; the same command goes on. null: on SIGTERM, SIGUSR1 and "
+        "SIGINT, if checkpoints are saved otherwise.",
     )
 
     @property
     def saves(self) -> bool:
         """Whether there are any."""
-        occasions = (self.every, self.keep_best, self.on_signal and self.on_signal.signals)
-        return bool(self.save_on) or any(occasions)
+        return self.saves_in_time or bool(self.on_signal and self.on_signal.signals)
+
+    @property
+    def saves_in_time(self) -> bool:
+        """Whether there are any without a signal."""
+        return bool(self._occasions) or self.keep_best is not None
 
     @property
     def stops_on(self) -> OnSignalConfig:
         """`on_signal`, written out."""
-        return self.on_signal or OnSignalConfig(signals=["SIGTERM", "SIGUSR1"] if self.saves else [])
+        return self.on_signal or (OnSignalConfig() if self.saves else OnSignalConfig(signals=[]))
+
+    @property
+    def every_steps(self) -> int | None:
+        """Steps between checkpoints; None where steps do not count."""
+        return next((each for each in self._occasions if isinstance(each, int)), None)
 
     @property
     def after_s(self) -> float | None:
         """Seconds between checkpoints; None where the clock does not count."""
-        return min((each.seconds for each in self.save_on), default=None)
+        return next((float(text[:-1]) * _SECONDS[text[-1]] for text in self._times), None)
+
+    @property
+    def _occasions(self) -> list[int | str]:
+        given = self.every
+        return given if isinstance(given, list) else [] if given is None else [given]
+
+    @property
+    def _times(self) -> list[str]:
+        return [each for each in self._occasions if isinstance(each, str)]
+
+    @field_validator("every", mode="before")
+    @classmethod
+    def _is_steps_or_time(cls, value: Any) -> Any:
+        given = value if isinstance(value, list) else [] if value is None else [value]
+        times = [each for each in given if isinstance(each, str) and _TIME.fullmatch(each) and float(each[:-1])]
+        steps = [each for each in given if type(each) is int and 0 < each < 2**31]
+        if len(times) > 1 or len(steps) > 1 or len(times) + len(steps) < len(given) or value == []:
+            raise ValueError(
+                f"{value!r} is neither a number of steps, such as 500, nor a time above 0, such as 90s, 20m or 1.5h, "
+                f"nor one of each, [500, 20m]"
+            )
+        return value

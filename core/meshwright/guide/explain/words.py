@@ -244,8 +244,12 @@ def _checkpoints(facts: Facts) -> Iterator[str]:
     if not section.saves:
         yield "None are saved: a run that is interrupted begins anew."
     else:
-        when = [f"every {section.every} steps"] if section.every is not None else []
-        when += [f"{each.time} after the one before" for each in section.save_on]
+        given = section.every if isinstance(section.every, list) else [section.every]
+        when = [
+            f"every {each} steps" if isinstance(each, int) else f"{each} after the one before"
+            for each in given
+            if each is not None
+        ]
         when += [f"after the best {section.keep_best.n} evaluations"] if section.keep_best is not None else []
         keeps = "all are kept" if section.keep_last is None else f"the newest {section.keep_last} are kept"
         also = f", and those of steps that are multiples of {section.keep_every}" if section.keep_every else ""
