@@ -154,6 +154,30 @@ def members(process: subprocess.Popen[bytes]) -> dict[int, bytes]:
     return found
 
 
+def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
+    """The living ranks that `meshwright train` has started, in their order: the processes that its fork server has
+    made. (What a process puts into its own environment is not seen from outside.)"""
+    living = members(process)
+    parents = {pid: int(_stat(pid)[1]) for pid in living if _stat(pid)}
+    servers = {pid for pid, parent in parents.items() if parent == process.pid and b"forkserver" in _command(pid)}
+    return sorted(pid for pid, parent in parents.items() if parent in servers)
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent and more of a process; nothing where it has gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def end_session(process: subprocess.Popen[bytes]) -> None:
     for pid in members(process):
         os.kill(pid, signal.SIGKILL)
@@ -161,7 +185,7 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
 
 def strike(process: subprocess.Popen[bytes], victim: str, dice: random.Random) -> None:
     """kill -9."""
-    ranks = sorted(pid for pid, environment in members(process).items() if b"\0RANK=" in b"\0" + environment)
+    ranks = ranks_of(process)
     if victim == "rank" and ranks:
         os.kill(dice.choice(ranks), signal.SIGKILL)
     elif victim == "parent":

@@ -51,7 +51,7 @@ OWNERS = {
     "meshwright_pipeline.config": ["PipelineConfig"],
     "meshwright.single.config": ["SingleConfig"],
     "meshwright.mesh.sizes": ["MeshSizes"],
-    "meshwright.train.run_file": ["RunConfig", "ScheduleConfig", "ResumeConfig"],
+    "meshwright.train.run_file": ["RunConfig", "ScheduleConfig"],
     "meshwright.train.optimizer_config": ["OptimizerConfig", "OptimizerGroup", "EMAConfig"],
     "meshwright.train.run_sections": [
         *("EvalConfig", "EarlyStoppingConfig", "SampleConfig", "CheckpointConfig", "KeepBestConfig", "SaveOnConfig"),

@@ -48,7 +48,7 @@ def train(
             if not started_by_launcher():
                 check_model(config)
             from ..plan.beside.comparison import accompany
-            from ..train.run import start
+            from ..train.start import start
 
         code = start(config, show_traceback=traceback, accompany=accompany)
     leave(code)

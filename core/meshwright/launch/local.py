@@ -52,7 +52,7 @@ PRELOAD = (
 
 MONITOR_INTERVAL_S = 0.1
 
-KILL_DELAY_S = 3
+KILL_DELAY_S = 2
 """From the first death, or the signal, to SIGKILL for the ranks that remain; less than `rank.ECHO_WAIT_S`."""
 
 _NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")

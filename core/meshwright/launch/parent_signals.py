@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from .stopping import SAME_S
+from .stopping import SAME_S, noted_text
 
 _AGENTS_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 """The agent passes them on, and then kills."""
@@ -41,6 +41,8 @@ def passing_on(names: Sequence[str], find_pids: Callable[[], Sequence[int]]) -> 
         if not passed:
             first_s = time.monotonic()
             passed.append(number)
+            # Not by a stream, which the handler may have interrupted.
+            os.write(2, f"{noted_text(number)}\n".encode())
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)

@@ -55,6 +55,11 @@ class Stopped(SystemExit):
         self.signal, self.step, self.saved, self.too_late = signal.Signals(number).name, step, saved, too_late
 
 
+def noted_text(number: int) -> str:
+    """What there is to say of a signal that was noted."""
+    return f"{signal.Signals(number).name}: this run stops after its step; a second signal ends it at once"
+
+
 class StopSignals:
     """Notes the first of some signals in the place of what it would do, until the context is left.
 
@@ -154,12 +159,12 @@ class StopSignals:
                     self._note(number)
 
     def _note(self, number: int) -> None:
-        now, name = time.monotonic(), signal.Signals(number).name
+        now = time.monotonic()
         if not self._noted:
             self._noted_s, self._noted = now, number
             if self._tell is not None:
                 with suppress(OSError):  # nobody listens to this process any more
-                    self._tell(f"{name}: this run stops after its step; a second signal ends it at once")
+                    self._tell(noted_text(number))
         elif now - self._noted_s > SAME_S and not self._settled:
             sys.stderr.flush()
             os._exit(128 + number)

@@ -83,11 +83,7 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
     Raises:
         MeshwrightError: whatever is wrong with it; see `meshwright.base.errors`.
     """
-    stack, degrees = resolve(
-        config.strategy, config, world_size, config=config.strategy_config, wrapper_config=config.wrapper_config
-    )
-    micro_batch_size = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
-    check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=micro_batch_size)
+    stack, degrees, micro_batch_size = layout_of(config, world_size)
     chosen(config.trackers)
     check_restarts(config)
     check_output(config, config.steps)
@@ -130,6 +126,20 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
         rows_tried=tried,
         identity=identity,
     )
+
+
+def layout_of(config: RunConfig, world_size: int) -> tuple[Stack, Degrees, int]:
+    """The strategies, the degrees and the microbatch size of a run on so many ranks.
+
+    Raises:
+        MeshwrightError: sizes, batch size and ranks do not fit together, or a strategy cannot be used.
+    """
+    stack, degrees = resolve(
+        config.strategy, config, world_size, config=config.strategy_config, wrapper_config=config.wrapper_config
+    )
+    micro_batch_size = config.micro_batch_size or max(1, config.batch_size // degrees.dp)
+    check_batch_size(config.batch_size, data_size=degrees.dp, micro_batch_size=micro_batch_size)
+    return stack, degrees, micro_batch_size
 
 
 def _tried_rows(config: DataConfig, data: PreparedData, hf_config: Any, dtype: torch.dtype | None) -> RunRows:

@@ -1,8 +1,8 @@
-"""One run, from its file to its directory: plan it, start its ranks, train, and leave behind what the user wants."""
+"""One run on its ranks, from its file to its directory: plan it, train, and leave behind what the user wants."""
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -15,10 +15,9 @@ from rich.console import Console
 from ..checkpoint import Checkpointer, load_checkpoint
 from ..checkpoint.directory import set_aside
 from ..data import ORDER_VERSION, Feed, Place, eval_microbatches
-from ..data.progress import CONSOLE
 from ..events.run import RunInfo
 from ..events.step import StepResult
-from ..launch.rank import guarded, signs_of_life, started_by_launcher
+from ..launch.rank import signs_of_life
 from ..launch.stopping import Stopped, StopSignals
 from ..mesh.mesh import Mesh
 from ..mesh.world import World, open_world
@@ -26,16 +25,16 @@ from ..model.pretrained import PretrainedWeights
 from ..strategy.contract import Batch, StrategyManager
 from .apart import check_kept_apart
 from .columns import as_asked, with_reference
-from .companion import Accompany, Companion
+from .companion import Companion
 from .ema import EMA
 from .fate import Fate, check_output, is_finished
 from .files import CHECKPOINTS, METRICS
 from .from_pretrained import check_same_weights, tell
 from .loop import Loop, fit
-from .observing import note_failure, observed, run_info
+from .observing import observed, run_info
 from .optim import optimizer_factory
 from .output import export, finish, locked, prepare_output, run_tokenizer
-from .plan import Plan, headline, masks_padding, plan_run, processes
+from .plan import Plan, headline, masks_padding, plan_run
 from .report import read_metrics, say_finished, say_stopped
 from .resume import Source, early_stopping, find_source
 from .run_file import RunConfig, as_plain
@@ -48,41 +47,6 @@ if TYPE_CHECKING:
 
 LINGERING_S = 15.0
 """How long a run waits for the ranks of one before it, whose launcher was killed, to end."""
-
-
-def start(config: RunConfig, *, show_traceback: bool = False, accompany: Accompany | None = None) -> int:
-    """Run `config`: join the ranks that torchrun started, or start them here.
-
-    Args:
-        accompany: makes who goes along with the run.
-
-    Returns:
-        The exit code; what went wrong has been written to stderr.
-
-    Raises:
-        MeshwrightError: the run is not valid; nothing was started.
-    """
-    if started_by_launcher():
-        leads = accompany is not None and os.environ["RANK"] == "0"
-        companion = accompany(config, int(os.environ["WORLD_SIZE"])) if accompany is not None and leads else None
-        return guarded(run_rank, (config, companion), show_traceback=show_traceback)
-    if is_finished(config):
-        say_finished(config)
-        return 0
-    count = processes(config)
-    with CONSOLE.status("preparing the run"):
-        plan_run(config, count)
-        companion = accompany(config, count) if accompany is not None else None
-    if companion is not None and companion.refusal is not None:
-        raise companion.refusal
-    if count == 1:
-        return guarded(run_rank, (config, companion), show_traceback=show_traceback)
-    from ..launch.local import launch
-
-    passed_on = config.checkpoint.stops_on.signals
-    code = launch(run_rank, (config, companion), nproc=count, show_traceback=show_traceback, passed_on=passed_on)
-    note_failure(config, code)
-    return code
 
 
 def run_rank(store: Store | None, config: RunConfig, companion: Companion | None = None) -> None:
@@ -130,7 +94,8 @@ def _signals(config: RunConfig, world: World) -> StopSignals:
         asked.signals,
         exit_code=asked.exit_code,
         grace_s=asked.grace_s,
-        tell=tell if world.rank == 0 else None,
+        # Who has started the ranks here tells what it passes on, and knows it from the SIGTERM that ends their peers.
+        tell=tell if world.rank == 0 and multiprocessing.parent_process() is None else None,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PydanticInvalidForJsonSchema, field_validator, model_validator
 
 from ..base.errors import ConfigError
-from ..base.validation import FrozenModel, validated
+from ..base.validation import validated
 from ..data.config import DataConfig
 from ..files.parsing import parse_yaml, read_text
 from ..files.paths import PathText
@@ -27,42 +27,16 @@ from .optimizer_config import OptimizerGroup as OptimizerGroup
 from .run_sections import (
     HELD_OUT,
     CheckpointConfig,
+    ElasticConfig,
     EvalConfig,
     MetricsConfig,
     PlanConfig,
+    ResumeConfig,
     SampleConfig,
 )
 from .run_sections import ScheduleConfig as ScheduleConfig
 
 PositiveFloat = Annotated[float, Field(gt=0)]
-
-
-Allowed = Literal[
-    "optimizer.lr",
-    "optimizer.weight_decay",
-    "optimizer.no_decay",
-    "schedule",
-    "ema",
-    "max_grad_norm",
-    "grad_norm_type",
-    "objective",
-    "batch_size",
-    "data",
-    "seed",
-]
-"""What may differ in a run that goes on: what the state in a checkpoint is of use for all the same."""
-
-
-class ResumeConfig(FrozenModel):
-    """From where a run goes on, and what may have changed."""
-
-    source: str = Field(default="auto", alias="from", description="As the plain word: auto, never, or a checkpoint.")
-    allow: list[Allowed] = Field(
-        default=[],
-        description="What may differ from what the run was started with. Each takes effect at once: rates and decay "
-        "are those of the run file, a schedule is at the step that it goes on at, other data or another seed begin a "
-        "new order, and another batch size goes on in the old one.",
-    )
 
 
 class RunConfig(MeshSizes):
@@ -87,6 +61,16 @@ class RunConfig(MeshSizes):
     device: str | None = Field(default=None, description="cpu, cuda or cuda:0; null: the accelerator if there is one.")
     timeout_s: FinitePositive = Field(
         default=600.0, le=31_536_000, description="How long ranks wait for one that hangs, in seconds."
+    )
+    max_restarts: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        default=0,
+        description="How often this command begins a run anew that has failed, from its newest checkpoint. Not used "
+        "under torchrun, which has --max-restarts.",
+    )
+    elastic: ElasticConfig | None = Field(
+        default=None,
+        description="On how many ranks the run may be begun anew, {min: 2, max: 8}; null: always on as many. The batch "
+        "stays the same.",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of weights, data order, dropout and sampling.")
     output_dir: PathText = Field(default="runs/run", description="Where metrics, the loss curve and the model go.")
@@ -188,6 +172,15 @@ class RunConfig(MeshSizes):
             )
         if self.steps is not None and self.ema is not None and self.ema.start >= self.steps:
             raise ValueError(f"ema.start={self.ema.start}, so nothing is averaged in steps={self.steps}; lower it")
+        return self
+
+    @model_validator(mode="after")
+    def _check_elastic(self) -> RunConfig:
+        if self.elastic is not None and None not in (self.dp_size, self.tp_size, self.pp_size, self.cp_size):
+            raise ValueError(
+                f"elastic needs a size that follows from the number of ranks, but all are given, "
+                f"dp_size={self.dp_size} among them; leave it out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -214,3 +214,44 @@ class CheckpointConfig(FrozenModel):
                 f"nor one of each, [500, 20m]"
             )
         return value
+
+
+Allowed = Literal[
+    "optimizer.lr",
+    "optimizer.weight_decay",
+    "optimizer.no_decay",
+    "schedule",
+    "ema",
+    "max_grad_norm",
+    "grad_norm_type",
+    "objective",
+    "batch_size",
+    "data",
+    "seed",
+]
+"""What may differ in a run that goes on: what the state in a checkpoint is of use for all the same."""
+
+
+class ResumeConfig(FrozenModel):
+    """From where a run goes on, and what may have changed."""
+
+    source: str = Field(default="auto", alias="from", description="As the plain word: auto, never, or a checkpoint.")
+    allow: list[Allowed] = Field(
+        default=[],
+        description="What may differ from what the run was started with. Each takes effect at once: rates and decay "
+        "are those of the run file, a schedule is at the step that it goes on at, other data or another seed begin a "
+        "new order, and another batch size goes on in the old one.",
+    )
+
+
+class ElasticConfig(FrozenModel):
+    """How many ranks a run may have."""
+
+    min: Annotated[Size, Field(le=4096)] = Field(default=1, description="At least so many.")
+    max: Annotated[Size, Field(le=4096)] = Field(default=4096, description="At most so many, of those that nproc says.")
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> ElasticConfig:
+        if self.min > self.max:
+            raise ValueError(f"min={self.min} is more than max={self.max}; lower it")
+        return self

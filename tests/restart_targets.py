@@ -1,0 +1,33 @@
+"""`meshwright train` on ranks of which the last has no device any more, once a file says so.
+
+python -c "import restart_targets; restart_targets.main()" RUN.yaml FILE
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from meshwright.launch.rank import leave
+from meshwright.train import start as starting
+from meshwright.train.run import run_rank
+from meshwright.train.run_file import load_run
+
+BROKEN = "MESHWRIGHT_TEST_BROKEN"
+
+
+def broken_rank(*arguments: Any) -> None:
+    """What each rank does: the fourth dies where the file is there."""
+    if os.environ["RANK"] == "3" and Path(os.environ[BROKEN]).exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    run_rank(*arguments)
+
+
+def main() -> None:
+    run_file, broken = sys.argv[1:]
+    os.environ[BROKEN] = broken
+    starting.run_rank = broken_rank  # type: ignore[attr-defined]
+    leave(starting.start(load_run(run_file)))
