@@ -45,7 +45,8 @@ from meshwright.strategy.stack import resolve
 from meshwright.train import run
 from meshwright.train.model_trial import try_model
 from meshwright.train.optim import needs_closure, try_optimization
-from meshwright.train.run_file import OptimizerConfig, RunConfig, ScheduleConfig, as_plain, load_run, run_schema
+from meshwright.train.run_file import OptimizerConfig, RunConfig, ScheduleConfig, as_plain, load_run
+from meshwright.train.run_schema import run_schema
 
 PATIENCE_S = 60
 """Of one case, on a busy machine; on a quiet one they take milliseconds."""

@@ -16,7 +16,8 @@ from meshwright.files.parsing import as_yaml, parse_yaml
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import Registry
 from meshwright.strategy.spec import StrategySpec
-from meshwright.train.run_file import RunConfig, as_plain, load_run, run_schema
+from meshwright.train.run_file import RunConfig, as_plain, load_run
+from meshwright.train.run_schema import run_schema
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))
 MINIMAL = "model: {model_type: llama}\nsteps: 10\nbatch_size: 4\n"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpointer as Checkpointer
     from .checkpoint import load_checkpoint as load_checkpoint
     from .checkpoint import save_checkpoint as save_checkpoint
+    from .events.run import BadStep as BadStep
     from .events.run import Evaluation as Evaluation
     from .events.run import Fault as Fault
     from .events.run import RunInfo as RunInfo
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from .strategy.spec import StrategySpec as StrategySpec
     from .strategy.stack import Stack as Stack
     from .strategy.stack import resolve as resolve
+    from .train.bad_steps import BadStepConfig as BadStepConfig
     from .train.ema import EMA as EMA
     from .train.from_pretrained import from_config as from_config
     from .train.from_pretrained import from_pretrained as from_pretrained
@@ -128,6 +130,8 @@ _MODULE_OF = {
     "from_config": "train.from_pretrained",
     "from_pretrained": "train.from_pretrained",
     "Callback": "train.loop",
+    "BadStep": "events.run",
+    "BadStepConfig": "train.bad_steps",
     "EarlyStopping": "train.watch",
     "Loop": "train.loop",
     "StepResult": "events.step",

@@ -9,7 +9,8 @@
         MissingPlanError      it has no tensor-parallel plan of its own
       DataError               corpus, tokenizer or split cannot be used
       BatchError              the microbatches of a step are malformed or differ in number between ranks
-      TrainingError           training cannot go on (a loss or gradient that is not finite)
+      TrainingError           training cannot go on
+        NotFiniteError        a loss or gradient is not finite
       CheckpointError         a checkpoint cannot be read, or is not of this model or run
         TornCheckpointError   it has lost or changed something since it was written
         CheckpointWriteError  it cannot be written
@@ -73,6 +74,10 @@ class TrainingError(MeshwrightError):
     """Training cannot go on."""
 
     exit_code = 1
+
+
+class NotFiniteError(TrainingError):
+    """What a step is to be made of is not finite."""
 
 
 class CheckpointError(MeshwrightError):

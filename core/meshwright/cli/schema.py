@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from ..train.run_file import run_schema
+from ..train.run_schema import run_schema
 
 
 def schema() -> None:

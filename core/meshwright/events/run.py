@@ -80,6 +80,25 @@ class SavedCheckpoint:
 
 
 @dataclass(frozen=True)
+class BadStep:
+    """What hook `on_bad_step` gets.
+
+    Attributes:
+        step: whose batch the optimizer did not step on.
+        reason: what is wrong with it.
+        back_to: the step after which the run goes on, from its checkpoint; None: it goes on after this one.
+        count: bad steps of the run so far, this one included.
+    """
+
+    step: int
+    steps: int
+    reason: str
+    rank: int
+    count: int
+    back_to: int | None = None
+
+
+@dataclass(frozen=True)
 class Fault:
     """What hook `on_fault` gets, on each rank that an error ends, before `on_run_end`.
 

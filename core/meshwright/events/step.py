@@ -53,6 +53,8 @@ class StepResult:
     memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes of this rank: `host` and `host_peak`, resident; on an accelerator `allocated`, `allocated_peak`, `reserved`
     and `reserved_peak` by torch's allocator. Peaks are since the process began, or were reset."""
+    skipped: str = ""
+    """Why the optimizer did not step, see `on_bad_step`; empty: it did."""
     world_size: int = 1
     """Ranks of the run."""
     flops: float | None = None

@@ -122,6 +122,10 @@ class StatefulManager(StrategyManager):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
+    def drop_gradients(self) -> None:
+        self.settle()
+        self.optimizer.zero_grad(set_to_none=True)
+
     @property
     def has_optimizer(self) -> bool:
         """Whether `build_optimizer` has been called."""

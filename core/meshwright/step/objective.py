@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base.errors import BatchError, ConfigError, MeshwrightError, TrainingError
+from ..base.errors import BatchError, ConfigError, MeshwrightError, NotFiniteError
 from ..strategy.contract import Batch, Objective
 from .token_statistics import Statistic
 from .tokens import Outputs, Sequences, Tokens
@@ -223,7 +223,7 @@ class Tally:
         """
         if self.defect is not None or not is_wrong:
             return self.defect
-        return TrainingError(
+        return NotFiniteError(
             f"the {self.given.name} is not finite. No parameter was changed by this step. Look at the batch, and at "
             f"what the objective divides by, exponentiates or takes the logarithm of."
         )

@@ -177,6 +177,12 @@ class StrategyManager(ABC):
     def optimizer_step(self) -> None:
         """Step the optimizer and drop the gradients."""
 
+    def drop_gradients(self) -> None:
+        """Drop the gradients of a step that is not made. Collective. StrategyError where a strategy cannot."""
+        raise StrategyError(
+            f"{type(self).__name__} has no drop_gradients, which leaves steps out. Set on_bad_step: stop."
+        )
+
     @abstractmethod
     def announce(self, microbatches: Sequence[Batch], *, objective: Objective | None = None) -> Tensor:
         """Begin to agree with the other ranks on the next step, while the device computes this one. Collective.

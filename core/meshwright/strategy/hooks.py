@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from ..events.run import Evaluation, Fault, RunInfo, RunSummary, SavedCheckpoint
+    from ..events.run import BadStep, Evaluation, Fault, RunInfo, RunSummary, SavedCheckpoint
     from ..events.step import StepResult
     from ..events.tracker import TrackerSpec
     from ..mesh.mesh import Mesh
@@ -78,6 +78,11 @@ def on_evaluation(evaluation: Evaluation) -> None:
 @hookspec
 def on_step_end(result: StepResult) -> None:
     """Observe a finished optimizer step."""
+
+
+@hookspec
+def on_bad_step(bad: BadStep) -> None:
+    """Observe a step that is not made, before its `on_step_end`, or that has taken the run back."""
 
 
 @hookspec

@@ -92,12 +92,15 @@ def told_of(loop: Loop) -> dict[str, Any]:
         "save_after_s": loop.save_after_s,
         "norms_every": loop.norms_every,
         "seed": loop.seed,
+        "on_bad_step": loop.on_bad_step,
         "signals": loop.signals and loop.signals.names,
     }
 
 
 def _check_saving(loop: Loop) -> None:
     after = loop.save_after_s
+    if loop.checkpointer is None and loop.on_bad_step.do == "rewind":
+        raise ConfigError("on_bad_step=rewind needs a checkpointer to go back with: give the loop one, or set skip.")
     if loop.checkpointer is None and (loop.save_every is not None or after is not None):
         raise ConfigError("save_every and save_after_s need a checkpointer: give the loop one, or leave them out.")
     if after is not None and not after > 0:

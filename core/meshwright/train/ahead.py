@@ -60,7 +60,6 @@ class Ahead:
     Args:
         manager: that trains.
         batches: `batches(step)` gives this rank's microbatches of a step; of the same kind on all ranks.
-        steps: number of the last step.
         seed: of the run; None: random numbers go on as they are.
         objective: that the microbatches are for.
         signals: end the loop; on all ranks or none.
@@ -74,20 +73,18 @@ class Ahead:
         manager: StrategyManager,
         batches: Callable[[int], Sequence[Batch]],
         *,
-        steps: int,
         seed: int | None,
         objective: Objective | None = None,
         signals: StopSignals | None = None,
     ) -> None:
-        self._manager, self._batches, self._steps, self._seed = manager, batches, steps, seed
+        self._manager, self._batches, self._seed = manager, batches, seed
         self._objective, self._signals = objective, signals
         self._drawn: _Drawn | None = None
         self.state: dict[str, Any] | None = None
 
     def begin(self, step: int) -> None:
         """Draw a step, counted from 0, and tell the other ranks of it, without waiting for them. Collective."""
-        if step < self._steps:
-            self._drawn = self._begun(step)
+        self._drawn = self._begun(step)
 
     def _begun(self, step: int) -> _Drawn:
         before = torch.get_rng_state()

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..events.run import Evaluation, Fault, RunInfo, RunSummary, SavedCheckpoint
+from ..events.run import BadStep, Evaluation, Fault, RunInfo, RunSummary, SavedCheckpoint
 from ..files.parsing import parse_json
 from ..strategy.hooks import hookimpl
 from .files import EVENTS
@@ -58,6 +58,10 @@ class Journal:
     @hookimpl
     def on_evaluation(self, evaluation: Evaluation) -> None:
         note(self._directory, "evaluation", **{**asdict(evaluation), "losses": without_nan(evaluation.losses)})
+
+    @hookimpl
+    def on_bad_step(self, bad: BadStep) -> None:
+        note(self._directory, "bad step", **asdict(bad))
 
     @hookimpl
     def on_checkpoint(self, checkpoint: SavedCheckpoint) -> None:

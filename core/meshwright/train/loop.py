@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..base.errors import BatchError, CheckpointError, TrainingError
+from ..base.errors import BatchError, CheckpointError, NotFiniteError, TrainingError
 from ..checkpoint.manifest import step_directory
 from ..events.run import SavedCheckpoint
 from ..events.step import StepResult
@@ -20,6 +20,7 @@ from ..strategy.contract import StrategyManager
 from ..tensors.accelerator import moments_of
 from .agreed import agree_on
 from .ahead import Ahead, StopsBefore
+from .bad_steps import BAD_STEPS, Bad, BadStepConfig, BadSteps, Rewinds
 from .batches import Passes, state_of_rank, states_of_ranks
 from .failures import done_on_all, raise_on_all
 from .loop_options import Callback as Callback
@@ -28,6 +29,7 @@ from .loop_options import is_due
 from .memory import memory_now
 from .optimizer_config import AVERAGED
 from .rates import check_rates, groups_stepped
+from .rewinding import Saves
 from .seeds import step_seed
 from .stopwatch import Stopwatch
 from .telling import Telling
@@ -74,7 +76,11 @@ class _Course:
             "the microbatches of held_out cannot be drawn",
         )
         self.tokens = {name: count_tokens(each, manager.mesh, loop.objective) for name, each in self.sets.items()}
+        self.bad_steps = BadSteps(loop.on_bad_step, (loop.state or {}).get(BAD_STEPS))
         self.ahead = _ahead(manager, loop)
+        self.saves = Saves(manager, loop)
+        if loop.on_bad_step.do == "rewind":
+            self.saves.note(loop.start, self.state())
         self.saved_at = loop.clock()
         self.told, self.stopwatch = Telling(manager, loop), Stopwatch(moments_of(manager.mesh.device))
         self.saving: dict[str, float] = {}
@@ -85,18 +91,21 @@ class _Course:
 
     def steps(self) -> list[StepResult]:
         results: list[StepResult] = []
-        for step in range(self.loop.start, self.loop.num_steps):
+        while (step := results[-1].step if results else self.loop.start) < self.loop.num_steps:
             if self.watch.is_exhausted:
                 # It was before the run was interrupted.
                 self.told.reason = "early stopping"
                 break
             try:
                 with self.loop.around(step - self.loop.start):
-                    result = train_step(self.manager, self.loop, step, self.ahead, self.stopwatch)
+                    result = self.step(step)
             except StopsBefore as stop:
                 if self.loop.signals is None:
                     raise
                 raise self.stopped(stop.number, self.loop.signals, results) from None
+            except Rewinds as rewinds:
+                self.rewind(rewinds.bad, results)
+                continue
             result = replace(result, times={**result.times, **self.saving, **self.loop.measured()})
             self.saving = {}
             if self.loop.evaluates_after(result.step):
@@ -113,6 +122,21 @@ class _Course:
             if stops:
                 break
         return results
+
+    def step(self, step: int) -> StepResult:
+        result = train_step(self.manager, self.loop, step, self.ahead, self.stopwatch, self.bad_steps)
+        if result.skipped:
+            self.told.bad_step(Bad(result.step, result.skipped), count=self.bad_steps.count)
+        return result
+
+    def rewind(self, bad: Bad, results: list[StepResult]) -> None:
+        """Go back to a checkpoint, and leave out the batches since then. Collective."""
+        to, state = self.saves.go_back(bad)
+        self.watch = Watch(self.loop.early_stopping, self.loop.checkpointer, state)
+        self.bad_steps.rewound(bad, state, to=to)
+        while results and results[-1].step > to:
+            results.pop()
+        self.told.bad_step(bad, count=self.bad_steps.count, back_to=to)
 
     def evaluated(self, result: StepResult) -> StepResult:
         """The same with the losses of the sets, of which observers are told."""
@@ -155,18 +179,25 @@ class _Course:
             raise_on_all(self.world, error, TrainingError, f"a callback fails after step {result.step}")
         return bool(wanted), bool(late)
 
+    def state(self) -> dict[str, Any]:
+        """What is to be remembered; values of JSON."""
+        return {**self.watch.state(), **self.bad_steps.state()}
+
     def save(self, result: StepResult, *, is_best: bool = False) -> None:
         loop = self.loop
         if loop.checkpointer is None:
             return
         start = time.perf_counter()
-        state = self.watch.state()
+        state = self.state()
+        if loop.on_bad_step.do == "rewind":
+            self.saves.note(result.step, state)
         if not callable(loop.batches):
             state["batches"] = states_of_ranks(self.ahead.state, self.manager.mesh)
+        drawn = result.step + self.bad_steps.left_out
         extra: Mapping[str, Any] = {}
         if (tell := loop.extra) is not None:
             what = f"extra of the loop fails after step {result.step}"
-            extra = done_on_all(self.world, lambda: tell(result.step), CheckpointError, what)
+            extra = done_on_all(self.world, lambda: tell(drawn), CheckpointError, what)
         with marked("save"):
             loop.checkpointer.save(
                 result.step, scheduler=loop.scheduler, extra={**extra, STATE: state}, evaluations=result.evaluations
@@ -203,7 +234,7 @@ def _ahead(manager: StrategyManager, loop: Loop) -> Ahead:
     batches = loop.batches
     if not callable(batches):
         batches = _passes(loop, manager.mesh)
-    return Ahead(manager, batches, steps=loop.num_steps, seed=loop.seed, objective=loop.objective, signals=loop.signals)
+    return Ahead(manager, batches, seed=loop.seed, objective=loop.objective, signals=loop.signals)
 
 
 def _passes(loop: Loop, mesh: Mesh) -> Passes:
@@ -217,18 +248,26 @@ def _passes(loop: Loop, mesh: Mesh) -> Passes:
 
 
 def train_step(
-    manager: StrategyManager, loop: Loop, step: int, ahead: Ahead | None = None, stopwatch: Stopwatch | None = None
+    manager: StrategyManager,
+    loop: Loop,
+    step: int,
+    ahead: Ahead | None = None,
+    stopwatch: Stopwatch | None = None,
+    bad_steps: BadSteps | None = None,
 ) -> StepResult:
     """Run one optimizer step, counted from 0; see `fit`.
 
     Args:
         ahead: of the loop, to begin the next step in it; None: it is left to itself.
         stopwatch: of the loop.
+        bad_steps: of the loop; None: a bad step is an error.
     """
     start = time.perf_counter()
     stopwatch = stopwatch or Stopwatch(moments_of(manager.mesh.device))
     stopwatch.begin()
-    microbatches, num_tokens = (ahead or _ahead(manager, loop)).take(step)
+    bad_steps = bad_steps or BadSteps(BadStepConfig())
+    draw = step + bad_steps.left_out
+    microbatches, num_tokens = (ahead or _ahead(manager, loop)).take(draw)
     stopwatch.end("data", "forward_backward")
     loss = manager.forward_backward(microbatches, num_tokens=num_tokens, objective=loop.objective)
     measures_norms = loop.norms_every is not None and (step + 1) % loop.norms_every == 0
@@ -240,20 +279,33 @@ def train_step(
     grad_norm = manager.clip_grad_norm(loop.max_grad_norm, loop.grad_norm_type)
     stopwatch.end("clip", "read" if ahead is None else "data")
     if ahead is not None:
-        ahead.begin(step + 1)
+        if step + 1 < loop.num_steps:
+            ahead.begin(draw + 1)
         stopwatch.end("data", "read")
     # One wait for the device per step; it also keeps a bad gradient out of the parameters.
-    loss_value, norm_value, *sum_values = manager.read(loss, grad_norm, *sums.values())
+    try:
+        loss_value, norm_value, *sum_values = manager.read(loss, grad_norm, *sums.values())
+    except NotFiniteError as error:
+        if bad_steps.config.do == "stop":
+            raise
+        loss_value, norm_value, sum_values = math.nan, math.nan, [math.nan] * len(sums)
+        bad: Bad | None = bad_steps.bad(step + 1, str(error))
+    else:
+        bad = bad_steps.judge(step + 1, loss_value, norm_value)
     stopwatch.end("read", "optimizer")
-    _check_finite(step + 1, loss_value, norm_value)
     scheduler = loop.scheduler
     if scheduler is None:
         scheduled = [group["lr"] for group in manager.optimizer.param_groups]
     else:
         scheduled = scheduler.get_last_lr()
-    with groups_stepped() as stepped:
-        manager.optimizer_step()
-    check_rates(scheduled, stepped, step=step + 1)
+    if bad is None:
+        with groups_stepped() as stepped:
+            manager.optimizer_step()
+        check_rates(scheduled, stepped, step=step + 1)
+    else:
+        manager.drop_gradients()
+        if bad_steps.config.do == "rewind":
+            raise Rewinds(bad)
     if scheduler is not None:
         scheduler.step()
     stopwatch.end("optimizer")
@@ -272,18 +324,11 @@ def train_step(
         learning_rates=_by_group(manager, scheduled),
         norms=norms,
         memory=memory_now(manager.mesh.device),
+        skipped="" if bad is None else bad.reason,
         world_size=manager.mesh.world.size,
         flops=None if loop.flops_per_token is None else loop.flops_per_token * int(num_tokens),
         peak_flops=loop.peak_flops,
     )
-
-
-def _check_finite(step: int, loss: float, norm: float) -> None:
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise TrainingError(
-            f"step {step}: the loss is {loss} and the gradient norm {norm}. The parameters were not changed by this "
-            f"step. Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the step's data."
-        )
 
 
 def _by_group(manager: StrategyManager, rates: Sequence[float]) -> dict[str, float]:

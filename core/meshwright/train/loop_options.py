@@ -17,6 +17,7 @@ from ..events.run import RunInfo
 from ..events.step import StepResult
 from ..launch.stopping import StopSignals
 from ..strategy.contract import Batch, Objective
+from .bad_steps import BadStepConfig
 from .batches import steps_in_a_pass
 from .ema import EMA
 from .optimizer_config import AVERAGED
@@ -57,11 +58,13 @@ class Loop:
             as the next two say.
         save_every: steps between checkpoints.
         save_after_s: seconds since the last one, by the clock of the first rank.
-        extra: `extra(step)` gives further values of JSON for the checkpoint after so many steps.
+        extra: `extra(drawn)` gives further values of JSON for the checkpoint after so many steps; or after so many
+            batches, where rewinding has left some out, see [Note: draws] in `train.bad_steps`.
         start: steps already done, for a run that goes on; see `going_on`.
         state: what `fit` has put into the checkpoint that the run goes on from.
         seed: random numbers of a step (dropout) follow from it, the step and the data rank alone, so that a run that
             goes on draws what it would have drawn; None: the generators go on as they are.
+        on_bad_step: what becomes of a step whose loss or norm is not finite, or far above those before.
         signals: end the loop before the next step, with a checkpoint if there is a checkpointer; see
             [Note: agreeing to stop] in `train.ahead`. Each rank enters its own before `fit`, with the same names.
         around: `around(step)`, counted from 0 in this call of `fit`: what a step on this rank happens within.
@@ -95,6 +98,7 @@ class Loop:
     start: int = 0
     state: Mapping[str, Any] | None = None
     seed: int | None = None
+    on_bad_step: BadStepConfig = field(default_factory=BadStepConfig)
     signals: StopSignals | None = None
     around: Callable[[int], AbstractContextManager[None]] = _nothing
     measured: Callable[[], Mapping[str, float]] = dict

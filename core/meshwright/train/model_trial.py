@@ -25,9 +25,10 @@ from ..data.config import Packing
 from ..mesh.sizes import Degrees
 from ..model.adapter_options import AdapterOptions, check_names
 from ..model.build import new_model
+from ..model.size import ModelSize, model_size
 from ..step.forward_options import forward_options
 from ..step.token_loss import split_targets
-from ..strategy.ask import ModelSize, model_layout, model_size
+from ..strategy.ask import model_layout
 from ..strategy.contract import Batch
 from .apart import check_kept_apart
 from .optimizer_config import OptimizerGroup

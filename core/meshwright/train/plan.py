@@ -33,10 +33,11 @@ from ..mesh.mesh import Mesh
 from ..mesh.sizes import Degrees
 from ..mesh.world import find_device
 from ..model.configuration import model_config
+from ..model.size import model_size
 from ..objectives.registry import get_objective
 from ..profile.config import check_profile
 from ..step.objective import Given
-from ..strategy.ask import model_layout, model_size
+from ..strategy.ask import model_layout
 from ..strategy.contract import Objective
 from ..strategy.registry import get_registry
 from ..strategy.stack import Stack, resolve

@@ -13,6 +13,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..events.run import BadStep
 from ..events.step import StepResult
 from ..files.parsing import parse_json
 from ..launch.stopping import Stopped
@@ -64,11 +65,7 @@ class Reporter:
         self._task = self._progress.add_task("", total=None)
 
     def __enter__(self) -> Reporter:
-        # What is there stays until it is replaced as a whole.
-        kept = self._metrics.with_suffix(".tmp")
-        kept.write_text("".join(_line(result) for result in self._earlier), encoding="utf-8")
-        kept.replace(self._metrics)
-        self._file = self._metrics.open("a", encoding="utf-8")
+        self._file = _begun_with(self._metrics, self._earlier)
         self._progress.start()
         return self
 
@@ -84,11 +81,36 @@ class Reporter:
         if self._file is not None:
             self._file.write(_line(result))
             self._file.flush()
+        if result.skipped:
+            return
         text = describe(result)
         if self._console.is_terminal:
             self._progress.update(self._task, completed=result.step, total=result.steps, description=text)
         elif result.step % self._log_every == 0 or result.step in (1, result.steps):
             self._console.print(f"step {result.step}/{result.steps}  {text}", highlight=False, soft_wrap=True)
+
+    @hookimpl
+    def on_bad_step(self, bad: BadStep) -> None:
+        if bad.back_to is None:
+            text = f"step {bad.step} is left out: {bad.reason}"
+        else:
+            text = f"step {bad.step}: {bad.reason}; going back to step {bad.back_to}, without the batches since then"
+            self._go_back(bad.back_to, bad.steps)
+        self._console.print(f"{text} ({bad.count} so far)", highlight=False, soft_wrap=True)
+
+    def _go_back(self, step: int, steps: int) -> None:
+        """The file tells of the course that the run is in."""
+        if self._file is not None:
+            self._file.close()
+            self._file = _begun_with(self._metrics, read_metrics(self._metrics, until=step, steps=steps))
+
+
+def _begun_with(metrics: Path, results: Sequence[StepResult]) -> IO[str]:
+    """The file, open to add lines to, with those of some steps; what is there stays until it is replaced as a whole."""
+    kept = metrics.with_suffix(".tmp")
+    kept.write_text("".join(_line(result) for result in results), encoding="utf-8")
+    kept.replace(metrics)
+    return metrics.open("a", encoding="utf-8")
 
 
 def read_metrics(path: Path, *, until: int, steps: int) -> list[StepResult]:
@@ -127,12 +149,15 @@ def _read_line(line: bytes, steps: int) -> StepResult:
     if (loss := record.get("held_out_loss")) is not None:
         mappings["evaluations"].setdefault("held_out", loss)
     numbers = {name: record[key] for name, key in _NUMBERS.items() if key in record}
+    skipped = record.get("skipped", "")
+    if skipped and isinstance(skipped, str):
+        numbers |= _with_nan({name: numbers[name] for name in ("loss", "grad_norm")})
     every = [value for values in (numbers, *mappings.values()) for value in values.values()]
     if not all(type(value) in (int, float) for value in every):
         raise ValueError("no numbers of a step")
     if type(numbers["step"]) is not int:
         raise ValueError("no number of a step")
-    return StepResult(**{**numbers, **mappings, "steps": steps, "rank": 0})
+    return StepResult(**{**numbers, **mappings, "steps": steps, "rank": 0, "skipped": str(skipped)})
 
 
 def _with_nan(values: dict[str, Any]) -> dict[str, Any]:
@@ -152,8 +177,7 @@ def as_record(result: StepResult) -> dict[str, Any]:
     """One line of the metrics file."""
     record: dict[str, Any] = {
         "step": result.step,
-        "loss": result.loss,
-        "grad_norm": result.grad_norm,
+        **without_nan({"loss": result.loss, "grad_norm": result.grad_norm}),
         "learning_rate": result.learning_rate,
         "num_tokens": result.num_tokens,
         "tokens_per_second": result.tokens_per_second,
@@ -165,6 +189,8 @@ def as_record(result: StepResult) -> dict[str, Any]:
     for name in _MAPPINGS:
         if values := getattr(result, name):
             record[name] = without_nan(values)
+    if result.skipped:
+        record["skipped"] = result.skipped
     if "held_out" in result.evaluations:
         record["held_out_loss"] = record["evaluations"]["held_out"]
     for name in ("flops", "peak_flops", "mfu"):

@@ -21,6 +21,7 @@ from ..checkpoint import Manifest, first_whole, newest_checkpoint, read_manifest
 from ..checkpoint.directory import remove_leftovers
 from ..checkpoint.loading import checked
 from ..mesh.world import World
+from .bad_steps import BAD_STEPS
 from .fate import AUTO, NEVER, Fate, began_from, given_directory, named_before
 from .files import CHECKPOINTS, METRICS
 from .run_file import RunConfig
@@ -62,6 +63,11 @@ class Source:
     def order(self) -> int:
         """Which order of the data the run is in; see [Note: versions of the order] in `data.rows.order`."""
         return int(self.manifest.extra["identity"].get("order", _FIRST_ORDER))
+
+    @property
+    def left_out(self) -> int:
+        """Batches that rewinding has left out; see [Note: draws] in `bad_steps`."""
+        return int((self.watched or {}).get(BAD_STEPS, {}).get("left_out", 0))
 
     @property
     def watched(self) -> Mapping[str, Any] | None:
@@ -223,11 +229,16 @@ def _differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[
 
 
 def _watched(manifest: Manifest, changed: Sequence[str]) -> Mapping[str, Any] | None:
-    """What the loop of a checkpoint remembers of its evaluations. Losses of other data, or of another objective, cannot
-    be compared with those before, and patience with them begins anew."""
-    if any(name.partition(".")[0] in ("data", "objective") for name in changed):
+    """What the loop of a checkpoint remembers. Losses of other data, or of another objective, cannot be compared with
+    those before, and patience with them begins anew; where in the data the run is stays, if they are the same."""
+    state: Mapping[str, Any] | None = manifest.extra.get(STATE)
+    sections = {name.partition(".")[0] for name in changed}
+    if "data" in sections or state is None:
         return None
-    return manifest.extra.get(STATE)
+    if "objective" not in sections:
+        return state
+    known = state.get(BAD_STEPS, {})
+    return {BAD_STEPS: {name: known[name] for name in ("left_out", "count") if name in known}}
 
 
 def early_stopping(config: RunConfig) -> EarlyStopping | None:

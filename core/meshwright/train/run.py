@@ -202,7 +202,7 @@ def _fit(
         load_checkpoint(manager, source.directory, keep_settings=True)
         set_schedule(scheduler, source.step)
         ema = ema or _average(config, manager, step=source.step)
-        origin, version = (source.step, source.position()), source.order
+        origin, version = (source.step + source.left_out, source.position()), source.order
         if mesh.rank == 0:
             changed = f", with other {', '.join(source.changed)}" if source.changed else ""
             told = f"going on from {source.directory}, after step {source.step}{changed}"
@@ -215,7 +215,7 @@ def _fit(
     extra = {"identity": {**plan.identity, "order": version}, "run": as_plain(config), "named": named}
     loop = Loop(
         steps=plan.steps,
-        batches=lambda step: [as_asked(plan.objective, batch) for batch in feed.microbatches(step)],
+        batches=lambda drawn: [as_asked(plan.objective, batch) for batch in feed.microbatches(drawn)],
         scheduler=scheduler,
         max_grad_norm=config.max_grad_norm,
         grad_norm_type=config.grad_norm_type,
@@ -223,8 +223,9 @@ def _fit(
         ema=ema,
         eval_every=config.eval.every,
         early_stopping=early_stopping(config),
-        extra=lambda step: {**extra, "position": feed.position(step), "streams": feed.state(step)},
+        extra=lambda drawn: {**extra, "position": feed.position(drawn), "streams": feed.state(drawn)},
         seed=config.seed,
+        on_bad_step=config.bad_steps,
         signals=signals,
         objective=plan.objective,
     )

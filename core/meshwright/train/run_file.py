@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, PydanticInvalidForJsonSchema, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ..base.errors import ConfigError
 from ..base.validation import validated
@@ -15,9 +15,9 @@ from ..data.config import DataConfig
 from ..files.parsing import parse_yaml, read_text
 from ..files.paths import PathText
 from ..mesh.sizes import MeshSizes, Size
-from ..objectives.registry import check_objective, list_objectives
+from ..objectives.registry import check_objective
 from ..profile.config import ProfileConfig
-from ..strategy.registry import Registry, get_registry
+from .bad_steps import BadStepConfig
 from .launch_section import LaunchConfig
 from .model_section import check_model_section
 from .optimizer_config import AVERAGED, FinitePositive
@@ -113,6 +113,11 @@ class RunConfig(MeshSizes):
     grad_norm_type: PositiveFloat = Field(
         default=2.0, description="p of the gradient norm; .inf: the largest absolute value."
     )
+    on_bad_step: Literal["stop", "skip", "rewind"] | BadStepConfig = Field(
+        default="stop",
+        description="What becomes of a step whose loss or gradient norm is not finite: the run stops, skips the "
+        "batch, or goes back to its newest checkpoint and skips all since; or {do: skip, deviations: 10, ...}.",
+    )
     eval: EvalConfig = EvalConfig()
     sample: SampleConfig | None = Field(default=SampleConfig(), description="null: no sample.")
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -175,6 +180,12 @@ class RunConfig(MeshSizes):
         return self
 
     @model_validator(mode="after")
+    def _check_rewinding(self) -> RunConfig:
+        if self.bad_steps.do == "rewind" and not self.checkpoint.saves_in_time:
+            raise ValueError("on_bad_step=rewind needs checkpoints to go back to; set checkpoint.every, or skip")
+        return self
+
+    @model_validator(mode="after")
     def _check_elastic(self) -> RunConfig:
         if self.elastic is not None and None not in (self.dp_size, self.tp_size, self.pp_size, self.cp_size):
             raise ValueError(
@@ -195,6 +206,12 @@ class RunConfig(MeshSizes):
         if stopping is not None and self.eval.every is None:
             raise ValueError("eval.early_stopping needs evaluations before the end; set eval.every")
         return self
+
+    @property
+    def bad_steps(self) -> BadStepConfig:
+        """`on_bad_step`, written out."""
+        given = self.on_bad_step
+        return given if isinstance(given, BadStepConfig) else BadStepConfig(do=given)
 
     @property
     def resumption(self) -> ResumeConfig:
@@ -281,57 +298,6 @@ def _assign(values: dict[str, Any], assignment: str) -> None:
             raise ConfigError(f"--set {assignment!r}: {parent!r} holds {child!r}, which has no keys of its own.")
         values = child
     values[last] = value
-
-
-def run_schema(registry: Registry | None = None) -> dict[str, Any]:
-    """JSON schema of the run file, with the options of each installed strategy, for editors."""
-    registry = registry or get_registry()
-    schema = RunConfig.model_json_schema()
-    default = RunConfig.model_fields["strategy"].default
-    branches = []
-    for name, spec in registry.strategies.items():
-        # Each keeps its own definitions inside, so that equal class names in two plugins do not meet.
-        schema["$defs"][name] = _config_schema(spec.config_cls, f"#/$defs/{name}/$defs/{{model}}")
-        reference = {"$ref": f"#/$defs/{name}"}
-        if spec.wraps:
-            schema["properties"]["wrapper_config"].setdefault("properties", {})[name] = reference
-        branches.append(
-            {
-                "if": {
-                    "properties": {"strategy": {"enum": [name, *spec.aliases]}},
-                    "required": [] if name == default else ["strategy"],
-                },
-                "then": {"properties": {"strategy_config": reference}},
-            }
-        )
-    schema["properties"]["objective"]["anyOf"] = _objective_schemas(schema["$defs"])
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    schema["title"] = "meshwright run file"
-    schema["allOf"] = branches
-    return schema
-
-
-def _objective_schemas(definitions: dict[str, Any]) -> list[dict[str, Any]]:
-    """What `objective` may be; the options of those that ship go to the definitions."""
-    shipped = list_objectives()
-    mappings: list[dict[str, Any]] = []
-    for name, objective_cls in shipped.items():
-        key = f"objective_{name}"
-        definitions[key] = _config_schema(objective_cls, f"#/$defs/{key}/$defs/{{model}}")
-        definitions[key]["properties"]["name"] = {"const": name}
-        definitions[key]["required"] = ["name", *definitions[key].get("required", [])]
-        mappings.append({"$ref": f"#/$defs/{key}"})
-    own = {"type": "string", "pattern": r"\."}
-    mappings.append({"type": "object", "properties": {"name": own}, "required": ["name"]})
-    return [{"enum": [*shipped, None]}, own, *mappings]
-
-
-def _config_schema(config_cls: type[BaseModel], ref_template: str) -> dict[str, Any]:
-    try:
-        return config_cls.model_json_schema(ref_template=ref_template)
-    except PydanticInvalidForJsonSchema:
-        # A plugin's config may hold what JSON cannot describe; the rest of the schema is still of use.
-        return {"type": "object"}
 
 
 def as_plain(config: RunConfig) -> dict[str, Any]:

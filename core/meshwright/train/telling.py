@@ -11,12 +11,13 @@ from types import TracebackType
 from typing import Any
 
 from ..base.errors import TrainingError
-from ..events.run import Evaluation, Fault, Reason, RunInfo, RunSummary, SavedCheckpoint
+from ..events.run import BadStep, Evaluation, Fault, Reason, RunInfo, RunSummary, SavedCheckpoint
 from ..events.step import StepResult
 from ..launch.stopping import Stopped
 from ..mesh.mesh import Mesh
 from ..strategy.contract import StrategyManager
 from ..strategy.registry import get_registry
+from .bad_steps import Bad
 from .failures import done_on_all
 from .loop_options import Loop
 
@@ -57,6 +58,10 @@ class Telling:
         self._losses |= result.evaluations
         told = Evaluation(result.step, result.steps, result.evaluations, seconds, result.rank)
         get_registry().hook.on_evaluation(evaluation=told)
+
+    def bad_step(self, bad: Bad, *, count: int, back_to: int | None = None) -> None:
+        told = BadStep(bad.step, self._loop.num_steps, bad.reason, self._mesh.rank, count, back_to)
+        get_registry().hook.on_bad_step(bad=told)
 
     def checkpoint(self, saved: SavedCheckpoint) -> None:
         get_registry().hook.on_checkpoint(checkpoint=saved)

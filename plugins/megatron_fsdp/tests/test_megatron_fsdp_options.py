@@ -248,7 +248,7 @@ def _broken(config: dict[str, Any]) -> tuple[str, bool, float]:
         _step(manager, case, 0)()
         manager.read()
         told = "accepted"
-    except StrategyError as error:
+    except TrainingError as error:
         told = str(error)
     for handle in handles:
         handle.remove()

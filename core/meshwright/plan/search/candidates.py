@@ -29,7 +29,7 @@ from ...base.errors import MeshwrightError
 from ...base.validation import as_data, validated
 from ...data.rows.order import check_batch_size
 from ...mesh.sizes import ROOT_AXES, Degrees, MeshSizes
-from ...strategy.ask import ModelSize
+from ...model.size import ModelSize
 from ...strategy.registry import get_registry
 from ...strategy.spec import StrategySpec
 from ...strategy.stack import Stack, resolve

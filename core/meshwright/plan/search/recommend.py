@@ -16,8 +16,8 @@ import yaml
 from ...base.errors import ConfigError, TrainingError
 from ...base.validation import validated
 from ...launch.cores import usable_cores
+from ...model.size import model_size
 from ...parallel.expert.find import find_experts
-from ...strategy.ask import model_size
 from ...train.run_file import RunConfig
 from ..asked import NO_END, read_job
 from ..device import Device, find_device

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshwright.base.errors import TrainingError
+from meshwright.base.errors import NotFiniteError, TrainingError
 
 LEARNED = 100
 """Norms that only set the largest one to be expected."""
@@ -94,11 +94,11 @@ class GradientChecks:
             )
 
 
-def _nonfinite(bucket: int, names: Sequence[str], norms: Sequence[float]) -> TrainingError:
+def _nonfinite(bucket: int, names: Sequence[str], norms: Sequence[float]) -> NotFiniteError:
     culprits = [name for name, norm in zip(names, norms, strict=True) if not math.isfinite(norm)]
     kind = "NaN" if any(map(math.isnan, norms)) else "Inf"
     told = ", ".join(culprits[:3]) + (f" and {len(culprits) - 3} more" if len(culprits) > 3 else "")
-    return TrainingError(
+    return NotFiniteError(
         f"the gradient norm of bucket {bucket} is {kind} before the data-parallel collective "
         f"(check_for_nan_in_grad), from {told}. Lower the learning rate, clip "
         f"gradients, or look at the data of this step; nothing was stepped."

@@ -174,6 +174,11 @@ class MegatronFSDPManager(DataParallelManager):
             name: each and replace(each, dtype=self._shards.computed_in(named[name])) for name, each in pieces.items()
         }
 
+    def drop_gradients(self) -> None:
+        self._before_step()
+        super().drop_gradients()
+        self._after_step()
+
     # -- helpers
 
     def _before_step(self, *_: Any) -> None:

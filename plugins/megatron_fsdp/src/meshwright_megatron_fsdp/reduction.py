@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 
-from meshwright.base.errors import StrategyError
+from meshwright.base.errors import MeshwrightError, NotFiniteError, StrategyError
 from meshwright.manager.ending import Findings
 from meshwright.mesh.mesh import Mesh
 
@@ -174,24 +174,24 @@ _BEFORE = "holds a NaN or infinity on a rank, before it is reduced"
 _AFTER = "holds a NaN or infinity"
 
 
-def _error(late: Sequence[str], flags: Sequence[tuple[str, str]], values: Sequence[float]) -> StrategyError | None:
+def _error(late: Sequence[str], flags: Sequence[tuple[str, str]], values: Sequence[float]) -> MeshwrightError | None:
     """What is wrong on this rank, where flags have these values."""
     found = {
         what: [name for (name, each), value in zip(flags, values, strict=True) if value and each == what]
         for what in (_BEFORE, _AFTER)
     }
     if late:
-        return _refusal(late, "came after the backward of its unit had ended", "Name other megatron_fsdp_unit_modules.")
+        told = f"the gradient of {_named(late)} came after the backward of its unit had ended"
+        return StrategyError(f"{told}. Name other megatron_fsdp_unit_modules.")
     for what, names in found.items():
         if names:
             remedy = "Lower the learning rate, or look at the data; nothing was trained in this step."
-            return _refusal(names, what, remedy)
+            return NotFiniteError(f"the gradient of {_named(names)} {what}. {remedy}")
     return None
 
 
-def _refusal(names: Sequence[str], what: str, remedy: str) -> StrategyError:
-    told = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return StrategyError(f"the gradient of {told} {what}. {remedy}")
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _fill(parameter: nn.Parameter) -> None:

@@ -83,6 +83,11 @@ class StatefulStages(StrategyManager):
     def optimizer_step(self) -> None:
         self.optimizer.step()
 
+    def drop_gradients(self) -> None:
+        self._settle()
+        for manager in self._trained():
+            manager.drop_gradients()
+
     # -- averages of what is trained
 
     def keep_averages(self) -> Sequence[Averages]:

@@ -1,0 +1,68 @@
+"""Going back to a checkpoint of this sitting, in the same processes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..base.errors import TrainingError
+from ..checkpoint import first_whole, load_checkpoint
+from ..checkpoint.manifest import step_directory
+from ..strategy.contract import StrategyManager
+
+if TYPE_CHECKING:
+    from .bad_steps import Bad
+    from .loop_options import Loop
+
+
+class Saves:
+    """What a loop was like at its checkpoints, beside what is in them: rates and schedule, and what it remembers.
+
+    Settings of the optimizer, which a run may have changed since, stay as they are.
+    """
+
+    def __init__(self, manager: StrategyManager, loop: Loop) -> None:
+        self._manager, self._loop = manager, loop
+        self._known: dict[int, tuple[list[Any], dict[str, Any] | None, Mapping[str, Any]]] = {}
+
+    def note(self, step: int, state: Mapping[str, Any]) -> None:
+        """Remember how it is after a step.
+
+        Args:
+            state: of the loop.
+        """
+        scheduler = self._loop.scheduler
+        rates = [copy.deepcopy(group["lr"]) for group in self._manager.optimizer.param_groups]
+        saved = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
+        self._known[step] = rates, saved, copy.deepcopy(dict(state))
+
+    def go_back(self, bad: Bad) -> tuple[int, Mapping[str, Any]]:
+        """Load the newest checkpoint that is whole, of those before a step. Collective.
+
+        Returns:
+            The number of its last step, and the loop's state then.
+
+        Raises:
+            TrainingError: there is none.
+        """
+        checkpointer, world = self._loop.checkpointer, self._manager.mesh.world
+        if checkpointer is None:
+            raise TrainingError("on_bad_step=rewind needs a checkpointer.")
+        checkpointer.wait()
+        by_path = {step_directory(checkpointer.root, step): step for step in self._known if step < bad.step}
+        newest_first = sorted(by_path, reverse=True)
+        found, _ = first_whole(world.from_first(lambda: [path for path in newest_first if path.is_dir()]), world)
+        if found is None:
+            raise TrainingError(
+                f"step {bad.step}: {bad.reason}, and there is no checkpoint to go back to: on_bad_step=rewind goes "
+                f"back to what this sitting has saved or begun with. No parameter was changed by this step. Lower "
+                f"checkpoint.every, or set on_bad_step=skip."
+            )
+        load_checkpoint(self._manager, found, keep_settings=True)
+        rates, schedule, state = self._known[by_path[found]]
+        if self._loop.scheduler is not None:
+            self._loop.scheduler.load_state_dict(copy.deepcopy(schedule))
+        for group, rate in zip(self._manager.optimizer.param_groups, rates, strict=True):
+            group["lr"] = copy.deepcopy(rate)
+        return by_path[found], copy.deepcopy(dict(state))
