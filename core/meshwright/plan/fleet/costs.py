@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ...model.adapter_base import left_out
 from ...tensors.known_values import with_values
 from ...train.ema import EMA
 from ...train.run_sections import PlanConfig
@@ -108,7 +109,7 @@ def _bytes_of_elements(job: Job) -> dict[str, tuple[int, int]]:
         manager.forward_backward(batches, num_tokens=manager.announce(batches))
         manager.clip_grad_norm(job.max_grad_norm, job.grad_norm_type)
         manager.optimizer_step()
-        state = manager.sharded_state()
+        state, skipped = manager.sharded_state(), left_out(manager.model_parts)
     found: dict[str, tuple[int, int]] = {}
     tensors = {} if state.optimizer is None else state.optimizer.tensors
     for name, value in state.model.items():
@@ -116,7 +117,7 @@ def _bytes_of_elements(job: Job) -> dict[str, tuple[int, int]]:
         beside = [*tensors.get(name, {}).values(), *filter(None, [state.averages.get(name)])]
         size = sum(math.prod(each.shape) * each.dtype.itemsize for each in (value, *beside))
         before = found.get(_alike(name), (0, 0))
-        found[_alike(name)] = before[0] + count, before[1] + size
+        found[_alike(name)] = before[0] + count, before[1] + (0 if name in skipped else size)
     return found
 
 
