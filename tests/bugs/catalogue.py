@@ -4423,7 +4423,6 @@ _bug(
     "written = saves - ((saves > 0) & (since < rhythm.write))",
     "written = saves",
     "tests/test_fleet.py::test_a_simulated_run_is_one_that_goes_step_by_step[as it is]",
-    "tests/test_fleet.py::test_the_closed_form_is_within_what_is_simulated[a run of few]",
     kind="what is reported is not what was done",
 )
 _bug(
