@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import nn
 
+from ...base.errors import MeshwrightError
 from ...model.adapter_base import left_out
 from ...tensors.known_values import with_values
 from ...train.ema import EMA
 from ...train.run_sections import PlanConfig
 from ..device import Device
-from ..planned import planned_mesh
+from ..planned import tracing
 from ..trace import Job, NoValues, batch_of
 from .fleet import Copies, Saves
 
@@ -80,7 +81,14 @@ def state_bytes(job: Job) -> int:
     Raises:
         MeshwrightError: as training does.
     """
-    kept = _bytes_of_elements(_small(job))
+    small = _small(job)
+    try:
+        kept = _bytes_of_elements(small)
+    except MeshwrightError:
+        # A schedule may want more blocks.
+        if small is job:
+            raise
+        kept = _bytes_of_elements(job)
     usual = sum(size for _, size in kept.values()) / max(1, sum(count for count, _ in kept.values()))
     each_of = {name: size / count for name, (count, size) in kept.items() if count}
     return round(sum(each.numel() * each_of.get(name, usual) for name, each in _parameters(job.model())))
@@ -96,7 +104,7 @@ def _small(job: Job) -> Job:
 
 def _bytes_of_elements(job: Job) -> dict[str, tuple[int, int]]:
     """Elements, and what is kept of them, by name without numbers of blocks."""
-    with planned_mesh(job, 0) as mesh:
+    with tracing(job, 0) as mesh:
         with with_values():
             model = job.model()
             batches = [batch_of(job, model)]
