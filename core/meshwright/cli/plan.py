@@ -156,6 +156,8 @@ def _planned(
         # What is often wrong, before all that is imported to trace a step.
         check_job(config, world)
         from ..plan.device import find_device
+        from ..plan.fleet.advice import failures_of
+        from ..plan.fleet.advice import told as told_of_failures
         from ..plan.job import job_of
         from ..plan.planned import plan as planned
         from ..plan.report import tables
@@ -163,14 +165,15 @@ def _planned(
     on = find_device(device)
     job = replace(job_of(config, world), expert_imbalance=expert_imbalance)
     page, directory = pictures
-    if page is None and directory is None:
-        found = planned(job, on, ranks)
-        show(tables(found))
-    else:
+    if page is not None or directory is not None:
         from ..plan.pictures.shown import shown, to_plan
 
-        found = planned(job, on, to_plan(job.degrees, ranks))
-        show(tables(found))
+        ranks = to_plan(job.degrees, ranks)
+    found = planned(job, on, ranks)
+    show(tables(found))
+    failures = failures_of(config, job, on, found)
+    show(told_of_failures(failures, config))
+    if page is not None or directory is not None:
         subject = shown(job, on, found, layouts)
         if page is not None:
             from ..plan.pictures.page import write_page
@@ -180,7 +183,7 @@ def _planned(
             from ..plan.pictures.pngs import write_pngs
 
             write_pngs(directory, subject)
-    return found
+    return {**found, "failures": failures}
 
 
 def _recommended(

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from ..base.errors import BatchError, CheckpointError, NotFiniteError, TrainingError
 from ..checkpoint.manifest import step_directory
 from ..events.run import SavedCheckpoint
@@ -282,32 +284,9 @@ def train_step(
         if step + 1 < loop.num_steps:
             ahead.begin(draw + 1)
         stopwatch.end("data", "read")
-    # One wait for the device per step; it also keeps a bad gradient out of the parameters.
-    try:
-        loss_value, norm_value, *sum_values = manager.read(loss, grad_norm, *sums.values())
-    except NotFiniteError as error:
-        if bad_steps.config.do == "stop":
-            raise
-        loss_value, norm_value, sum_values = math.nan, math.nan, [math.nan] * len(sums)
-        bad: Bad | None = bad_steps.bad(step + 1, str(error))
-    else:
-        bad = bad_steps.judge(step + 1, loss_value, norm_value)
+    loss_value, norm_value, sum_values, bad = _judged(manager, bad_steps, step + 1, loss, grad_norm, sums)
     stopwatch.end("read", "optimizer")
-    scheduler = loop.scheduler
-    if scheduler is None:
-        scheduled = [group["lr"] for group in manager.optimizer.param_groups]
-    else:
-        scheduled = scheduler.get_last_lr()
-    if bad is None:
-        with groups_stepped() as stepped:
-            manager.optimizer_step()
-        check_rates(scheduled, stepped, step=step + 1)
-    else:
-        manager.drop_gradients()
-        if bad_steps.config.do == "rewind":
-            raise Rewinds(bad)
-    if scheduler is not None:
-        scheduler.step()
+    scheduled = _stepped(manager, loop, step + 1, bad, rewinds=bad_steps.config.do == "rewind")
     stopwatch.end("optimizer")
     return StepResult(
         step=step + 1,
@@ -318,7 +297,7 @@ def train_step(
         num_tokens=int(num_tokens),
         seconds=time.perf_counter() - start,
         rank=manager.mesh.rank,
-        sums=dict(zip(sums, sum_values, strict=True)),
+        sums=sum_values,
         ended=time.time(),
         times=stopwatch.take(),
         learning_rates=_by_group(manager, scheduled),
@@ -329,6 +308,45 @@ def train_step(
         flops=None if loop.flops_per_token is None else loop.flops_per_token * int(num_tokens),
         peak_flops=loop.peak_flops,
     )
+
+
+def _judged(
+    manager: StrategyManager, bad_steps: BadSteps, step: int, loss: Tensor, norm: Tensor, sums: Mapping[str, Tensor]
+) -> tuple[float, float, dict[str, float], Bad | None]:
+    """Loss, norm and sums of a step, and whether it is bad. One wait for the device per step, before the optimizer's,
+    which keeps a bad gradient out of the parameters."""
+    try:
+        loss_value, norm_value, *sum_values = manager.read(loss, norm, *sums.values())
+    except NotFiniteError as error:
+        if bad_steps.config.do == "stop":
+            raise
+        return math.nan, math.nan, dict.fromkeys(sums, math.nan), bad_steps.bad(step, str(error))
+    bad = bad_steps.judge(step, loss_value, norm_value)
+    return loss_value, norm_value, dict(zip(sums, sum_values, strict=True)), bad
+
+
+def _stepped(manager: StrategyManager, loop: Loop, step: int, bad: Bad | None, *, rewinds: bool) -> list[Any]:
+    """Make the optimizer's step, or leave it out; the rates of its groups.
+
+    Raises:
+        Rewinds: the step is bad, and takes the run back.
+    """
+    scheduler = loop.scheduler
+    if scheduler is None:
+        scheduled = [group["lr"] for group in manager.optimizer.param_groups]
+    else:
+        scheduled = scheduler.get_last_lr()
+    if bad is None:
+        with groups_stepped() as stepped:
+            manager.optimizer_step()
+        check_rates(scheduled, stepped, step=step)
+    else:
+        manager.drop_gradients()
+        if rewinds:
+            raise Rewinds(bad)
+    if scheduler is not None:
+        scheduler.step()
+    return scheduled
 
 
 def _by_group(manager: StrategyManager, rates: Sequence[float]) -> dict[str, float]:

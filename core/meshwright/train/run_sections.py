@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from ..base.validation import FrozenModel
 from ..launch.stopping import StopName
 from ..mesh.sizes import Size
+from .optimizer_config import FinitePositive
 
 HELD_OUT = "held_out"
 """The set that is held out of the sources."""
@@ -19,6 +20,9 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 _TIME = re.compile(r"(\d+\.?\d*|\.\d+)[smh]")
 Duration = Annotated[str, Field(pattern=f"^{_TIME.pattern}$")]
 """A time above 0, such as 90s, 20m or 1.5h."""
+LLAMA_3_FAILURES = 419 / (54 * 24 * 16_384)
+"""Of a GPU in an hour: unexpected interruptions of the pre-training of Llama 3 405B."""
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class ScheduleConfig(FrozenModel):
@@ -96,6 +100,33 @@ class PlanConfig(FrozenModel):
     )
     when_too_large: Literal["refuse", "warn"] = Field(
         default="refuse", description="What becomes of a run that would not fit into the memory of its device."
+    )
+    failures_per_rank_hour: float = Field(
+        default=LLAMA_3_FAILURES,
+        ge=0,
+        allow_inf_nan=False,
+        description="Failures of a rank in an hour, each of which ends the run; see docs/fleet.md. Default: those of "
+        "Llama 3's GPUs, 419 of 16,384 in 54 days (arXiv:2407.21783, section 3.3.4).",
+    )
+    detection_s: Seconds = Field(default=60.0, description="Seconds until a failure is noticed. Default: assumed.")
+    restart_s: Seconds = Field(
+        default=300.0,
+        description="Seconds from then until all ranks are there again, without reading. Default: assumed; MegaScale "
+        "noticed and examined failures in less than ten minutes (arXiv:2402.15627).",
+    )
+    disk_bandwidth: FinitePositive = Field(
+        default=1e9,
+        description="Bytes a second that a node writes to, or reads from, the storage of checkpoints. Default: the "
+        "next one, of 2,048 nodes.",
+    )
+    disk_bandwidth_total: FinitePositive = Field(
+        default=2e12,
+        description="Bytes a second of all nodes together. Default: what the storage of Llama 3 sustained "
+        "(arXiv:2407.21783, section 3.3.1).",
+    )
+    copy_bandwidth: FinitePositive = Field(
+        default=4e9,
+        description="Bytes a second that a rank copies from its device to the memory of the host. Default: assumed.",
     )
 
 

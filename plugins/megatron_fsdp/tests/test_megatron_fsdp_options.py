@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright import MeshwrightError, StrategyError, count_tokens
+from meshwright import MeshwrightError, TrainingError, count_tokens
 from meshwright.testing import Case, assert_parity, count_collectives, pool
 from meshwright.testing.case import share
 from meshwright.testing.collectives import measure_collectives

@@ -1,0 +1,259 @@
+"""Failures of a fleet: the simulation against a plain walk through each step, and against what can be written down.
+
+Options of PlanConfig.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from meshwright.base.errors import ConfigError
+from meshwright.plan.fleet.fleet import HOUR, NODES, Copies, Fleet, Saves
+from meshwright.plan.fleet.interval import best_every, daly, goodput, young
+from meshwright.plan.fleet.simulation import DAY, PARTS, simulate
+from meshwright.train.run_sections import PlanConfig
+
+RATE = PlanConfig().failures_per_rank_hour
+LARGE = Fleet(16_384, 8, 6.2, Saves(24, 1.0, 33.0, 35.0), RATE, 60.0, 300.0)
+COPIED = replace(LARGE, saves=replace(LARGE.saves, every=240), copies=Copies(24, 1.0, 0.9, 1.0))
+
+
+# -- step by step
+
+
+class Walk:
+    """One run that goes through each step, copy and save, with the luck that `simulate` has."""
+
+    def __init__(self, fleet: Fleet, seconds: float, seed: int) -> None:
+        self.fleet, self.seconds = fleet, seconds
+        self.luck = np.random.default_rng(seed)
+        self.parts = dict.fromkeys(PARTS, 0.0)
+        self.now = 0.0
+        self.step = self.disk = self.memory = 0
+        self.failures = self.from_disk = 0
+
+    def spend(self, part: str, seconds: float) -> bool:
+        """Whether it went by without a failure, and before the end."""
+        end = min(self.fails_at, self.seconds)
+        self.parts[part] += min(seconds, end - self.now)
+        self.now = min(self.now + seconds, end)
+        return self.now < end
+
+    def train(self) -> None:
+        """Steps until something ends them; then what there is to go on from."""
+        sent, written = [(0.0, self.step)], [(0.0, self.disk)]
+        copies, saves = self.fleet.copies, self.fleet.saves
+        while self.spend("redone", self.fleet.step_s):
+            self.step += 1
+            if copies is not None and self.step % copies.every == 0:
+                if not self.spend("copies", copies.hold_s):
+                    break
+                sent.append((self.now + copies.send_s, self.step))
+            if self.step % saves.every == 0:
+                if not self.spend("saves", max(0.0, written[-1][0] - self.now) + saves.hold_s):
+                    break
+                written.append((self.now + saves.write_s, self.step))
+        self.memory, self.disk = (max(step for when, step in each if when <= self.now) for each in (sent, written))
+
+    def run(self) -> dict[str, float]:
+        fleet, source = self.fleet, self.fleet.saves
+        lost_nodes, has_memory, is_down = 0, True, False
+        while True:
+            until, kind, second = self.luck.standard_exponential(), self.luck.random(), self.luck.random()
+            self.fails_at = self.now + until * fleet.mtbf_s
+            begun, computed = self.step, self.parts["redone"]
+            waits = {"detection": fleet.detection_s, "restart": fleet.restart_s, "reading": source.load_s}
+            if is_up := not is_down or all(self.spend(*each) for each in waits.items()):
+                lost_nodes, has_memory = 0, True
+                self.train()
+            if self.now >= self.seconds:
+                self.parts["useful"] = begun * fleet.step_s + self.parts["redone"] - computed
+                self.parts["redone"] -= self.parts["useful"]
+                return {name: each / self.seconds for name, each in self.parts.items()}
+            is_node, is_pair = kind < fleet.node_share, kind < fleet.pair_share
+            if not is_up and is_node and second < 2 * lost_nodes / (fleet.nodes - 1):
+                has_memory = False
+            has_memory = has_memory and not is_pair and fleet.copies is not None
+            lost_nodes += is_node + is_pair
+            self.step, source = (self.memory, fleet.copies) if has_memory else (self.disk, fleet.saves)
+            self.memory = self.step
+            self.failures, self.from_disk = self.failures + 1, self.from_disk + (not has_memory)
+            is_down = True
+
+
+WALKED = {
+    "as it is": LARGE,
+    "never": replace(LARGE, failures_per_rank_hour=0.0),
+    "written at once": replace(LARGE, saves=Saves(7, 20.0)),
+    "saves wait": replace(LARGE, saves=Saves(3, 2.0, 50.0, 9.0)),
+    "saves are longer than attempts": replace(LARGE, saves=Saves(500, 900.0, 50_000.0, 9.0)),
+    "down for long": replace(LARGE, detection_s=4000.0, restart_s=9000.0),
+    "copied": COPIED,
+    "copied, saves wait": replace(COPIED, saves=Saves(4, 1.0, 90.0, 60.0), copies=Copies(2, 3.0, 12.0, 2.0)),
+    "copied on two nodes, down for long": replace(
+        COPIED, ranks=16, failures_per_rank_hour=RATE * 1024, detection_s=4000.0, pair_share=0.0
+    ),
+    "copied, each second failure of a pair": replace(COPIED, pair_share=0.5, copies=Copies(1, 0.3, 6.0, 2.0)),
+}
+
+
+@pytest.mark.parametrize("name", WALKED)
+def test_a_simulated_run_is_one_that_goes_step_by_step(name):
+    fleet = WALKED[name]
+    for seed in range(3):
+        found = simulate([fleet], 3 * DAY, runs=1, seed=seed)
+        walk = Walk(fleet, 3 * DAY, seed)
+        assert found.means() == pytest.approx(walk.run(), abs=1e-9)
+        assert (found.failures.item(), found.from_disk.item()) == (walk.failures, walk.from_disk)
+
+
+# -- in a closed form
+
+
+CLOSED = {
+    "as it is": LARGE,
+    "a run of few": replace(LARGE, ranks=1024, saves=Saves(100, 1.0, 33.0, 35.0)),
+    "written at once, as Daly's": replace(LARGE, saves=Saves(140, 34.0, 0.0, 35.0)),
+    "saves wait": replace(LARGE, saves=Saves(2, 1.0, 60.0, 35.0)),
+    "hardly anything is left": replace(LARGE, failures_per_rank_hour=20 * RATE),
+}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_the_closed_form_is_within_what_is_simulated(name):
+    fleet = CLOSED[name]
+    found = simulate([fleet], 3000 * fleet.mtbf_s, runs=100)
+    assert found.error[0] < 2e-3
+    # What a run begins and ends with is not as the rest is: some 1/3000 of an attempt.
+    assert abs(found.goodput[0] - goodput(fleet)) < 4 * found.error[0] + 2e-4
+
+
+def test_the_closed_form_is_the_complete_model_of_daly():
+    fleet = replace(LARGE, saves=Saves(140, 34.0, 0.0, 35.0))
+    steps, mtbf, restart = 140 * 6.2, fleet.mtbf_s, 60 + 300 + 35
+    took = mtbf * math.exp(restart / mtbf) * (math.exp((steps + 34) / mtbf) - 1)
+    assert goodput(fleet) == pytest.approx(steps / took, rel=1e-12)
+
+
+@given(hold=some.floats(0.1, 1500), mtbf=some.floats(3000, 1e6))
+@settings(max_examples=60, deadline=None)
+def test_the_best_interval_is_that_of_daly(hold, mtbf):
+    fleet = replace(LARGE, step_s=0.5, failures_per_rank_hour=HOUR / mtbf / LARGE.ranks, saves=Saves(1, hold))
+    best = best_every(fleet) * 0.5
+    # His series is within 1 % of the exact optimum up to a save of half the time between failures.
+    assert best == pytest.approx(daly(hold, mtbf), rel=0.01, abs=0.6)
+    if hold < mtbf / 1000:
+        assert best == pytest.approx(young(hold, mtbf), rel=0.05, abs=0.6)
+
+
+@given(
+    every=some.integers(1, 400),
+    hold=some.floats(0, 100),
+    write=some.floats(0, 400),
+    rate=some.floats(1e-6, 1e-3),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_interval_is_better_than_the_best(every, hold, write, rate):
+    fleet = replace(LARGE, failures_per_rank_hour=rate, saves=Saves(every, hold, write))
+    best = best_every(fleet)
+    assert best * fleet.step_s >= write
+    if every * fleet.step_s >= write:
+        assert goodput(replace(fleet, saves=replace(fleet.saves, every=best))) >= goodput(fleet) - 1e-12
+
+
+def test_the_simulated_optimum_is_where_daly_says_within_what_is_simulated():
+    around = [replace(LARGE, saves=replace(LARGE.saves, every=every)) for every in range(4, 121, 4)]
+    found = simulate(around, 600 * LARGE.mtbf_s, runs=64)
+    best = int(found.goodput.argmax())
+    told = best_every(LARGE)
+    # All had the same failures, so what counts is how their differences vary.
+    useful = found.parts["useful"]
+    nearest = min(range(len(around)), key=lambda place: abs(around[place].saves.every - told))
+    apart = useful[best] - useful[nearest]
+    assert apart.mean() <= 3 * apart.std(ddof=1) / math.sqrt(apart.size)
+    assert around[best].saves.every == pytest.approx(told, rel=0.4)
+    assert told == pytest.approx(daly(1.0, LARGE.mtbf_s) / LARGE.step_s, rel=0.05)
+
+
+# -- properties
+
+
+@given(
+    every=some.integers(1, 300),
+    hold=some.floats(0, 50),
+    write=some.floats(0, 300),
+    load=some.floats(0, 300),
+    is_copied=some.booleans(),
+)
+@settings(max_examples=10, deadline=None)
+def test_the_more_often_ranks_fail_the_less_is_left(every, hold, write, load, is_copied):
+    copies = Copies(every, hold / 2, min(6.0, write), load / 4) if is_copied else None
+    fleet = replace(LARGE, saves=Saves(4 * every, hold, write, load), copies=copies)
+    rates = [replace(fleet, failures_per_rank_hour=RATE * factor) for factor in (0, 0.5, 1, 2, 4)]
+    found = simulate(rates, 20 * DAY, runs=16).goodput
+    assert all(more < less for less, more in itertools.pairwise(found))
+
+
+def test_without_failures_saves_alone_are_lost():
+    fleet = replace(LARGE, failures_per_rank_hour=0.0)
+    period = 24 * 6.2 + 1.0
+    found = simulate([fleet], 500 * period, runs=2).means()
+    assert found["saves"] == pytest.approx(1.0 / period, rel=1e-9)
+    assert found["useful"] == pytest.approx(24 * 6.2 / period, rel=1e-9) == goodput(fleet)
+    assert sum(found[each] for each in PARTS if each not in ("useful", "saves")) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("fleet", WALKED.values(), ids=WALKED)
+def test_all_time_is_accounted_for(fleet):
+    found = simulate([fleet], 20 * DAY, runs=5, seed=7)
+    assert sum(found.parts.values()) == pytest.approx(np.ones((1, 5)))
+    assert all((each > -1e-9).all() for each in found.parts.values())
+
+
+def test_failures_are_as_many_as_their_rate_says():
+    found = simulate([LARGE], 54 * DAY, runs=200)
+    assert found.failures.mean() == pytest.approx(419, abs=4 * math.sqrt(419 / 200))
+
+
+def test_copies_save_what_saves_lose_and_pairs_of_nodes_are_read_from_disk():
+    rare = replace(LARGE, saves=replace(LARGE.saves, every=240))
+    found = simulate([rare, COPIED, replace(COPIED, pair_share=NODES)], 54 * DAY)
+    alone, copied, never_there = found.goodput
+    assert copied > alone + 0.05
+    assert never_there < copied - 0.04
+    shares = found.from_disk.sum(axis=1) / found.failures.sum(axis=1)
+    assert shares[0] == 1
+    assert shares[1] == pytest.approx(0.01, abs=0.003)
+
+
+def test_the_same_seed_is_the_same_luck():
+    one, same, other = (simulate([LARGE], 5 * DAY, seed=seed).parts["useful"] for seed in (3, 3, 4))
+    assert (one == same).all()
+    assert (one != other).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"saves": Saves(25, 1.0)}, "saves every 25 steps and copies every 24 do not meet"),
+        ({"copies": Copies(24, 1.0, 200.0)}, "copy every 33 steps, or more"),
+        ({"ranks": 8}, "8 ranks are on one node"),
+        ({"pair_share": 0.9}, "pair_share=0.9 of the failures is a part of node_share=0.78"),
+    ],
+)
+def test_a_fleet_that_cannot_be_is_refused(change, text):
+    with pytest.raises(ConfigError, match=text):
+        replace(COPIED, **change)
+
+
+@pytest.mark.parametrize("wrong", [{"fleets": []}, {"runs": 0}, {"seconds": 0.0}])
+def test_nothing_to_simulate_is_refused(wrong):
+    with pytest.raises(ConfigError, match="nothing to simulate"):
+        simulate(**{"fleets": [LARGE], "seconds": DAY, **wrong})
