@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
-from ..base.errors import BatchError, CheckpointError, NotFiniteError, TrainingError
+from ..base.errors import BatchError, CheckpointError, TrainingError
 from ..checkpoint.manifest import step_directory
 from ..events.run import SavedCheckpoint
 from ..events.step import StepResult
 from ..launch.stopping import Stopped, StopSignals
-from ..mesh.mesh import Mesh
 from ..profile.marks import marked
 from ..step.agreement import count_tokens
 from ..strategy.contract import StrategyManager
 from ..tensors.accelerator import moments_of
 from .agreed import agree_on
-from .ahead import Ahead, StopsBefore
-from .bad_steps import BAD_STEPS, Bad, BadStepConfig, BadSteps, Rewinds
-from .batches import Passes, state_of_rank, states_of_ranks
+from .ahead import StopsBefore
+from .bad_steps import BAD_STEPS, Bad, BadSteps, Rewinds
+from .batches import states_of_ranks
 from .failures import done_on_all, raise_on_all
 from .loop_options import Callback as Callback
 from .loop_options import Loop as Loop
 from .loop_options import is_due
-from .memory import memory_now
+from .one_step import begun_ahead
+from .one_step import train_step as train_step
 from .optimizer_config import AVERAGED
-from .rates import check_rates, groups_stepped
 from .rewinding import Saves
-from .seeds import step_seed
 from .stopwatch import Stopwatch
 from .telling import Telling
 from .watch import STATE, Watch
@@ -79,7 +74,7 @@ class _Course:
         )
         self.tokens = {name: count_tokens(each, manager.mesh, loop.objective) for name, each in self.sets.items()}
         self.bad_steps = BadSteps(loop.on_bad_step, (loop.state or {}).get(BAD_STEPS))
-        self.ahead = _ahead(manager, loop)
+        self.ahead = begun_ahead(manager, loop)
         self.saves = Saves(manager, loop)
         if loop.on_bad_step.do == "rewind":
             self.saves.note(loop.start, self.state())
@@ -99,14 +94,13 @@ class _Course:
                 self.told.reason = "early stopping"
                 break
             try:
-                with self.loop.around(step - self.loop.start):
-                    result = self.step(step)
+                result = self.step(step)
             except StopsBefore as stop:
                 if self.loop.signals is None:
                     raise
                 raise self.stopped(stop.number, self.loop.signals, results) from None
-            except Rewinds as rewinds:
-                self.rewind(rewinds.bad, results)
+            if isinstance(result, Bad):
+                self.rewind(result, results)
                 continue
             result = replace(result, times={**result.times, **self.saving, **self.loop.measured()})
             self.saving = {}
@@ -125,8 +119,13 @@ class _Course:
                 break
         return results
 
-    def step(self, step: int) -> StepResult:
-        result = train_step(self.manager, self.loop, step, self.ahead, self.stopwatch, self.bad_steps)
+    def step(self, step: int) -> StepResult | Bad:
+        """Run a step; a bad one takes the run back."""
+        try:
+            with self.loop.around(step - self.loop.start):
+                result = train_step(self.manager, self.loop, step, self.ahead, self.stopwatch, self.bad_steps)
+        except Rewinds as rewinds:
+            return rewinds.bad
         if result.skipped:
             self.told.bad_step(Bad(result.step, result.skipped), count=self.bad_steps.count)
         return result
@@ -230,127 +229,3 @@ class _Course:
     def would_be_late(self, seconds: float, signals: StopSignals) -> bool:
         """Whether some rank would be ended before a save is done that takes so long. Collective."""
         return bool(self.world.reduce_ints([seconds > signals.left_s])[0])
-
-
-def _ahead(manager: StrategyManager, loop: Loop) -> Ahead:
-    batches = loop.batches
-    if not callable(batches):
-        batches = _passes(loop, manager.mesh)
-    return Ahead(manager, batches, seed=loop.seed, objective=loop.objective, signals=loop.signals)
-
-
-def _passes(loop: Loop, mesh: Mesh) -> Passes:
-    """The microbatches of a loop whose batches are no function."""
-    source, run_seed = loop.batches, loop.seed
-    if not isinstance(source, Iterable):
-        raise BatchError(f"batches must be a function of the step, or an iterable, not {type(source).__name__}.")
-    state = state_of_rank((loop.state or {}).get("batches"), mesh)
-    seed = None if run_seed is None else lambda step: step_seed(run_seed, step, mesh.data_rank)
-    return Passes(source, accumulate=loop.accumulate, state=state, seed=seed)
-
-
-def train_step(
-    manager: StrategyManager,
-    loop: Loop,
-    step: int,
-    ahead: Ahead | None = None,
-    stopwatch: Stopwatch | None = None,
-    bad_steps: BadSteps | None = None,
-) -> StepResult:
-    """Run one optimizer step, counted from 0; see `fit`.
-
-    Args:
-        ahead: of the loop, to begin the next step in it; None: it is left to itself.
-        stopwatch: of the loop.
-        bad_steps: of the loop; None: a bad step is an error.
-    """
-    start = time.perf_counter()
-    stopwatch = stopwatch or Stopwatch(moments_of(manager.mesh.device))
-    stopwatch.begin()
-    bad_steps = bad_steps or BadSteps(BadStepConfig())
-    draw = step + bad_steps.left_out
-    microbatches, num_tokens = (ahead or _ahead(manager, loop)).take(draw)
-    stopwatch.end("data", "forward_backward")
-    loss = manager.forward_backward(microbatches, num_tokens=num_tokens, objective=loop.objective)
-    measures_norms = loop.norms_every is not None and (step + 1) % loop.norms_every == 0
-    stopwatch.end("forward_backward", "norms" if measures_norms else "clip")
-    sums = manager.last_sums
-    norms = manager.gradient_norms() if measures_norms else {}
-    if measures_norms:
-        stopwatch.end("norms", "clip")
-    grad_norm = manager.clip_grad_norm(loop.max_grad_norm, loop.grad_norm_type)
-    stopwatch.end("clip", "read" if ahead is None else "data")
-    if ahead is not None:
-        if step + 1 < loop.num_steps:
-            ahead.begin(draw + 1)
-        stopwatch.end("data", "read")
-    loss_value, norm_value, sum_values, bad = _judged(manager, bad_steps, step + 1, loss, grad_norm, sums)
-    stopwatch.end("read", "optimizer")
-    scheduled = _stepped(manager, loop, step + 1, bad, rewinds=bad_steps.config.do == "rewind")
-    stopwatch.end("optimizer")
-    return StepResult(
-        step=step + 1,
-        steps=loop.num_steps,
-        loss=loss_value,
-        grad_norm=norm_value,
-        learning_rate=float(scheduled[0]),
-        num_tokens=int(num_tokens),
-        seconds=time.perf_counter() - start,
-        rank=manager.mesh.rank,
-        sums=sum_values,
-        ended=time.time(),
-        times=stopwatch.take(),
-        learning_rates=_by_group(manager, scheduled),
-        norms=norms,
-        memory=memory_now(manager.mesh.device),
-        skipped="" if bad is None else bad.reason,
-        world_size=manager.mesh.world.size,
-        flops=None if loop.flops_per_token is None else loop.flops_per_token * int(num_tokens),
-        peak_flops=loop.peak_flops,
-    )
-
-
-def _judged(
-    manager: StrategyManager, bad_steps: BadSteps, step: int, loss: Tensor, norm: Tensor, sums: Mapping[str, Tensor]
-) -> tuple[float, float, dict[str, float], Bad | None]:
-    """Loss, norm and sums of a step, and whether it is bad. One wait for the device per step, before the optimizer's,
-    which keeps a bad gradient out of the parameters."""
-    try:
-        loss_value, norm_value, *sum_values = manager.read(loss, norm, *sums.values())
-    except NotFiniteError as error:
-        if bad_steps.config.do == "stop":
-            raise
-        return math.nan, math.nan, dict.fromkeys(sums, math.nan), bad_steps.bad(step, str(error))
-    bad = bad_steps.judge(step, loss_value, norm_value)
-    return loss_value, norm_value, dict(zip(sums, sum_values, strict=True)), bad
-
-
-def _stepped(manager: StrategyManager, loop: Loop, step: int, bad: Bad | None, *, rewinds: bool) -> list[Any]:
-    """Make the optimizer's step, or leave it out; the rates of its groups.
-
-    Raises:
-        Rewinds: the step is bad, and takes the run back.
-    """
-    scheduler = loop.scheduler
-    if scheduler is None:
-        scheduled = [group["lr"] for group in manager.optimizer.param_groups]
-    else:
-        scheduled = scheduler.get_last_lr()
-    if bad is None:
-        with groups_stepped() as stepped:
-            manager.optimizer_step()
-        check_rates(scheduled, stepped, step=step)
-    else:
-        manager.drop_gradients()
-        if rewinds:
-            raise Rewinds(bad)
-    if scheduler is not None:
-        scheduler.step()
-    return scheduled
-
-
-def _by_group(manager: StrategyManager, rates: Sequence[float]) -> dict[str, float]:
-    """Learning rates by parameter group: under its name, if it has one that no other has, or else its number."""
-    names = [group.get("name") for group in manager.optimizer.param_groups]
-    told = [name if name and names.count(name) == 1 else str(number) for number, name in enumerate(names)]
-    return dict(zip(told, map(float, rates), strict=False))
