@@ -51,11 +51,11 @@ OWNERS = {
     "meshwright_pipeline.config": ["PipelineConfig"],
     "meshwright.single.config": ["SingleConfig"],
     "meshwright.mesh.sizes": ["MeshSizes"],
-    "meshwright.train.run_file": ["RunConfig", "ScheduleConfig", "ResumeConfig"],
+    "meshwright.train.run_file": ["RunConfig", "ScheduleConfig"],
     "meshwright.train.optimizer_config": ["OptimizerConfig", "OptimizerGroup", "EMAConfig"],
     "meshwright.train.run_sections": [
         *("EvalConfig", "EarlyStoppingConfig", "SampleConfig", "CheckpointConfig", "KeepBestConfig", "SaveOnConfig"),
-        *("OnSignalConfig", "PlanConfig", "MetricsConfig"),
+        *("OnSignalConfig", "PlanConfig", "MetricsConfig", "ResumeConfig"),
     ],
     "meshwright.train.launch_section": [
         *("LaunchConfig", "SlurmSection", "KubernetesSection", "SkyPilotSection", "RaySection"),

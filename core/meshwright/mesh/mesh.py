@@ -146,6 +146,7 @@ class Mesh:
             self._stage = copy.copy(self)
             self._stage.degrees = replace(self.degrees, pp=1)
             self._stage.world = type(self.world)(self.device, owns_group=False, group=group)
+            self._stage.world.progress = self.world.progress
             self._stage._ranks = {**self._ranks, "pp": 0}
         return self._stage
 

@@ -76,7 +76,8 @@ class _Course:
         self.tokens = {name: count_tokens(each, manager.mesh, loop.objective) for name, each in self.sets.items()}
         self.ahead = _ahead(manager, loop)
         self.saved_at = loop.clock()
-        self.told, self.stopwatch = Telling(manager, loop), Stopwatch(moments_of(manager.mesh.device))
+        self.told, self.progress = Telling(manager, loop), self.world.progress
+        self.stopwatch = Stopwatch(moments_of(manager.mesh.device), self.progress)
         self.saving: dict[str, float] = {}
 
     def run(self) -> list[StepResult]:
@@ -117,8 +118,10 @@ class _Course:
     def evaluated(self, result: StepResult) -> StepResult:
         """The same with the losses of the sets, of which observers are told."""
         start = time.perf_counter()
+        self.progress.enter("evaluation")
         with marked("evaluation"):
             losses = self.all_losses()
+        self.progress.enter("callbacks")
         seconds = time.perf_counter() - start
         result = replace(result, evaluations=losses, times={**result.times, "evaluation": seconds})
         self.told.evaluation(result, seconds)
@@ -160,6 +163,7 @@ class _Course:
         if loop.checkpointer is None:
             return
         start = time.perf_counter()
+        self.progress.enter("save")
         state = self.watch.state()
         if not callable(loop.batches):
             state["batches"] = states_of_ranks(self.ahead.state, self.manager.mesh)
@@ -220,8 +224,8 @@ def train_step(
         stopwatch: of the loop.
     """
     start = time.perf_counter()
-    stopwatch = stopwatch or Stopwatch(moments_of(manager.mesh.device))
-    stopwatch.begin()
+    stopwatch = stopwatch or Stopwatch(moments_of(manager.mesh.device), manager.mesh.world.progress)
+    stopwatch.begin(step + 1)
     microbatches, num_tokens = (ahead or _ahead(manager, loop)).take(step)
     stopwatch.end("data", "forward_backward")
     loss = manager.forward_backward(microbatches, num_tokens=num_tokens, objective=loop.objective)

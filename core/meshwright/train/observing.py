@@ -18,6 +18,7 @@ from ..strategy.registry import get_registry
 from .companion import Companion
 from .curve import Curve, draw_metrics
 from .files import CURVE, METRICS, SUMMARY
+from .hangs import HangFiles
 from .journal import Journal, id_of, note
 from .loop_options import Loop
 from .plan import Plan
@@ -73,6 +74,7 @@ def observed(
         ConfigError: a tracker cannot be started; on all ranks.
     """
     mesh, directory, observing = manager.mesh, Path(config.output_dir), get_registry().observing
+    mesh.world.progress.witness = HangFiles(directory, mesh.rank)
     per_token, peak = mesh.world.from_first(lambda: _flops(companion))
     loop = replace(loop, run=run, norms_every=config.metrics.norms_every, flops_per_token=per_token, peak_flops=peak)
     with ExitStack() as held:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PydanticInvalidForJsonSchema, field_validator, model_validator
 
 from ..base.errors import ConfigError
-from ..base.validation import FrozenModel, validated
+from ..base.validation import validated
 from ..data.config import DataConfig
 from ..files.parsing import parse_yaml, read_text
 from ..files.paths import PathText
@@ -30,39 +30,14 @@ from .run_sections import (
     EvalConfig,
     MetricsConfig,
     PlanConfig,
+    ResumeConfig,
     SampleConfig,
 )
 from .run_sections import ScheduleConfig as ScheduleConfig
 
 PositiveFloat = Annotated[float, Field(gt=0)]
-
-
-Allowed = Literal[
-    "optimizer.lr",
-    "optimizer.weight_decay",
-    "optimizer.no_decay",
-    "schedule",
-    "ema",
-    "max_grad_norm",
-    "grad_norm_type",
-    "objective",
-    "batch_size",
-    "data",
-    "seed",
-]
-"""What may differ in a run that goes on: what the state in a checkpoint is of use for all the same."""
-
-
-class ResumeConfig(FrozenModel):
-    """From where a run goes on, and what may have changed."""
-
-    source: str = Field(default="auto", alias="from", description="As the plain word: auto, never, or a checkpoint.")
-    allow: list[Allowed] = Field(
-        default=[],
-        description="What may differ from what the run was started with. Each takes effect at once: rates and decay "
-        "are those of the run file, a schedule is at the step that it goes on at, other data or another seed begin a "
-        "new order, and another batch size goes on in the old one.",
-    )
+LEAST_WATCHDOG_S = 2.0
+"""What a busy machine may cost is not taken for a hang."""
 
 
 class RunConfig(MeshSizes):
@@ -87,6 +62,12 @@ class RunConfig(MeshSizes):
     device: str | None = Field(default=None, description="cpu, cuda or cuda:0; null: the accelerator if there is one.")
     timeout_s: FinitePositive = Field(
         default=600.0, le=31_536_000, description="How long ranks wait for one that hangs, in seconds."
+    )
+    watchdog_s: FinitePositive | None = Field(
+        default=None,
+        ge=LEAST_WATCHDOG_S,
+        description="How long a phase of a step may stand still, or a rank be silent, once a step has been done, in "
+        "seconds; at most timeout_s. null: a rank may be silent for timeout_s. See docs/watchdog.md.",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of weights, data order, dropout and sampling.")
     output_dir: PathText = Field(default="runs/run", description="Where metrics, the loss curve and the model go.")
@@ -180,6 +161,11 @@ class RunConfig(MeshSizes):
 
     @model_validator(mode="after")
     def _check_length(self) -> RunConfig:
+        if self.watchdog_s is not None and self.watchdog_s > self.timeout_s:
+            raise ValueError(
+                f"watchdog_s={self.watchdog_s:g} is more than timeout_s={self.timeout_s:g}, after which ranks give up "
+                f"by themselves; lower it, or raise timeout_s"
+            )
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give either steps or epochs")
         if self.steps is not None and self.schedule.warmup_steps > self.steps:

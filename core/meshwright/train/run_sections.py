@@ -1,4 +1,4 @@
-"""Sections of the run file: the schedule, evaluation, the sample, and checkpoints. No torch in this module."""
+"""Sections of the run file: schedule, evaluation, sample, checkpoints, and where a run goes on. No torch here."""
 
 from __future__ import annotations
 
@@ -190,3 +190,31 @@ class CheckpointConfig(FrozenModel):
     def after_s(self) -> float | None:
         """Seconds between checkpoints; None where the clock does not count."""
         return min((each.seconds for each in self.save_on), default=None)
+
+
+Allowed = Literal[
+    "optimizer.lr",
+    "optimizer.weight_decay",
+    "optimizer.no_decay",
+    "schedule",
+    "ema",
+    "max_grad_norm",
+    "grad_norm_type",
+    "objective",
+    "batch_size",
+    "data",
+    "seed",
+]
+"""What may differ in a run that goes on: what the state in a checkpoint is of use for all the same."""
+
+
+class ResumeConfig(FrozenModel):
+    """From where a run goes on, and what may have changed."""
+
+    source: str = Field(default="auto", alias="from", description="As the plain word: auto, never, or a checkpoint.")
+    allow: list[Allowed] = Field(
+        default=[],
+        description="What may differ from what the run was started with. Each takes effect at once: rates and decay "
+        "are those of the run file, a schedule is at the step that it goes on at, other data or another seed begin a "
+        "new order, and another batch size goes on in the old one.",
+    )
