@@ -5,6 +5,7 @@ or with -1 each, hangs at that place, and answers with "exit code N" on stdout. 
 torchrun it takes them as arguments, and is a rank.
 """
 
+import functools
 import os
 import signal
 import sys
@@ -72,6 +73,7 @@ def run_and_hang(store, config, place, rank):
         owner, name, call, hang = places()[place]
         method, calls = getattr(owner, name), 0
 
+        @functools.wraps(method)
         def hanging(*args, **kwargs):
             nonlocal calls
             calls += 1

@@ -8,8 +8,8 @@ import pytest
 from torch.distributed import HashStore
 
 from meshwright.launch.hang import who_hangs
-from meshwright.launch.pulse import Pulse
-from meshwright.launch.signs import DONE, read_signs, write_sign
+from meshwright.launch.pulse import Pulse, write_sign
+from meshwright.launch.signs import DONE, read_signs
 
 INTERVAL_S = 2.0
 LIMIT_S = 90.0

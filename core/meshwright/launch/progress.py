@@ -1,51 +1,21 @@
-"""Where the main thread of a rank is in its run: written by that thread alone, read by the one that gives signs.
-
-[Note: positions] All ranks of a run go through the same phases in the same order, so that the number of a phase within
-its step tells who is behind. What counts as movement is a phase that begins, and within one a microbatch.
-
-[Note: what is slow once] What a run does for the first time may compile, load or fill caches, and what it does when it
-saves or exports lies with a file system. Nobody is taken for standing still then: `timeout_s` holds, as without a
-watchdog. Before its first step is done a rank may also be silent for as long, since much that loads holds the
-interpreter.
-"""
+"""What the main thread of a rank writes down of its run, for the thread that gives signs; see [Note: positions]."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from .position import PATIENT, At
 from .process_identity import identity_of
 
 if TYPE_CHECKING:
     from .hang import Witness
     from .signs import Sign
 
-STARTING = "starting"
-PATIENT = frozenset({STARTING, "save", "exporting"})
-"""Phases in which a rank may stand still."""
 MOST_STEPS = 1000
 """Of which a rank's own seconds are held."""
-
-
-class At(NamedTuple):
-    """A position; see [Note: positions].
-
-    Attributes:
-        step: from 1; 0 before the first.
-        part: number of the phase within the step.
-        moves: microbatches that were done in the phase.
-        settled: whether a step has been done, in this sitting.
-        patient: whether the rank may stand still; see [Note: what is slow once].
-    """
-
-    step: int = 0
-    part: int = 0
-    phase: str = STARTING
-    moves: int = 0
-    settled: bool = False
-    patient: bool = True
 
 
 class Progress:

@@ -18,6 +18,9 @@ This module imports no torch; see `meshwright.launch.rank`, which uses it.
 from __future__ import annotations
 
 import json
+import os
+import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from .hang import Counts, Hang, Report, culprits, standing, tell_silent, tell_standing
 from .progress import Progress
-from .signs import DONE, Sign, read_signs, write_sign
+from .signs import DONE, Sign, main_thread, read_signs
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -41,6 +44,35 @@ LONGEST_INTERVAL_S = 2.0
 REPORT_WAIT_S = 1.5
 """How long ranks that live wait for each other's reports."""
 _ALARM = "alarm"
+
+
+def sign_now(count: int, interval_s: float, progress: Progress, still_s: float = 0.0) -> Sign:
+    """Of this process."""
+    waits, place, stack = main_thread()
+    steps = list(progress.steps)
+    return Sign(
+        count,
+        f"{socket.gethostname()}, process {os.getpid()}",
+        waits,
+        place,
+        interval_s,
+        at=progress.at,
+        still_s=still_s,
+        stack=stack,
+        identity=progress.identity,
+        own_s=statistics.median(own for own, _ in steps) if steps else 0.0,
+        step_s=statistics.median(whole for _, whole in steps) if steps else 0.0,
+        steps=len(steps),
+    )
+
+
+def write_sign(
+    store: Store, rank: int, count: int, interval_s: float, progress: Progress | None = None, still_s: float = 0.0
+) -> Sign:
+    """Tell that this rank is alive, and where it is."""
+    sign = sign_now(count, interval_s, progress or Progress(), still_s)
+    store.set(str(rank), sign.written())
+    return sign
 
 
 class Pulse(threading.Thread):
@@ -80,7 +112,7 @@ class Pulse(threading.Thread):
         self._over = threading.Event()
         self._signs: dict[int, Sign] = {}
         self._silent_s = dict.fromkeys(self._watched, 0.0)
-        self._at, self._still_s = self._progress.at, 0.0
+        self._at, self._still_s, self._settled_s = self._progress.at, 0.0, 0.0
 
     def __enter__(self) -> Pulse:
         self.start()
@@ -124,12 +156,16 @@ class Pulse(threading.Thread):
             is_new = rank in signs and (rank not in self._signs or signs[rank].count != self._signs[rank].count)
             self._silent_s[rank] = 0.0 if is_new else self._silent_s[rank] + self._counted(elapsed_s)
         self._signs = signs
+        if self._progress.at.settled:
+            self._settled_s += self._counted(elapsed_s)
         is_done = {rank for rank, sign in signs.items() if sign.count == DONE}
-        return [rank for rank in self._watched if self._silent_s[rank] > self._limit_of(rank) and rank not in is_done]
+        return [rank for rank in self._watched if self._is_silent(rank) and rank not in is_done]
 
-    def _limit_of(self, rank: int) -> float:
-        sign = self._signs.get(rank)
-        return self._limit_s if sign is not None and sign.at.settled else self._starting_s
+    def _is_silent(self, rank: int) -> bool:
+        # Who has begun its second step has been through the first one with all others. What these were silent for
+        # until then does not count: a rank that held its interpreter may have yet to give its next sign.
+        silent_s = self._silent_s[rank]
+        return silent_s > self._starting_s or min(silent_s, self._settled_s) > self._limit_s
 
     def _counted(self, elapsed_s: float) -> float:
         return min(elapsed_s, 2 * self._interval_s)
@@ -157,7 +193,7 @@ class Pulse(threading.Thread):
         """What is to be said, after all that live have written down what they know."""
         silent = {int(rank): float(how_long) for rank, how_long in json.loads(self._store.get(_ALARM)).items()}
         witness = self._progress.witness
-        mine = Sign.mine(0, self._interval_s, self._progress, self._still_s)
+        mine = sign_now(0, self._interval_s, self._progress, self._still_s)
         counts: Counts = {}
         if witness is not None:
             # What is to be told is told, even where nothing can be written.

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import statistics
 import sys
 import threading
 from collections.abc import Collection, Iterator, Sequence
@@ -14,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from .progress import At, Progress
+from .position import At
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -59,47 +56,12 @@ class Sign:
     steps: int = 0
 
     @classmethod
-    def mine(cls, count: int, interval_s: float, progress: Progress | None = None, still_s: float = 0.0) -> Sign:
-        """Of this process, now."""
-        waits, place, stack = _main_thread()
-        progress = progress or Progress()
-        steps = list(progress.steps)
-        return cls(
-            count,
-            f"{socket.gethostname()}, process {os.getpid()}",
-            waits,
-            place,
-            interval_s,
-            progress.at,
-            still_s,
-            stack,
-            progress.identity,
-            statistics.median(own for own, _ in steps) if steps else 0.0,
-            statistics.median(whole for _, whole in steps) if steps else 0.0,
-            len(steps),
-        )
-
-    @classmethod
     def read(cls, text: bytes | str) -> Sign:
         values = json.loads(text)
         return cls(**{**values, "at": At(*values["at"]), "stack": tuple(values["stack"])})
 
     def written(self) -> str:
         return json.dumps(asdict(self) | {"at": list(self.at)})
-
-
-def write_sign(
-    store: Store,
-    rank: int,
-    count: int,
-    interval_s: float,
-    progress: Progress | None = None,
-    still_s: float = 0.0,
-) -> Sign:
-    """Tell that this rank is alive, and where it is."""
-    sign = Sign.mine(count, interval_s, progress, still_s)
-    store.set(str(rank), sign.written())
-    return sign
 
 
 def read_signs(store: Store, ranks: Sequence[int], known: Collection[int] = ()) -> dict[int, Sign]:
@@ -113,7 +75,7 @@ def read_signs(store: Store, ranks: Sequence[int], known: Collection[int] = ()) 
     return {rank: Sign.read(value) for rank, value in zip(keys, values, strict=True)}
 
 
-def _main_thread() -> tuple[bool, str, tuple[str, ...]]:
+def main_thread() -> tuple[bool, str, tuple[str, ...]]:
     """Whether the main thread waits for other ranks, where it is outside of torch, and its stack."""
     ident = threading.main_thread().ident
     innermost = sys._current_frames().get(ident) if ident is not None else None

@@ -36,9 +36,7 @@ class Mesh:
                 f"the mesh {degrees} has {degrees.world_size} ranks, but the world has {world.size}. "
                 f"Use MeshSizes(...).resolve(world_size)."
             )
-        self.degrees = degrees
-        self.world = world
-        self.device = world.device
+        self.degrees, self.world, self.device = degrees, world, world.device
         ranks = torch.arange(world.size)
         with same_timeout():
             self.device_mesh = DeviceMesh(

@@ -54,11 +54,8 @@ class World:
     is_planned = False
 
     def __init__(self, device: torch.device, *, owns_group: bool, group: dist.ProcessGroup | None = None) -> None:
-        self.device = device
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self.owns_group = owns_group
+        self.device, self.group, self.owns_group = device, group, owns_group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.progress = Progress()
         self._begun: Callable[[], object] | None = None
         config = dist.distributed_c10d.get_backend_config()

@@ -79,6 +79,7 @@ class _Course:
         self.told, self.progress = Telling(manager, loop), self.world.progress
         self.stopwatch = Stopwatch(moments_of(manager.mesh.device), self.progress)
         self.saving: dict[str, float] = {}
+        self.own_s = 0.0
 
     def run(self) -> list[StepResult]:
         with self.told:
@@ -98,12 +99,16 @@ class _Course:
                 if self.loop.signals is None:
                     raise
                 raise self.stopped(stop.number, self.loop.signals, results) from None
-            result = replace(result, times={**result.times, **self.saving, **self.loop.measured()})
+            self.noted(result)
+            times = {**result.times, **self.saving, **self.loop.measured()}
+            result = replace(result, times=times, stragglers=self.loop.stragglers())
             self.saving = {}
             if self.loop.evaluates_after(result.step):
                 result = self.evaluated(result)
             is_best = self.watch.note(result)
+            start = time.perf_counter()
             self.told.step(result)
+            self.own_s = time.perf_counter() - start
             results.append(result)
             stops, is_late = self.asked(result) if self.is_asked else (False, False)
             if stops or self.watch.is_exhausted:
@@ -114,6 +119,12 @@ class _Course:
             if stops:
                 break
         return results
+
+    def noted(self, result: StepResult) -> None:
+        """For [Note: a rank's own seconds] in `stragglers`: what observers and callbacks have taken after the step
+        before, drawing since then, and the optimizer."""
+        own_s = self.own_s + self.ahead.take_seconds() + result.times.get("optimizer", 0.0)
+        self.progress.steps.append((own_s, result.seconds))
 
     def evaluated(self, result: StepResult) -> StepResult:
         """The same with the losses of the sets, of which observers are told."""
@@ -147,10 +158,12 @@ class _Course:
         """Whether a callback of any rank asks to stop, and whether a checkpoint is due by the clock. Collective."""
         error: Exception | None = None
         wishes = []
+        start = time.perf_counter()
         try:
             wishes = [callback(result) for callback in self.loop.callbacks]
         except Exception as caught:
             error = caught
+        self.own_s += time.perf_counter() - start
         after = self.loop.save_after_s
         is_late = after is not None and self.world.rank == 0 and self.loop.clock() - self.saved_at >= after
         wanted, late, failed = self.world.reduce_ints([any(wishes), is_late, error is not None])

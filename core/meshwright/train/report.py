@@ -24,7 +24,7 @@ from .run_file import RunConfig
 MEASURED = frozenset(
     {
         *("seconds", "tokens_per_second", "tokens_per_second_per_device", "time", "times"),
-        *("memory", "world_size", "peak_flops", "mfu"),
+        *("memory", "world_size", "peak_flops", "mfu", "stragglers"),
     }
 )
 """Keys that clocks and machines tell. The others are the same when the run is repeated, on other ranks too."""
@@ -62,6 +62,7 @@ class Reporter:
             disable=not console.is_terminal,
         )
         self._task = self._progress.add_task("", total=None)
+        self._stragglers = NewStragglers()
 
     def __enter__(self) -> Reporter:
         # What is there stays until it is replaced as a whole.
@@ -84,11 +85,29 @@ class Reporter:
         if self._file is not None:
             self._file.write(_line(result))
             self._file.flush()
+        for each in self._stragglers.of(result):
+            told = (
+                f"step {result.step}: rank {each['rank']} is a straggler: {each['seconds']:.3g} s of a step are its "
+                f"own, {each['median']:.3g} s of the median rank"
+            )
+            self._console.print(told, highlight=False, soft_wrap=True)
         text = describe(result)
         if self._console.is_terminal:
             self._progress.update(self._task, completed=result.step, total=result.steps, description=text)
         elif result.step % self._log_every == 0 or result.step in (1, result.steps):
             self._console.print(f"step {result.step}/{result.steps}  {text}", highlight=False, soft_wrap=True)
+
+
+class NewStragglers:
+    """Tells each straggler once."""
+
+    def __init__(self) -> None:
+        self._known: set[float] = set()
+
+    def of(self, result: StepResult) -> list[Mapping[str, float]]:
+        new = [each for each in result.stragglers if each["rank"] not in self._known]
+        self._known |= {each["rank"] for each in new}
+        return new
 
 
 def read_metrics(path: Path, *, until: int, steps: int) -> list[StepResult]:
@@ -126,13 +145,14 @@ def _read_line(line: bytes, steps: int) -> StepResult:
     mappings = {name: _with_nan(record.get(name, {})) for name in _MAPPINGS}
     if (loss := record.get("held_out_loss")) is not None:
         mappings["evaluations"].setdefault("held_out", loss)
+    slow = [_with_nan(each) for each in record.get("stragglers", ())]
     numbers = {name: record[key] for name, key in _NUMBERS.items() if key in record}
-    every = [value for values in (numbers, *mappings.values()) for value in values.values()]
+    every = [value for values in (numbers, *slow, *mappings.values()) for value in values.values()]
     if not all(type(value) in (int, float) for value in every):
         raise ValueError("no numbers of a step")
     if type(numbers["step"]) is not int:
         raise ValueError("no number of a step")
-    return StepResult(**{**numbers, **mappings, "steps": steps, "rank": 0})
+    return StepResult(**{**numbers, **mappings, "stragglers": slow, "steps": steps, "rank": 0})
 
 
 def _with_nan(values: dict[str, Any]) -> dict[str, Any]:
@@ -165,6 +185,8 @@ def as_record(result: StepResult) -> dict[str, Any]:
     for name in _MAPPINGS:
         if values := getattr(result, name):
             record[name] = without_nan(values)
+    if result.stragglers:
+        record["stragglers"] = [without_nan(each) for each in result.stragglers]
     if "held_out" in result.evaluations:
         record["held_out_loss"] = record["evaluations"]["held_out"]
     for name in ("flops", "peak_flops", "mfu"):
