@@ -60,6 +60,7 @@ def places():
         "long first step": (DataParallelManager, "forward_backward", 1, sleeping(7)),
         "sleepy data": (Feed, "microbatches", 0, sleeping(0.05)),
         "step": (DataParallelManager, "forward_backward", 2, stop),
+        "stage code": (DataParallelManager, "finish_gradients", 3, wait_long),
         "stage": (DataParallelManager, "finish_gradients", 2, stop),
         "evaluation": (DataParallelManager, "eval_loss", 1, stop),
         "save": (Saving, "write", 1, stop),

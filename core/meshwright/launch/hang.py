@@ -33,6 +33,7 @@ class Hang:
         since: when they were last seen to live, or to move [s since 1970].
         signs: the last ones of all ranks.
         text: what to say.
+        is_alone: whether the store gives no answer, by which ranks agree on who says it.
     """
 
     ranks: tuple[int, ...]
@@ -40,6 +41,7 @@ class Hang:
     since: float
     signs: Mapping[int, Sign]
     text: str
+    is_alone: bool = False
 
     @property
     def silent(self) -> list[Sign]:

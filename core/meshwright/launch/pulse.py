@@ -12,6 +12,10 @@ rank reads all signs, the others read the first one's. Three things can be seen:
 [Note: an alarm] Who finds one of the first two leaves a word in the store, which all ranks look for with each sign.
 Each then writes down what it knows, and reports; from the same reports all judge alike, and say the same.
 
+[Note: a store that is silent] Where no launcher hosts the store, the first rank does, and if that is stopped, whoever
+asks waits for ever. So there the other ranks have a second thread, which asks nobody, and sees whether the first one
+still gets its answers.
+
 This module imports no torch; see `meshwright.launch.rank`, which uses it.
 """
 
@@ -25,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .hang import Counts, Hang, Report, culprits, standing, tell_silent, tell_standing
@@ -88,6 +93,8 @@ class Pulse(threading.Thread):
         watchdog_s: how long a rank may be silent, or stand still, once it has done a step; None: as `timeout_s`, and
             standing still is not looked for.
         progress: of this rank's main thread.
+        is_hosted: whether the store is neither in a launcher nor in this process, but in the first rank's; see
+            [Note: a store that is silent].
     """
 
     def __init__(
@@ -100,6 +107,7 @@ class Pulse(threading.Thread):
         on_hang: Callable[[Hang], object],
         watchdog_s: float | None = None,
         progress: Progress | None = None,
+        is_hosted: bool = False,
     ) -> None:
         super().__init__(name="meshwright-pulse", daemon=True)
         self._store, self._rank, self._size = store, rank, size
@@ -109,13 +117,16 @@ class Pulse(threading.Thread):
         self._limit_s = self._starting_s if watchdog_s is None else SILENT_SHARE * watchdog_s
         self._watches = watchdog_s is not None
         self._on_hang, self._progress = on_hang, progress or Progress()
-        self._over = threading.Event()
+        self._over, self._looks = threading.Event(), 0
+        self._guard = threading.Thread(target=self._mind, name="meshwright-guard", daemon=True) if is_hosted else None
         self._signs: dict[int, Sign] = {}
         self._silent_s = dict.fromkeys(self._watched, 0.0)
         self._at, self._still_s, self._settled_s = self._progress.at, 0.0, 0.0
 
     def __enter__(self) -> Pulse:
         self.start()
+        if self._guard is not None:
+            self._guard.start()
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
@@ -156,6 +167,7 @@ class Pulse(threading.Thread):
             is_new = rank in signs and (rank not in self._signs or signs[rank].count != self._signs[rank].count)
             self._silent_s[rank] = 0.0 if is_new else self._silent_s[rank] + self._counted(elapsed_s)
         self._signs = signs
+        self._looks += 1
         if self._progress.at.settled:
             self._settled_s += self._counted(elapsed_s)
         is_done = {rank for rank, sign in signs.items() if sign.count == DONE}
@@ -166,6 +178,26 @@ class Pulse(threading.Thread):
         # until then does not count: a rank that held its interpreter may have yet to give its next sign.
         silent_s = self._silent_s[rank]
         return silent_s > self._starting_s or min(silent_s, self._settled_s) > self._limit_s
+
+    def _mind(self) -> None:
+        looks, last_s, silent_s = 0, time.monotonic(), 0.0
+        while not self._over.wait(self._interval_s) and self.is_alive():
+            elapsed_s, last_s = time.monotonic() - last_s, time.monotonic()
+            silent_s = silent_s + self._counted(elapsed_s) if looks == self._looks else 0.0
+            looks = self._looks
+            if silent_s > (self._limit_s if self._progress.at.settled else self._starting_s):
+                self._on_hang(self._witnessed(self._judged({0: silent_s}, self._signs, {})))
+                return
+
+    def _witnessed(self, hang: Hang) -> Hang:
+        """The same, written down without a word from other ranks."""
+        witness = self._progress.witness
+        if witness is not None:
+            with suppress(OSError):
+                witness.leave(sign_now(0, self._interval_s, self._progress, self._still_s))
+                if self._rank == 1:
+                    witness.tell(hang)
+        return replace(hang, is_alone=True)
 
     def _counted(self, elapsed_s: float) -> float:
         return min(elapsed_s, 2 * self._interval_s)

@@ -148,7 +148,10 @@ def signs_of_life(timeout_s: float, watchdog_s: float | None = None) -> Iterator
         return
 
     def end(hang: Hang) -> None:
-        code = _settle(Failure(1, f"{said(RankError(hang.text))}\n"))
+        failure = Failure(1, f"{said(RankError(hang.text))}\n")
+        if hang.is_alone:
+            _say(failure.text)
+        code = failure.exit_code if hang.is_alone else _settle(failure)
         if multiprocessing.parent_process() is None:
             # Not started by `local`, which does so itself; other launchers wait long for a process that is stopped.
             for sign in hang.silent:
@@ -164,6 +167,7 @@ def signs_of_life(timeout_s: float, watchdog_s: float | None = None) -> Iterator
         on_hang=end,
         watchdog_s=watchdog_s,
         progress=progress,
+        is_hosted=size > 1 and _rank() != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
     ):
         yield progress
 
