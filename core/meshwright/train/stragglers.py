@@ -2,7 +2,8 @@
 
 [Note: a rank's own seconds] Ranks wait for each other in every step, so that a slow one makes all steps long. What
 tells it from the others is what it does without them: it draws microbatches, steps the optimizer, and calls observers
-and callbacks. What is slow within forward and backward is not among it, since others wait there.
+and callbacks. What is slow within forward and backward is not among it, since others wait there. A machine that has
+other work for a moment makes any rank slow, so that one is named only when it has been slow for as many steps more.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class Stragglers:
         self._config, self._progress = config, progress
         self._seen: Mapping[int, Sign] = {}
         self._found: tuple[Mapping[str, float], ...] = ()
+        self._since: dict[int, int] = {}
 
     def __call__(self) -> Sequence[Mapping[str, float]]:
         """As `StepResult.stragglers` is."""
@@ -111,7 +113,10 @@ class Stragglers:
             deviations=self._config.deviations,
             least_s=max(LEAST_OWN * step_s, LEAST_OWN_S),
         )
+        step = max(sign.at.step for sign in known.values())
+        self._since = {each.rank: self._since.get(each.rank, step) for each in found}
         return tuple(
             {"rank": each.rank, "seconds": each.seconds, "median": each.middle, "deviations": each.deviations}
             for each in found
+            if step - self._since[each.rank] >= self._config.over
         )
