@@ -1,15 +1,19 @@
-"""Runs in which a rank hangs, for test_timeouts.py, run as a script: `python hang_targets.py`.
+"""Runs in which a rank hangs or is slow, for test_timeouts.py and test_watchdog.py.
 
-For each "PLACE RANK RUN_FILE" that it reads from stdin, it starts the run of the file in which that rank hangs at that
-place, and answers with "exit code N" on stdout. One fork server serves all.
+As a script, for each "PLACE RANK RUN_FILE" that it reads from stdin, it starts the run of the file in which that rank,
+or with -1 each, hangs at that place, and answers with "exit code N" on stdout. One fork server serves all. Started by
+torchrun it takes them as arguments, and is a rank.
 """
 
+import functools
 import os
 import signal
 import sys
+import threading
 import time
 
 from meshwright.launch.local import launch, warm_up
+from meshwright.launch.rank import guarded, leave
 from meshwright.train.run import run_rank
 from meshwright.train.run_file import load_run
 
@@ -24,14 +28,40 @@ def wait_long():
     time.sleep(10**6)
 
 
+def lock_forever():
+    """As a queue of workers that nobody fills."""
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def sleeping(seconds):
+    def slow():
+        time.sleep(seconds)
+
+    return slow
+
+
 def places():
-    """Where a rank can hang: the class and name of a method, on which of its calls, and how."""
+    """Where a rank can hang: the class and name of a method, on which of its calls (0: each), and how."""
     from meshwright.checkpoint.export import Export
     from meshwright.checkpoint.saving import Saving
+    from meshwright.data import Feed
     from meshwright.manager.data_parallel import DataParallelManager
+    from meshwright.train.rank_log import RankLog
 
     return {
+        "nothing": (DataParallelManager, "forward_backward", -1, stop),
+        "data": (Feed, "microbatches", 4, wait_long),
+        "data lock": (Feed, "microbatches", 4, lock_forever),
+        "forward": (DataParallelManager, "_loss", 9, wait_long),
+        "callback": (RankLog, "on_step_end", 3, wait_long),
+        "sleepy loss": (DataParallelManager, "_loss", 0, sleeping(0.6)),
+        "long first step": (DataParallelManager, "forward_backward", 1, sleeping(7)),
+        "sleepy data": (Feed, "microbatches", 0, sleeping(0.05)),
         "step": (DataParallelManager, "forward_backward", 2, stop),
+        "stage code": (DataParallelManager, "finish_gradients", 3, wait_long),
+        "stage": (DataParallelManager, "finish_gradients", 2, stop),
         "evaluation": (DataParallelManager, "eval_loss", 1, stop),
         "save": (Saving, "write", 1, stop),
         "export": (Export, "__init__", 1, stop),
@@ -40,14 +70,15 @@ def places():
 
 
 def run_and_hang(store, config, place, rank):
-    if int(os.environ["RANK"]) == rank:
+    if rank in (-1, int(os.environ["RANK"])):
         owner, name, call, hang = places()[place]
         method, calls = getattr(owner, name), 0
 
+        @functools.wraps(method)
         def hanging(*args, **kwargs):
             nonlocal calls
             calls += 1
-            if calls == call:
+            if call in (0, calls):
                 hang()
             return method(*args, **kwargs)
 
@@ -56,10 +87,14 @@ def run_and_hang(store, config, place, rank):
 
 
 def main():
+    if sys.argv[1:]:
+        place, rank, path = sys.argv[1:]
+        leave(guarded(run_and_hang, (load_run(path), place, int(rank))))
     warm_up()
     for line in sys.stdin:
-        place, rank, path = line.split()
-        exit_code = launch(run_and_hang, (load_run(path), place, int(rank)), nproc=2)
+        place, rank, path = line.rstrip("\n").rsplit(" ", 2)
+        config = load_run(path)
+        exit_code = launch(run_and_hang, (config, place, int(rank)), nproc=config.nproc)
         sys.stdout.write(f"exit code {exit_code}\n")
         sys.stdout.flush()
 

@@ -7,7 +7,9 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from meshwright.launch.pulse import DONE, Pulse, read_signs, who_hangs, write_sign
+from meshwright.launch.hang import who_hangs
+from meshwright.launch.pulse import Pulse, write_sign
+from meshwright.launch.signs import DONE, read_signs
 
 INTERVAL_S = 2.0
 LIMIT_S = 90.0
@@ -19,7 +21,7 @@ def store() -> HashStore:
 
 
 def first_ranks_pulse(store: HashStore, size: int = 3) -> Pulse:
-    return Pulse(store, 0, size, timeout_s=LIMIT_S / 0.9, on_silence=print)
+    return Pulse(store, 0, size, timeout_s=LIMIT_S / 0.9, on_hang=print)
 
 
 def looks(pulse: Pulse, seconds: float) -> list[int]:
@@ -58,7 +60,7 @@ def test_a_reader_that_was_stopped_itself_takes_nobody_for_silent(store):
 
 
 def test_other_ranks_watch_the_first_one_alone(store):
-    pulse = Pulse(store, 2, 3, timeout_s=LIMIT_S / 0.9, on_silence=print)
+    pulse = Pulse(store, 2, 3, timeout_s=LIMIT_S / 0.9, on_hang=print)
     write_sign(store, 1, 0, INTERVAL_S)
     assert looks(pulse, 2 * LIMIT_S) == [0]
 
@@ -66,7 +68,7 @@ def test_other_ranks_watch_the_first_one_alone(store):
 def test_a_sign_tells_where_the_main_thread_is(store):
     write_sign(store, 0, 3, INTERVAL_S)
     sign = read_signs(store, [0, 1])[0]
-    assert "tests/test_pulse.py:" in sign.place or "pulse.py:" in sign.place
+    assert "tests/test_pulse.py:" in sign.place or "signs.py:" in sign.place
     assert (sign.count, sign.waits) == (3, False)
 
 

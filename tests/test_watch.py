@@ -22,13 +22,13 @@ from watched import event, make_ranks, make_run, make_timeline, start, step_line
 
 from meshwright.base.errors import ConfigError
 from meshwright.train.report import read_metrics
+from meshwright.train.stragglers import stragglers
 from meshwright.watch import server, timelines
 from meshwright.watch.columns import Columns
 from meshwright.watch.compare import compare, differing_settings
 from meshwright.watch.downsample import chosen, within
 from meshwright.watch.ranks import Ranks
 from meshwright.watch.run import WatchedRun, watched
-from meshwright.watch.stragglers import stragglers
 from meshwright.watch.tail import Tail, parse_lines
 
 MOST = 1 << 20

@@ -4441,3 +4441,39 @@ _bug(
     "tests/test_fleet_plan.py::test_a_save_holds_up_by_a_copy_and_takes_what_the_disks_need",
     kind="a part for the whole, or the whole for a part",
 )
+
+# -- the watchdog
+
+_WATCHDOG = "tests/test_watchdog.py"
+_bug(
+    "one_that_moves_is_enough",
+    "meshwright.launch.hang",
+    "too_long = all(",
+    "too_long = any(",
+    f"{_WATCHDOG}::test_the_ranks_at_the_earliest_position_stand_still_or_nobody_does",
+    kind="an alarm in a run that moves",
+)
+_bug(
+    "who_waits_is_blamed",
+    "meshwright.launch.hang",
+    "if not reports[rank].sign.waits] or found",
+    "if reports[rank].sign.waits] or found",
+    f"{_WATCHDOG}::test_of_ranks_at_one_place_the_one_is_named_that_does_not_wait_or_has_begun_less",
+    kind="the victim of a hang is named in the place of its cause",
+)
+_bug(
+    "what_is_new_may_not_be_slow",
+    "meshwright.launch.progress",
+    "patient = phase in PATIENT or phase not in self._known",
+    "patient = phase in PATIENT",
+    f"{_WATCHDOG}::test_progress_is_of_phases_and_microbatches_and_what_is_new_may_be_slow",
+    kind="an alarm in a run that moves",
+)
+_bug(
+    "a_number_is_a_process",
+    "meshwright.launch.process_identity",
+    "if pid and identity_of(pid) == identity:",
+    "if pid:",
+    f"{_WATCHDOG}::test_only_the_very_process_that_is_meant_is_ended",
+    kind="a process is ended that only has the number of the one that is meant",
+)

@@ -54,8 +54,11 @@ def dump_memory_snapshot(path: Path) -> None:
     torch.cuda.memory._dump_snapshot(str(path))
 
 
-def flight_records() -> list[tuple[str, bytes, bytes]]:
+def flight_records(*, with_stacks: bool = True) -> list[tuple[str, bytes, bytes]]:
     """What torch has written down of this process's last collectives: (backend, as JSON, as torch's own pickle).
+
+    Args:
+        with_stacks: whether the pickle says where each was called, for which torch reads symbols first: 1 to 3 s.
 
     There are two recorders: that of NCCL, which builds without CUDA lack, and one for all other backends.
     """
@@ -65,5 +68,5 @@ def flight_records() -> list[tuple[str, bytes, bytes]]:
         ("nccl", "_dump_nccl_trace_json", "_dump_nccl_trace"),
     ):
         if hasattr(c10d, as_json):
-            found.append((backend, getattr(c10d, as_json)(), getattr(c10d, as_pickle)()))
+            found.append((backend, getattr(c10d, as_json)(), getattr(c10d, as_pickle)(includeStackTraces=with_stacks)))
     return found

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-MEASURED = frozenset({"seconds", "ended", "times", "memory", "world_size", "peak_flops"})
+MEASURED = frozenset({"seconds", "ended", "times", "memory", "world_size", "peak_flops", "stragglers"})
 """The fields that clocks and machines tell; the others are the same when the run is repeated, on other ranks too."""
 
 
@@ -61,6 +61,8 @@ class StepResult:
     """Floating-point operations of the model in this step, over all ranks, without recomputation; None: not known."""
     peak_flops: float | None = None
     """Floating-point operations a second that one device could do at most; None: not known, or a CPU."""
+    stragglers: Sequence[Mapping[str, float]] = ()
+    """On the first rank: `rank`, its own `seconds` of a step, `median` of all ranks, and `deviations` from that."""
 
     @property
     def held_out_loss(self) -> float | None:

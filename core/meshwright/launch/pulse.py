@@ -2,10 +2,19 @@
 
 [Note: signs of life] A rank that hangs cannot say so, and each of its peers knows only that it waits itself. So each
 rank of a run has a thread that keeps a sign in the rendezvous store: a count, and where the main thread is. The first
-rank reads all signs, the others read the first one's. Two things can be seen:
-- A count stands still: the process is stopped, or its machine is cut off. After nine tenths of the run's `timeout_s`,
-  so before those that wait for it give up, the reader ends the run and names that rank.
+rank reads all signs, the others read the first one's. Three things can be seen:
+- A count stands still: the process is stopped, or its machine is cut off. After nine tenths of the run's `watchdog_s`,
+  or of `timeout_s`, so before those that wait for it give up, a reader ends the run and names that rank.
+- With a watchdog: all counts go on, and the run does not. After as long, who holds up the others is named; see
+  [Note: who hangs] in `hang`.
 - A collective gives up though all counts go on: a rank hangs that is not waiting, and the place in its code is known.
+
+[Note: an alarm] Who finds one of the first two leaves a word in the store, which all ranks look for with each sign.
+Each then writes down what it knows, and reports; from the same reports all judge alike, and say the same.
+
+[Note: a store that is silent] Where no launcher hosts the store, the first rank does, and if that is stopped, whoever
+asks waits for ever. So there the other ranks have a second thread, which asks nobody, and sees whether the first one
+still gets its answers.
 
 This module imports no torch; see `meshwright.launch.rank`, which uses it.
 """
@@ -15,64 +24,60 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
+import statistics
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from .hang import Counts, Hang, Report, culprits, standing, tell_silent, tell_standing
+from .progress import Progress
+from .signs import DONE, Sign, main_thread, read_signs
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 SILENT_SHARE = 0.9
-"""A rank may be silent for this share of the time that a collective may wait."""
+"""A rank may be silent, or stand still, for this share of the time that is given."""
 LEAST_SILENCE_S = 5.0
-"""What a busy machine may cost is not taken for silence."""
+"""What a busy machine may cost is not taken for silence, unless a watchdog is asked for."""
 LONGEST_INTERVAL_S = 2.0
-"""Between two signs of a rank; shorter where `timeout_s` is. `who_hangs` takes 2.5 of them, less than
+"""Between two signs of a rank; shorter where little time is given. `who_hangs` takes 2.5 of them, less than
 `rank.ECHO_WAIT_S`."""
-DONE = -1
-"""The count of a rank whose main has ended well."""
+REPORT_WAIT_S = 1.5
+"""How long ranks that live wait for each other's reports."""
+_ALARM = "alarm"
 
 
-@dataclass(frozen=True)
-class Sign:
-    """What a rank last wrote of itself.
-
-    Attributes:
-        count: of its signs.
-        process: host and process id.
-        waits: whether its main thread is in torch's communication.
-        place: file, line and function of its main thread, outside of torch.
-        interval_s: until the next sign.
-    """
-
-    count: int
-    process: str
-    waits: bool
-    place: str
-    interval_s: float
-
-
-def write_sign(store: Store, rank: int, count: int, interval_s: float) -> None:
-    """Tell that this rank is alive."""
-    waits, place = _main_thread()
-    sign = Sign(count, f"{socket.gethostname()}, process {os.getpid()}", waits, place, interval_s)
-    store.set(str(rank), json.dumps(asdict(sign)))
+def sign_now(count: int, interval_s: float, progress: Progress, still_s: float = 0.0) -> Sign:
+    """Of this process."""
+    waits, place, stack = main_thread()
+    steps = list(progress.steps)
+    return Sign(
+        count,
+        f"{socket.gethostname()}, process {os.getpid()}",
+        waits,
+        place,
+        interval_s,
+        at=progress.at,
+        still_s=still_s,
+        stack=stack,
+        identity=progress.identity,
+        own_s=statistics.median(own for own, _ in steps) if steps else 0.0,
+        step_s=statistics.median(whole for _, whole in steps) if steps else 0.0,
+        steps=len(steps),
+    )
 
 
-def read_signs(store: Store, ranks: Sequence[int], known: Collection[int] = ()) -> dict[int, Sign]:
-    """The last signs of those ranks that have given one.
-
-    Args:
-        known: ranks that have given one before, which saves asking.
-    """
-    keys = {rank: str(rank) for rank in ranks if rank in known or store.check([str(rank)])}
-    values = store.multi_get(list(keys.values())) if keys else []
-    return {rank: Sign(**json.loads(value)) for rank, value in zip(keys, values, strict=True)}
+def write_sign(
+    store: Store, rank: int, count: int, interval_s: float, progress: Progress | None = None, still_s: float = 0.0
+) -> Sign:
+    """Tell that this rank is alive, and where it is."""
+    sign = sign_now(count, interval_s, progress or Progress(), still_s)
+    store.set(str(rank), sign.written())
+    return sign
 
 
 class Pulse(threading.Thread):
@@ -84,24 +89,44 @@ class Pulse(threading.Thread):
         store: of the world, with a connection of its own.
         rank, size: of the world.
         timeout_s: how long a collective may wait for peers.
-        on_silence: called in this thread with what there is to say of ranks that hang.
+        on_hang: called in this thread with what there is to say of ranks that hang.
+        watchdog_s: how long a rank may be silent, or stand still, once it has done a step; None: as `timeout_s`, and
+            standing still is not looked for.
+        progress: of this rank's main thread.
+        is_hosted: whether the store is neither in a launcher nor in this process, but in the first rank's; see
+            [Note: a store that is silent].
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, *, timeout_s: float, on_silence: Callable[[str], object]
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        timeout_s: float,
+        on_hang: Callable[[Hang], object],
+        watchdog_s: float | None = None,
+        progress: Progress | None = None,
+        is_hosted: bool = False,
     ) -> None:
         super().__init__(name="meshwright-pulse", daemon=True)
-        self._store, self._rank = store, rank
+        self._store, self._rank, self._size = store, rank, size
         self._watched = [each for each in (range(size) if rank == 0 else [0]) if each != rank]
-        self._interval_s = min(LONGEST_INTERVAL_S, timeout_s / 20)
-        self._limit_s = max(SILENT_SHARE * timeout_s, LEAST_SILENCE_S)
-        self._on_silence = on_silence
-        self._over = threading.Event()
+        self._interval_s = min(LONGEST_INTERVAL_S, (watchdog_s or timeout_s) / 20)
+        self._starting_s = max(SILENT_SHARE * timeout_s, LEAST_SILENCE_S)
+        self._limit_s = self._starting_s if watchdog_s is None else SILENT_SHARE * watchdog_s
+        self._watches = watchdog_s is not None
+        self._on_hang, self._progress = on_hang, progress or Progress()
+        self._over, self._looks = threading.Event(), 0
+        self._guard = threading.Thread(target=self._mind, name="meshwright-guard", daemon=True) if is_hosted else None
         self._signs: dict[int, Sign] = {}
         self._silent_s = dict.fromkeys(self._watched, 0.0)
+        self._at, self._still_s, self._settled_s = self._progress.at, 0.0, 0.0
 
     def __enter__(self) -> Pulse:
         self.start()
+        if self._guard is not None:
+            self._guard.start()
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
@@ -113,11 +138,12 @@ class Pulse(threading.Thread):
         count, last_s = 0, time.monotonic()
         try:
             while True:
-                write_sign(self._store, self._rank, count, self._interval_s)
-                silent = self.look(time.monotonic() - last_s)
+                elapsed_s = time.monotonic() - last_s
                 last_s = time.monotonic()
-                if silent:
-                    self._on_silence(self._told(silent))
+                mine = self._beat(count, elapsed_s)
+                silent = self.look(elapsed_s)
+                if self._is_alarmed(silent, mine):
+                    self._on_hang(self._settled())
                     return
                 if self._over.wait(self._interval_s):
                     break
@@ -138,74 +164,107 @@ class Pulse(threading.Thread):
         """
         signs = read_signs(self._store, self._watched, self._signs)
         for rank in self._watched:
-            is_new = rank in signs and signs[rank] != self._signs.get(rank)
-            self._silent_s[rank] = 0.0 if is_new else self._silent_s[rank] + min(elapsed_s, 2 * self._interval_s)
+            is_new = rank in signs and (rank not in self._signs or signs[rank].count != self._signs[rank].count)
+            self._silent_s[rank] = 0.0 if is_new else self._silent_s[rank] + self._counted(elapsed_s)
         self._signs = signs
+        self._looks += 1
+        if self._progress.at.settled:
+            self._settled_s += self._counted(elapsed_s)
         is_done = {rank for rank, sign in signs.items() if sign.count == DONE}
-        return [rank for rank in self._watched if self._silent_s[rank] > self._limit_s and rank not in is_done]
+        return [rank for rank in self._watched if self._is_silent(rank) and rank not in is_done]
 
-    def _told(self, silent: Sequence[int]) -> str:
-        return tell_silent(silent, self._signs, f"{max(self._silent_s[rank] for rank in silent):.0f} s")
+    def _is_silent(self, rank: int) -> bool:
+        # Who has begun its second step has been through the first one with all others. What these were silent for
+        # until then does not count: a rank that held its interpreter may have yet to give its next sign.
+        silent_s = self._silent_s[rank]
+        return silent_s > self._starting_s or min(silent_s, self._settled_s) > self._limit_s
 
+    def _mind(self) -> None:
+        looks, last_s, silent_s = 0, time.monotonic(), 0.0
+        while not self._over.wait(self._interval_s) and self.is_alive():
+            elapsed_s, last_s = time.monotonic() - last_s, time.monotonic()
+            silent_s = silent_s + self._counted(elapsed_s) if looks == self._looks else 0.0
+            looks = self._looks
+            if silent_s > (self._limit_s if self._progress.at.settled else self._starting_s):
+                self._on_hang(self._witnessed(self._judged({0: silent_s}, self._signs, {})))
+                return
 
-def tell_silent(ranks: Sequence[int], signs: dict[int, Sign], how_long: str) -> str:
-    """What to say of ranks that give no sign of life."""
-    rank, others = ranks[0], ", ".join(map(str, ranks[1:]))
-    sign = signs.get(rank)
-    who = f"rank {rank}" + (f" ({sign.process})" if sign else "")
-    where = f" It was last at {sign.place}." if sign else ""
-    more = f" So do the ranks {others}." if others else ""
-    return (
-        f"{who} hangs: no sign of life for {how_long}.{where}{more} Its process is stopped or starved, or its machine "
-        f"is cut off. If such pauses are to be borne, raise timeout_s."
-    )
+    def _witnessed(self, hang: Hang) -> Hang:
+        """The same, written down without a word from other ranks."""
+        witness = self._progress.witness
+        if witness is not None:
+            with suppress(OSError):
+                witness.leave(sign_now(0, self._interval_s, self._progress, self._still_s))
+                if self._rank == 1:
+                    witness.tell(hang)
+        return replace(hang, is_alone=True)
 
+    def _counted(self, elapsed_s: float) -> float:
+        return min(elapsed_s, 2 * self._interval_s)
 
-def who_hangs(store: Store, me: int, size: int, gave_up: Callable[[], Collection[int]]) -> str | None:
-    """Name the rank that others wait for in vain, once a collective of this rank has given up.
+    def _beat(self, count: int, elapsed_s: float) -> Sign:
+        at = self._progress.at
+        self._still_s = self._still_s + self._counted(elapsed_s) if at is self._at else 0.0
+        self._at = at
+        return write_sign(self._store, self._rank, count, self._interval_s, self._progress, self._still_s)
 
-    Args:
-        store: as of `Pulse`.
-        me: this rank.
-        gave_up: the ranks whose collectives have given up, too.
+    def _is_alarmed(self, silent: Sequence[int], mine: Sign) -> bool:
+        """Whether there is an alarm, of this rank or another."""
+        if self._rank == 0:
+            signs = {0: mine, **self._signs}
+            self._progress.signs = signs
+            if not silent and self._watches and standing(signs, self._limit_s):
+                self._store.compare_set(_ALARM, "", json.dumps({}))
+        if silent:
+            self._store.compare_set(_ALARM, "", json.dumps({rank: self._silent_s[rank] for rank in silent}))
+        return bool(silent) or self._store.check([_ALARM])
 
-    Returns:
-        What to say; None if no rank stands out.
-    """
-    others = [rank for rank in range(size) if rank != me]
-    before = read_signs(store, others)
-    if not before:
-        return None
-    time.sleep(2.5 * max(sign.interval_s for sign in before.values()))
-    after = read_signs(store, others, before)
-    silent = [rank for rank, sign in after.items() if sign == before.get(rank) and sign.count != DONE]
-    if silent:
-        return tell_silent(silent, after, f"{2.5 * after[silent[0]].interval_s:.0f} s and more")
-    waiting = set(gave_up())
-    busy = [rank for rank in after if rank not in waiting and not after[rank].waits and after[rank].count != DONE]
-    if not busy:
-        return None
-    places = "; ".join(f"rank {rank} ({after[rank].process}) is at {after[rank].place}" for rank in busy)
-    return (
-        f"{'rank' if len(busy) == 1 else 'ranks'} {', '.join(map(str, busy))} did not come to where rank {me} waits: "
-        f"{places}. If that may take so long, raise timeout_s."
-    )
+    # -- see [Note: an alarm]
 
+    def _settled(self) -> Hang:
+        """What is to be said, after all that live have written down what they know."""
+        silent = {int(rank): float(how_long) for rank, how_long in json.loads(self._store.get(_ALARM)).items()}
+        witness = self._progress.witness
+        mine = sign_now(0, self._interval_s, self._progress, self._still_s)
+        counts: Counts = {}
+        if witness is not None:
+            # What is to be told is told, even where nothing can be written.
+            with suppress(OSError):
+                counts = witness.leave(mine)
+        self._store.set(f"report/{self._rank}", json.dumps({"sign": mine.written(), "counts": counts}))
+        signs = read_signs(self._store, range(self._size))
+        living = [rank for rank, sign in signs.items() if rank not in silent and sign.count != DONE]
+        reports = self._reports(living)
+        signs |= {rank: report.sign for rank, report in reports.items()}
+        hang = self._judged(silent, signs, reports)
+        if witness is not None and self._rank == min(reports):
+            with suppress(OSError):
+                witness.tell(hang)
+        return hang
 
-def _main_thread() -> tuple[bool, str]:
-    """Whether the main thread is in torch's communication, and where it is outside of torch."""
-    ident = threading.main_thread().ident
-    innermost = sys._current_frames().get(ident) if ident is not None else None
-    waits = False
-    for frame in _outwards(innermost):
-        parts = Path(frame.f_code.co_filename).parts
-        if "torch" not in parts:
-            return waits, f"{'/'.join(parts[-3:])}:{frame.f_lineno} in {frame.f_code.co_name}"
-        waits = waits or "distributed" in parts[parts.index("torch") :]
-    return waits, "(not known)"
+    def _reports(self, living: Sequence[int]) -> dict[int, Report]:
+        until = time.monotonic() + REPORT_WAIT_S
+        waiting = list(living)
+        while waiting and time.monotonic() < until:
+            waiting = [rank for rank in waiting if not self._store.check([f"report/{rank}"])]
+            time.sleep(0.02)
+        reports = {}
+        for rank in living:
+            if rank not in waiting:
+                values = json.loads(self._store.get(f"report/{rank}"))
+                counts = {group: tuple(each) for group, each in values["counts"].items()}
+                reports[rank] = Report(Sign.read(values["sign"]), counts)
+        return reports
 
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    def _judged(self, silent: dict[int, float], signs: dict[int, Sign], reports: dict[int, Report]) -> Hang:
+        option = "watchdog_s" if self._watches else "timeout_s"
+        if silent:
+            ranks, how_long = list(silent), max(silent.values())
+            text = tell_silent(ranks, signs, f"{how_long:.0f} s", option)
+        else:
+            ranks = culprits(reports)
+            how_long = signs[ranks[0]].still_s
+            text = tell_standing(ranks, signs)
+        witness = self._progress.witness
+        where = f" The stacks of all ranks are in {witness.where}." if witness is not None else ""
+        return Hang(tuple(ranks), bool(silent), time.time() - how_long, signs, text + where)

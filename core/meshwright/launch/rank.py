@@ -12,6 +12,7 @@ This module imports no torch, so that `meshwright.launch.local.warm_up` can run 
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import sys
@@ -24,8 +25,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..base.errors import MeshwrightError, RankError
+from .echoes import TIMEOUT_TEXTS, is_echo, reads_like
 from .error_text import said
-from .pulse import Pulse, who_hangs
+from .hang import Hang, who_hangs
+from .process_identity import end_process
+from .progress import Progress
+from .pulse import Pulse
 from .stopping import Stopped
 
 if TYPE_CHECKING:
@@ -45,28 +50,6 @@ ECHO_WAIT_S = 6.0
 
 _PULSES = "meshwright/pulse"
 """Prefix of the signs of life in the rendezvous store."""
-
-_ECHO_TEXTS = (
-    "closed by peer",  # gloo: the peer's process ended and its sockets with it
-    "reset by peer",  # gloo and TCPStore: the peer was killed with data still in flight
-    "broken pipe",  # gloo and TCPStore: writing to a peer that is gone
-    "socket closed",  # gloo: the connection was torn down after an error on another operation
-    "connectfullmesh failed",  # gloo: a peer went away while the group was being formed
-    "connection was likely closed",  # TCPStore client: the process that hosts the store is gone
-    "nccl communicator was aborted",  # NCCL: its watchdog aborts what waits for a peer that failed
-    "remote process exited",  # NCCL: the text of ncclRemoteError
-)
-"""Lower-case texts of RuntimeErrors that gloo, NCCL and the store raise when a *peer* is gone.
-
-Too many entries cost little: a failure that is mistaken for an echo is still reported, ECHO_WAIT_S later.
-"""
-
-_TIMEOUT_TEXTS = (
-    "timed out waiting",  # gloo: a collective
-    "collective operation timeout",  # NCCL: its watchdog
-    "wait timeout after",  # TCPStore
-)
-"""Lower-case texts of errors of ranks that have waited for a peer in vain."""
 
 
 def started_by_launcher() -> bool:
@@ -146,26 +129,47 @@ def guarded(
 
 
 @contextmanager
-def signs_of_life(timeout_s: float) -> Iterator[None]:
-    """End this process, with the name of the rank that hangs, if one gives no sign of life in the context.
+def signs_of_life(timeout_s: float, watchdog_s: float | None = None) -> Iterator[Progress]:
+    """End this process, with the name of the rank that hangs, if one gives no sign of life in the context, or, with a
+    watchdog, if the run stands still. It gives what the main thread writes down of its progress.
 
-    Each rank of the world enters it. Outside of a launched world it does nothing.
+    Each rank of the world enters it. Outside of a launched world it does nothing without a watchdog.
 
     Args:
         timeout_s: how long a collective may wait for peers.
+        watchdog_s: see `Pulse`.
 
     Raises:
         RankError: see `connect_store`.
     """
-    if not started_by_launcher() or _world_size() == 1:
-        yield
+    progress, size = Progress(), _world_size() if started_by_launcher() else 1
+    if size == 1 and watchdog_s is None:
+        yield progress
         return
 
-    def end(text: str) -> None:
-        leave(_settle(Failure(1, f"{said(RankError(text))}\n")))
+    def end(hang: Hang) -> None:
+        failure = Failure(1, f"{said(RankError(hang.text))}\n")
+        if hang.is_alone:
+            _say(failure.text)
+        code = failure.exit_code if hang.is_alone else _settle(failure)
+        if multiprocessing.parent_process() is None:
+            # Not started by `local`, which does so itself; other launchers wait long for a process that is stopped.
+            for sign in hang.silent:
+                end_process(sign.identity)
+        leave(code)
 
-    with Pulse(_pulse_store(timeout_s), int(_rank()), _world_size(), timeout_s=timeout_s, on_silence=end):
-        yield
+    store = _pulse_store(timeout_s) if size > 1 else _store_of_one()
+    with Pulse(
+        store,
+        int(_rank()) if size > 1 else 0,
+        size,
+        timeout_s=timeout_s,
+        on_hang=end,
+        watchdog_s=watchdog_s,
+        progress=progress,
+        is_hosted=size > 1 and _rank() != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+    ):
+        yield progress
 
 
 def leave(exit_code: int) -> NoReturn:
@@ -202,8 +206,8 @@ class Failure:
             if error.code is None or isinstance(error.code, int):
                 return cls(error.code or 0, "")
             return cls(1, f"{error.code}\n")
-        echo = _headline(error) if _is_echo(error) else ""
-        timed_out = _reads_like(error, _TIMEOUT_TEXTS)
+        echo = _headline(error) if is_echo(error) else ""
+        timed_out = reads_like(error, TIMEOUT_TEXTS)
         if isinstance(error, MeshwrightError):
             text = _render(error, said(error), with_traceback=show_traceback)
             return cls(error.exit_code, text, echo, timed_out)
@@ -279,26 +283,6 @@ def _require_listener() -> None:
         raise RankError(f"no rendezvous store at {address[0]}:{address[1]} any more: {error}.") from error
 
 
-def _is_echo(error: BaseException) -> bool:
-    """Say whether `error`, or what it was raised from, is likely the consequence of a peer's death."""
-    from torch.distributed import DistError
-
-    return any(isinstance(link, DistError) for link in _chain(error)) or _reads_like(error, _ECHO_TEXTS)
-
-
-def _reads_like(error: BaseException, texts: tuple[str, ...]) -> bool:
-    """Say whether `error`, or what it was raised from, holds one of some lower-case texts."""
-    links = [link for link in _chain(error) if isinstance(link, (RuntimeError, MeshwrightError))]
-    return any(text in str(link).lower() for link in links for text in texts)
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    link: BaseException | None = error
-    while link is not None:
-        yield link
-        link = link.__cause__ or link.__context__
-
-
 def _headline(error: BaseException) -> str:
     """Return "Type: message" with the notes, as the interpreter ends a traceback."""
     return "".join(traceback.TracebackException.from_exception(error).format_exception_only()).rstrip("\n")
@@ -316,6 +300,12 @@ def _pulse_store(timeout_s: float) -> Store:
     from torch.distributed import PrefixStore
 
     return PrefixStore(_PULSES, connect_store(timeout_s))
+
+
+def _store_of_one() -> Store:
+    from torch.distributed import HashStore
+
+    return HashStore()
 
 
 def _rank() -> str:

@@ -223,6 +223,7 @@ class DataParallelManager(Duties):
             choose([blocks], [lambda: self.forward.rehearse(largest)], [world], ONE_STAGE, world)
 
     def _loss(self, batch: Batch, num_tokens: Tensor, microbatches: int, tally: Tally | None) -> Tensor:
+        self.mesh.world.progress.move()
         divided = self.forward.divide(batch, None if tally is None else tally.given)
         return self.forward.share_of_loss(divided, num_tokens, microbatches=microbatches, tally=tally)
 

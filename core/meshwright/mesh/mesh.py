@@ -36,9 +36,7 @@ class Mesh:
                 f"the mesh {degrees} has {degrees.world_size} ranks, but the world has {world.size}. "
                 f"Use MeshSizes(...).resolve(world_size)."
             )
-        self.degrees = degrees
-        self.world = world
-        self.device = world.device
+        self.degrees, self.world, self.device = degrees, world, world.device
         ranks = torch.arange(world.size)
         with same_timeout():
             self.device_mesh = DeviceMesh(
@@ -146,6 +144,7 @@ class Mesh:
             self._stage = copy.copy(self)
             self._stage.degrees = replace(self.degrees, pp=1)
             self._stage.world = type(self.world)(self.device, owns_group=False, group=group)
+            self._stage.world.progress = self.world.progress
             self._stage._ranks = {**self._ranks, "pp": 0}
         return self._stage
 

@@ -29,6 +29,7 @@ from ..base.errors import MeshError, MeshwrightError
 from ..launch.background import in_background
 from ..launch.gloo_threads import settle_at_exit
 from ..launch.join import join, local_rank
+from ..launch.progress import Progress
 from ..launch.rank import started_by_launcher
 from ..launch.slurm import devices_of_step
 
@@ -46,17 +47,16 @@ class World:
         group: None for all ranks; else the world is the ranks of this group, as a pipeline's stage sees it.
         rank, size: within the group.
         owns_group: whether leaving the context ends the process group.
+        progress: where this rank is in its run, for a watchdog.
         is_planned: whether nothing is computed or sent here, and all other ranks are taken to have what this one has.
     """
 
     is_planned = False
 
     def __init__(self, device: torch.device, *, owns_group: bool, group: dist.ProcessGroup | None = None) -> None:
-        self.device = device
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self.owns_group = owns_group
+        self.device, self.group, self.owns_group = device, group, owns_group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.progress = Progress()
         self._begun: Callable[[], object] | None = None
         config = dist.distributed_c10d.get_backend_config()
         self._control_device = torch.device("cpu") if "cpu" in config or "gloo" in config else device

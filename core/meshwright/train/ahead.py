@@ -10,6 +10,7 @@ before have cost nothing. A signal that comes when the next step has begun is he
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +82,7 @@ class Ahead:
         self._objective, self._signals = objective, signals
         self._drawn: _Drawn | None = None
         self.state: dict[str, Any] | None = None
+        self._seconds = 0.0
 
     def begin(self, step: int) -> None:
         """Draw a step, counted from 0, and tell the other ranks of it, without waiting for them. Collective."""
@@ -95,6 +97,7 @@ class Ahead:
         error: Exception | None = None
         state = None
         noted = 0 if self._signals is None else self._signals.noted
+        start = time.perf_counter()
         try:
             drawn = () if noted else self._batches(step)
             if isinstance(self._batches, Passes):
@@ -102,11 +105,17 @@ class Ahead:
             microbatches = drawn
         except Exception as caught:
             error = caught
+        self._seconds += time.perf_counter() - start
         generator = torch.get_rng_state()
         torch.set_rng_state(before)
         # Of none, the others hear that there is something wrong.
         num_tokens = self._manager.announce(microbatches, objective=self._objective)
         return _Drawn(step, microbatches, num_tokens, error, generator, state, noted)
+
+    def take_seconds(self) -> float:
+        """What drawing has taken since this was asked last, without what other ranks were waited for."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def take(self, step: int) -> tuple[Sequence[Batch], Tensor]:
         """The microbatches of a step, and `num_tokens` for them; seeds all generators. Collective.

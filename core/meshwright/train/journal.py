@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from ..events.run import BadStep, Evaluation, Fault, RunInfo, RunSummary, SavedCheckpoint
+from ..events.step import StepResult
 from ..files.parsing import parse_json
 from ..strategy.hooks import hookimpl
 from .files import EVENTS
-from .report import without_nan
+from .report import NewStragglers, without_nan
 from .telling import new_id
 
 
@@ -49,11 +50,17 @@ class Journal:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._stragglers = NewStragglers()
 
     @hookimpl
     def on_run_start(self, run: RunInfo) -> None:
         told = {name: value for name, value in vars(run).items() if name not in ("config", "directory", "rank")}
         note(self._directory, "start", **told)
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        for each in self._stragglers.of(result):
+            note(self._directory, "straggler", step=result.step, **without_nan(each))
 
     @hookimpl
     def on_evaluation(self, evaluation: Evaluation) -> None:

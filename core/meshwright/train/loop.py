@@ -79,8 +79,10 @@ class _Course:
         if loop.on_bad_step.do == "rewind":
             self.saves.note(loop.start, self.state())
         self.saved_at = loop.clock()
-        self.told, self.stopwatch = Telling(manager, loop), Stopwatch(moments_of(manager.mesh.device))
+        self.told, self.progress = Telling(manager, loop), self.world.progress
+        self.stopwatch = Stopwatch(moments_of(manager.mesh.device), self.progress)
         self.saving: dict[str, float] = {}
+        self.own_s = 0.0
 
     def run(self) -> list[StepResult]:
         with self.told:
@@ -102,12 +104,16 @@ class _Course:
             if isinstance(result, Bad):
                 self.rewind(result, results)
                 continue
-            result = replace(result, times={**result.times, **self.saving, **self.loop.measured()})
+            self.noted(result)
+            times = {**result.times, **self.saving, **self.loop.measured()}
+            result = replace(result, times=times, stragglers=self.loop.stragglers())
             self.saving = {}
             if self.loop.evaluates_after(result.step):
                 result = self.evaluated(result)
             is_best = self.watch.note(result)
+            start = time.perf_counter()
             self.told.step(result)
+            self.own_s = time.perf_counter() - start
             results.append(result)
             stops, is_late = self.asked(result) if self.is_asked else (False, False)
             if stops or self.watch.is_exhausted:
@@ -139,11 +145,19 @@ class _Course:
             results.pop()
         self.told.bad_step(bad, count=self.bad_steps.count, back_to=to)
 
+    def noted(self, result: StepResult) -> None:
+        """For [Note: a rank's own seconds] in `stragglers`: what observers and callbacks have taken after the step
+        before, drawing since then, and the optimizer."""
+        own_s = self.own_s + self.ahead.take_seconds() + result.times.get("optimizer", 0.0)
+        self.progress.steps.append((own_s, result.seconds))
+
     def evaluated(self, result: StepResult) -> StepResult:
         """The same with the losses of the sets, of which observers are told."""
         start = time.perf_counter()
+        self.progress.enter("evaluation")
         with marked("evaluation"):
             losses = self.all_losses()
+        self.progress.enter("callbacks")
         seconds = time.perf_counter() - start
         result = replace(result, evaluations=losses, times={**result.times, "evaluation": seconds})
         self.told.evaluation(result, seconds)
@@ -169,10 +183,12 @@ class _Course:
         """Whether a callback of any rank asks to stop, and whether a checkpoint is due by the clock. Collective."""
         error: Exception | None = None
         wishes = []
+        start = time.perf_counter()
         try:
             wishes = [callback(result) for callback in self.loop.callbacks]
         except Exception as caught:
             error = caught
+        self.own_s += time.perf_counter() - start
         after = self.loop.save_after_s
         is_late = after is not None and self.world.rank == 0 and self.loop.clock() - self.saved_at >= after
         wanted, late, failed = self.world.reduce_ints([any(wishes), is_late, error is not None])
@@ -189,6 +205,7 @@ class _Course:
         if loop.checkpointer is None:
             return
         start = time.perf_counter()
+        self.progress.enter("save")
         state = self.state()
         if loop.on_bad_step.do == "rewind":
             self.saves.note(result.step, state)

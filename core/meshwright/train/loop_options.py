@@ -70,6 +70,7 @@ class Loop:
         around: `around(step)`, counted from 0 in this call of `fit`: what a step on this rank happens within.
         measured: asked right after a step, within which `around` has measured something: further entries of
             `StepResult.times`.
+        stragglers: asked after each step, see `StepResult.stragglers`; ranks may have others.
         norms_every: steps between those in which norms by block are measured; None: none are. See
             `StrategyManager.gradient_norms`.
         flops_per_token: of the model, for `StepResult.flops`; None: not known.
@@ -102,6 +103,7 @@ class Loop:
     signals: StopSignals | None = None
     around: Callable[[int], AbstractContextManager[None]] = _nothing
     measured: Callable[[], Mapping[str, float]] = dict
+    stragglers: Callable[[], Sequence[Mapping[str, float]]] = tuple
     norms_every: int | None = None
     flops_per_token: float | None = None
     peak_flops: float | None = None

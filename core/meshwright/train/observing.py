@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from ..strategy.registry import get_registry
 from .companion import Companion
 from .curve import Curve, draw_metrics
 from .files import CURVE, METRICS, SUMMARY
+from .hangs import HangFiles
 from .journal import Journal, id_of, note
 from .loop_options import Loop
 from .plan import Plan
@@ -26,6 +28,7 @@ from .rank_log import RankLog
 from .report import Reporter
 from .resume import Source
 from .run_file import RunConfig, as_plain
+from .stragglers import Stragglers
 from .timeline_log import timeline_logs
 from .trackers import chosen, tracking
 
@@ -73,8 +76,12 @@ def observed(
         ConfigError: a tracker cannot be started; on all ranks.
     """
     mesh, directory, observing = manager.mesh, Path(config.output_dir), get_registry().observing
+    mesh.world.progress.witness = HangFiles(directory, mesh.rank)
     per_token, peak = mesh.world.from_first(lambda: _flops(companion))
     loop = replace(loop, run=run, norms_every=config.metrics.norms_every, flops_per_token=per_token, peak_flops=peak)
+    if (named := config.metrics.stragglers) is not None:
+        mesh.world.progress.steps = deque(maxlen=named.over)
+        loop = replace(loop, stragglers=Stragglers(named, mesh.world.progress))
     with ExitStack() as held:
         loop = held.enter_context(looked_at(config, loop, run, mesh))
         if config.metrics.ranks:

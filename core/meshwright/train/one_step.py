@@ -58,8 +58,8 @@ def train_step(
         bad_steps: of the loop; None: a bad step is an error.
     """
     start = time.perf_counter()
-    stopwatch = stopwatch or Stopwatch(moments_of(manager.mesh.device))
-    stopwatch.begin()
+    stopwatch = stopwatch or Stopwatch(moments_of(manager.mesh.device), manager.mesh.world.progress)
+    stopwatch.begin(step + 1)
     bad_steps = bad_steps or BadSteps(BadStepConfig())
     draw = step + bad_steps.left_out
     microbatches, num_tokens = (ahead or begun_ahead(manager, loop)).take(draw)

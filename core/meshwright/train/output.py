@@ -139,6 +139,7 @@ def export(manager: StrategyManager, config: RunConfig, plan: Plan, *, step: int
     """Write the model, after so many steps, as a Hugging Face directory, every rank a part of it; and another of the
     averaged weights, if the run asks for it. Collective."""
     world, directory = manager.mesh.world, Path(config.output_dir)
+    world.progress.enter("exporting")
     checkpoint, model, averaged = (directory / name for name in (_CHECKPOINT_OF_MODEL, _NEW_MODEL, _NEW_AVERAGED))
     tokenizer = run_tokenizer(config, plan)
     save_checkpoint(manager, checkpoint, step=step, tokenizer=tokenizer, with_optimizer=False)

@@ -25,7 +25,7 @@ from .run_file import RunConfig
 MEASURED = frozenset(
     {
         *("seconds", "tokens_per_second", "tokens_per_second_per_device", "time", "times"),
-        *("memory", "world_size", "peak_flops", "mfu"),
+        *("memory", "world_size", "peak_flops", "mfu", "stragglers"),
     }
 )
 """Keys that clocks and machines tell. The others are the same when the run is repeated, on other ranks too."""
@@ -63,6 +63,7 @@ class Reporter:
             disable=not console.is_terminal,
         )
         self._task = self._progress.add_task("", total=None)
+        self._stragglers = NewStragglers()
 
     def __enter__(self) -> Reporter:
         self._file = _begun_with(self._metrics, self._earlier)
@@ -81,6 +82,12 @@ class Reporter:
         if self._file is not None:
             self._file.write(_line(result))
             self._file.flush()
+        for each in self._stragglers.of(result):
+            told = (
+                f"step {result.step}: rank {each['rank']} is a straggler: {each['seconds']:.3g} s of a step are its "
+                f"own, {each['median']:.3g} s of the median rank"
+            )
+            self._console.print(told, highlight=False, soft_wrap=True)
         if result.skipped:
             return
         text = describe(result)
@@ -111,6 +118,18 @@ def _begun_with(metrics: Path, results: Sequence[StepResult]) -> IO[str]:
     kept.write_text("".join(_line(result) for result in results), encoding="utf-8")
     kept.replace(metrics)
     return metrics.open("a", encoding="utf-8")
+
+
+class NewStragglers:
+    """Tells each straggler once."""
+
+    def __init__(self) -> None:
+        self._known: set[float] = set()
+
+    def of(self, result: StepResult) -> list[Mapping[str, float]]:
+        new = [each for each in result.stragglers if each["rank"] not in self._known]
+        self._known |= {each["rank"] for each in new}
+        return new
 
 
 def read_metrics(path: Path, *, until: int, steps: int) -> list[StepResult]:
@@ -148,16 +167,18 @@ def _read_line(line: bytes, steps: int) -> StepResult:
     mappings = {name: _with_nan(record.get(name, {})) for name in _MAPPINGS}
     if (loss := record.get("held_out_loss")) is not None:
         mappings["evaluations"].setdefault("held_out", loss)
+    slow = [_with_nan(each) for each in record.get("stragglers", ())]
     numbers = {name: record[key] for name, key in _NUMBERS.items() if key in record}
     skipped = record.get("skipped", "")
     if skipped and isinstance(skipped, str):
         numbers |= _with_nan({name: numbers[name] for name in ("loss", "grad_norm")})
-    every = [value for values in (numbers, *mappings.values()) for value in values.values()]
+    every = [value for values in (numbers, *slow, *mappings.values()) for value in values.values()]
     if not all(type(value) in (int, float) for value in every):
         raise ValueError("no numbers of a step")
     if type(numbers["step"]) is not int:
         raise ValueError("no number of a step")
-    return StepResult(**{**numbers, **mappings, "steps": steps, "rank": 0, "skipped": str(skipped)})
+    told = {"skipped": str(skipped), "stragglers": slow}
+    return StepResult(**{**numbers, **mappings, **told, "steps": steps, "rank": 0})
 
 
 def _with_nan(values: dict[str, Any]) -> dict[str, Any]:
@@ -191,6 +212,8 @@ def as_record(result: StepResult) -> dict[str, Any]:
             record[name] = without_nan(values)
     if result.skipped:
         record["skipped"] = result.skipped
+    if result.stragglers:
+        record["stragglers"] = [without_nan(each) for each in result.stragglers]
     if "held_out" in result.evaluations:
         record["held_out_loss"] = record["evaluations"]["held_out"]
     for name in ("flops", "peak_flops", "mfu"):

@@ -37,6 +37,8 @@ from .run_sections import (
 from .run_sections import ScheduleConfig as ScheduleConfig
 
 PositiveFloat = Annotated[float, Field(gt=0)]
+LEAST_WATCHDOG_S = 2.0
+"""What a busy machine may cost is not taken for a hang."""
 
 
 class RunConfig(MeshSizes):
@@ -71,6 +73,12 @@ class RunConfig(MeshSizes):
         default=None,
         description="On how many ranks the run may be begun anew, {min: 2, max: 8}; null: always on as many. The batch "
         "stays the same.",
+    )
+    watchdog_s: FinitePositive | None = Field(
+        default=None,
+        ge=LEAST_WATCHDOG_S,
+        description="How long a phase of a step may stand still, or a rank be silent, once a step has been done, in "
+        "seconds; at most timeout_s. null: a rank may be silent for timeout_s. See docs/watchdog.md.",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of weights, data order, dropout and sampling.")
     output_dir: PathText = Field(default="runs/run", description="Where metrics, the loss curve and the model go.")
@@ -169,6 +177,11 @@ class RunConfig(MeshSizes):
 
     @model_validator(mode="after")
     def _check_length(self) -> RunConfig:
+        if self.watchdog_s is not None and self.watchdog_s > self.timeout_s:
+            raise ValueError(
+                f"watchdog_s={self.watchdog_s:g} is more than timeout_s={self.timeout_s:g}, after which ranks give up "
+                f"by themselves; lower it, or raise timeout_s"
+            )
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give either steps or epochs")
         if self.steps is not None and self.schedule.warmup_steps > self.steps:

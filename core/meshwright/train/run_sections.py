@@ -1,4 +1,4 @@
-"""Sections of the run file: the schedule, evaluation, the sample, and checkpoints. No torch in this module."""
+"""Sections of the run file: schedule, evaluation, sample, checkpoints, and where a run goes on. No torch here."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ..base.validation import FrozenModel
+from ..launch.progress import MOST_STEPS
 from ..launch.stopping import StopName
 from ..mesh.sizes import Size
 from .optimizer_config import FinitePositive
@@ -130,6 +131,20 @@ class PlanConfig(FrozenModel):
     )
 
 
+class StragglersConfig(FrozenModel):
+    """When a rank is named that is slower than the others by itself; see docs/watchdog.md."""
+
+    over: Annotated[Size, Field(le=MOST_STEPS)] = Field(
+        default=20, description="The last steps of each rank, whose median counts."
+    )
+    deviations: float = Field(
+        default=5.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Median absolute deviations from the median of all ranks, scaled as a standard deviation is.",
+    )
+
+
 class MetricsConfig(FrozenModel):
     """What is measured of a run beside losses, norms and rates; see docs/fit.md."""
 
@@ -146,6 +161,9 @@ class MetricsConfig(FrozenModel):
     timeline_every: Size | None = Field(
         default=100,
         description="Steps between those in which ranks of a pipeline note when they compute what; null: none.",
+    )
+    stragglers: StragglersConfig | None = Field(
+        default=StragglersConfig(), description="Which ranks are named as slow, of 4 or more; null: none."
     )
 
 

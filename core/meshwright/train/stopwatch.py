@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from .._compat.profiling import is_profiled
+from ..launch.progress import Progress
 from ..profile.marks import marked
 
 ON_DEVICE = ("forward_backward", "norms", "clip", "optimizer")
@@ -25,19 +26,27 @@ class Stopwatch:
 
     Args:
         moment: notes one in the device's stream, see `moments_of`; None: the host's clock tells all.
+        progress: is told of each part that begins.
         clock: tells seconds of the host.
     """
 
-    def __init__(self, moment: Callable[[], Any] | None, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._moment, self._clock = moment, clock
+    def __init__(
+        self,
+        moment: Callable[[], Any] | None,
+        progress: Progress | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._moment, self._clock, self._progress = moment, clock, progress or Progress()
         self._times: dict[str, float] = defaultdict(float)
         self._spans: list[tuple[str, Any, Any]] = []
         self._since = clock()
         self._event: Any = None
         self._mark: AbstractContextManager[object] | None = None
 
-    def begin(self, part: str = "data") -> None:
-        """A step begins, and with it a part, which a profiler sees by its name."""
+    def begin(self, step: int = 0, part: str = "data") -> None:
+        """A step begins, counted from 1, and with it a part, which a profiler sees by its name."""
+        self._progress.begin(step, part)
         self._marks(part)
         self._since = self._clock()
 
@@ -45,8 +54,9 @@ class Stopwatch:
         """The part ends that began with the step, or where the last one ended. A part may come in pieces.
 
         Args:
-            then: the one that begins; None: the step ends.
+            then: the one that begins; None: the step ends, and observers and callbacks are told.
         """
+        self._progress.enter(then or "callbacks")
         self._marks(then)
         now = self._clock()
         if self._moment is not None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from ..train.stragglers import stragglers
 from .columns import Columns
 from .downsample import plain
-from .stragglers import stragglers
 from .tail import Tail, number, parse_lines
 
 MAX_RANKS = 1024

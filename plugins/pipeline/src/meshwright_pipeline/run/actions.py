@@ -139,6 +139,7 @@ class Run:
         group: of the axis `pp`.
         device: of this rank.
         train: whether there is a backward.
+        moved: called after each action.
         times: notes when actions start and end; None: nobody asks.
 
     Attributes:
@@ -153,9 +154,10 @@ class Run:
         device: torch.device,
         *,
         train: bool,
+        moved: Callable[[], object] = lambda: None,
         times: ActionTimes | None = None,
     ) -> None:
-        self._times = times
+        self._moved, self._times = moved, times
         self._stages, self._placement, self._group = stages, placement, group
         self._device, self._train = device, train
         self._batches: Sequence[Batch] = ()
@@ -191,6 +193,7 @@ class Run:
                 self._forward(each)
             else:
                 self._backward(each, is_last=last.get(each.stage) == each)
+            self._moved()
             if self._times is not None:
                 self._times.end(each)
         if late is not None:

@@ -36,7 +36,8 @@ def run_all(
     for start in range(0, len(batches), length):
         if times is not None:
             times.begin_run(start)
-        run = Run(stages, orders.placement, mesh.group("pp"), mesh.device, train=train, times=times)
+        moved = mesh.world.progress.move
+        run = Run(stages, orders.placement, mesh.group("pp"), mesh.device, train=train, moved=moved, times=times)
         is_last = start + length >= len(batches)
         run(orders.actions(length, train=train), batches[start : start + length], is_last=is_last)
         losses += [run.losses[index] for index in sorted(run.losses)]

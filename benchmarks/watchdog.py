@@ -1,0 +1,131 @@
+"""What the watchdog costs: a step while signs are given and read beside the same step while none are, alternated.
+
+Both are `train_step` of the loop, whose phases the main thread writes down in either. On: the thread of `Pulse` gives
+signs and reads those of the others, 20 times in `--watchdog` seconds. The default here, 2, is the least that a run file
+may ask for, so that each step has some; from 40 on it does so every 2 s. The method is that of `benchmarks/step.py`,
+whose README says how to read it.
+
+    python benchmarks/watchdog.py --json benchmarks/results/watchdog-cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import step as steps
+import torch.distributed as dist
+from contestants import Step, Work, built
+
+from meshwright.launch.local import launch
+from meshwright.launch.position import At
+from meshwright.launch.progress import Progress
+from meshwright.launch.pulse import Pulse
+from meshwright.launch.rank import connect_store
+from meshwright.launch.signs import Sign
+from meshwright.mesh.world import World
+from meshwright.tensors.accelerator import moments_of
+from meshwright.train.loop import train_step
+from meshwright.train.stopwatch import Stopwatch
+
+CALLS = 100_000
+TIMEOUT_S = 600.0
+
+
+class GatedPulse(Pulse):
+    """A pulse that beats while it may."""
+
+    gate: threading.Event
+
+    def _beat(self, count: int, elapsed_s: float) -> Sign:
+        self.gate.wait()
+        return super()._beat(count, elapsed_s)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The contest; see `step.Contest`."""
+
+    watchdog_s: float
+
+    def by_hand(self, work: Work, world: World) -> Step:
+        manager, loop = built("fsdp2", work, world)
+        watch = Stopwatch(moments_of(world.device), world.progress)
+
+        def step(index: int) -> tuple[float, float]:
+            result = train_step(manager, loop, index, None, watch)
+            return result.loss, result.grad_norm
+
+        return step
+
+    def ours(self, work: Work, world: World) -> Step:
+        plain = self.by_hand(work, world)
+        store = dist.PrefixStore("pulse", connect_store())
+        # Which hang is looked for does not change what looking costs.
+        pulse = GatedPulse(
+            store,
+            world.rank,
+            world.size,
+            timeout_s=TIMEOUT_S,
+            on_hang=print,
+            watchdog_s=self.watchdog_s,
+            progress=world.progress,
+        )
+        pulse.gate = threading.Event()
+        pulse.start()
+
+        def step(index: int) -> tuple[float, float]:
+            pulse.gate.set()
+            try:
+                return plain(index)
+            finally:
+                pulse.gate.clear()
+
+        return step
+
+
+def call_cost() -> dict[str, float]:
+    """Microseconds of the main thread for one phase and one microbatch, in a loop of nothing else."""
+    progress, found = Progress(), {}
+    progress.at = At(1, 1, "data")
+    for name, call in (("phase", lambda: progress.enter("clip")), ("microbatch", progress.move)):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        found[name] = round((time.perf_counter() - start) / CALLS * 1e6, 2)
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], add_help=False)
+    parser.add_argument("--watchdog", type=float, default=2.0, help="seconds")
+    parser.add_argument("--json", type=Path)
+    options, others = parser.parse_known_args(arguments)
+    sizes = ["--hidden", "512", "--layers", "8", "--seq", "256", "--rounds", "36"]
+    json_file = ["--json", str(options.json)] if options.json else []
+    plan = steps.parse([*sizes, *others, "--strategies", "fsdp2", *json_file])
+    plan = replace(plan, strategies=("watched",), command=" ".join(["python benchmarks/watchdog.py", *arguments]))
+    code = launch(_run_rank, (plan, options.watchdog), nproc=plan.ranks)
+    costs = call_cost()
+    print("microseconds of the main thread:", ", ".join(f"{key} {value}" for key, value in costs.items()))
+    if options.json is not None and code == 0:
+        report = json.loads(options.json.read_text(encoding="utf-8"))
+        report |= {"benchmark": "watchdog", "watchdog_s": options.watchdog, "call_us": costs}
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return code
+
+
+def _run_rank(store: dist.Store, plan: Any, watchdog_s: float) -> None:
+    steps.CONTESTS["watched"] = Watched(watchdog_s)  # type: ignore[assignment]
+    steps.run_rank(store, plan)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
