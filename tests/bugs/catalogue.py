@@ -1606,8 +1606,8 @@ _bug(
 _bug(
     "the_worst_is_kept",
     "meshwright.checkpoint.directory",
-    "return sorted(found)[:count]",
-    "return sorted(found, reverse=True)[:count]",
+    "    found.sort(key=lambda each: each[:2])\n",
+    "    found.sort(key=lambda each: each[:2], reverse=True)\n",
     f"{_FIT}::test_the_best_checkpoints_are_saved_and_never_removed_also_after_an_interruption",
     kind="a higher loss is taken for the better one",
 )

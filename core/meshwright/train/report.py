@@ -97,11 +97,14 @@ def read_metrics(path: Path, *, until: int, steps: int) -> list[StepResult]:
     Where the file goes back to an earlier step, what follows replaces what was there from that step on. A line that
     cannot be read is left out, with a warning, unless it is the last: a run that is killed may leave that torn.
     """
-    if not path.is_file():
-        return []
+    return metrics_of(path.read_bytes(), path, until=until, steps=steps) if path.is_file() else []
+
+
+def metrics_of(content: bytes, path: Path | str, *, until: int, steps: int) -> list[StepResult]:
+    """The same of what such a file holds."""
     found: list[StepResult] = []
     unread: list[int] = []
-    lines = path.read_bytes().splitlines()
+    lines = content.splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             result = _read_line(line, steps)
