@@ -8,16 +8,18 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..base.errors import TrainingError
 from ..events.step import StepResult
 from ..files.parsing import parse_json
 from ..launch.stopping import Stopped
 from ..strategy.hooks import hookimpl
 from .files import SUMMARY
+from .lines import Lines
 from .optimizer_config import AVERAGED
 from .run_file import RunConfig
 
@@ -44,14 +46,28 @@ class Reporter:
         log_every: steps between lines where the console is no terminal.
         console: where to draw.
         earlier: steps of the run before it was interrupted, which the file holds first.
+        on_error: what a disk that takes nothing does: ends the run; or is told once, and the file has all steps when it
+            takes something again.
+
+    Raises:
+        TrainingError: in a step, if `on_error` is "stop".
     """
 
-    def __init__(self, metrics: Path, *, log_every: int, console: Console, earlier: Sequence[StepResult] = ()) -> None:
-        self._earlier = earlier
+    def __init__(
+        self,
+        metrics: Path,
+        *,
+        log_every: int,
+        console: Console,
+        earlier: Sequence[StepResult] = (),
+        on_error: Literal["stop", "continue"] = "stop",
+    ) -> None:
+        self._earlier, self._on_error = earlier, on_error
         self._metrics = metrics
         self._log_every = log_every
         self._console = console
-        self._file: IO[str] | None = None
+        self._lines: Lines | None = None
+        self._has_told = False
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -68,7 +84,7 @@ class Reporter:
         kept = self._metrics.with_suffix(".tmp")
         kept.write_text("".join(_line(result) for result in self._earlier), encoding="utf-8")
         kept.replace(self._metrics)
-        self._file = self._metrics.open("a", encoding="utf-8")
+        self._lines = Lines(self._metrics)
         self._progress.start()
         return self
 
@@ -76,19 +92,27 @@ class Reporter:
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._progress.stop()
-        if self._file is not None:
-            self._file.close()
+        if self._lines is not None:
+            self._lines.close()
 
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
-        if self._file is not None:
-            self._file.write(_line(result))
-            self._file.flush()
+        error = self._lines.add(_line(result)) if self._lines is not None else None
+        if error is not None:
+            self._tell(error)
         text = describe(result)
         if self._console.is_terminal:
             self._progress.update(self._task, completed=result.step, total=result.steps, description=text)
         elif result.step % self._log_every == 0 or result.step in (1, result.steps):
             self._console.print(f"step {result.step}/{result.steps}  {text}", highlight=False, soft_wrap=True)
+
+    def _tell(self, error: OSError) -> None:
+        told = f"{self._metrics} cannot be written: {error}."
+        if self._on_error == "stop":
+            raise TrainingError(f"{told} Make room, and start the same command again; or checkpoint.on_error=continue.")
+        if not self._has_told:
+            self._has_told = True
+            warnings.warn(f"{told} Training goes on (checkpoint.on_error=continue).", stacklevel=3)
 
 
 def read_metrics(path: Path, *, until: int, steps: int) -> list[StepResult]:
