@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 import yaml
 from test_cli import LAUNCHER_VARIABLES, write_run
+from typer.testing import CliRunner
 
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.opening import place_of
 from meshwright.checkpoint.places import Access
 from meshwright.checkpoint.remote import RemoteFolder
+from meshwright.cli import main as cli
 from meshwright.train.report import MEASURED
 
 pytest.importorskip("s3fs")
@@ -125,10 +127,8 @@ def _steps(name: str) -> list[str]:
 
 
 def _command(*arguments: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "meshwright", *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
-    return done.returncode, done.stdout + done.stderr
+    result = CliRunner().invoke(cli.app, list(arguments))
+    return result.exit_code, result.output
 
 
 def test_a_killed_run_goes_on_from_the_server_bit_for_bit(runs: Runs, local: str, tmp_path: Path) -> None:
@@ -218,9 +218,6 @@ def test_a_server_that_goes_away_is_told_and_tried_again(on_error: str, runs: Ru
         output, _ = process.communicate(timeout=200)
     finally:
         server.start()
-        import s3fs
-
-        s3fs.S3FileSystem().mkdir("checkpoints")
     assert "Trying again in" in output
     assert re.search(r"step-0000000\d could not be written|step-0000000\d cannot be written", output), output
     assert "Traceback" not in output
