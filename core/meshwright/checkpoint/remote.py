@@ -96,6 +96,8 @@ class RemoteFolder:
         try:
             found = files.ls(path, detail=True)
         except FileNotFoundError:
+            # No such prefix, as of a run that begins; this raises where there is no such bucket.
+            files.find(path)
             return []
         names = (each["name"].rstrip("/").rpartition("/")[2] for each in found if each["type"] == "directory")
         return [name for name in names if name != self.name]
