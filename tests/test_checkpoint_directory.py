@@ -12,13 +12,14 @@ import pytest
 
 from meshwright.base.errors import CheckpointError, TornCheckpointError
 from meshwright.checkpoint.directory import begin, commit, remove_leftovers, retain, set_aside
-from meshwright.checkpoint.manifest import MANIFEST, Manifest, digests, read_manifest, step_directory, steps_in
+from meshwright.checkpoint.manifest import MANIFEST, Manifest, read_manifest, step_directory, steps_in, stored_in
+from meshwright.checkpoint.places import Access, LocalFolder
 
 
 def _write(final: Path, content: str, commit: Callable[[Path, Path, Manifest], None] = commit) -> None:
     writing = begin(final)
     (writing / "data").write_text(content)
-    files = digests(writing, ["data"])
+    files = {"data": stored_in(LocalFolder(writing), "data")}
     commit(writing, final, Manifest(1, "single", {}, 1, {}, extra={"content": content}, files=files))
 
 
@@ -163,13 +164,13 @@ def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_torn_one(
     assert not isinstance(caught.value, TornCheckpointError)
     (path / MANIFEST).write_text(text)
 
-    def fail(self: Path) -> bytes:
+    def fail(self: Path, *_: Any, **__: Any) -> Any:
         raise OSError(5, "Input/output error", str(self))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", fail)
+        patch.setattr(Path, "open", fail)
         with pytest.raises(CheckpointError, match=r"cannot be read.*Input/output error") as caught:
-            read_manifest(path)
+            read_manifest(LocalFolder(path, Access(retries=0)))
         assert not isinstance(caught.value, TornCheckpointError)
         assert caught.value.exit_code == 2
     shutil.rmtree(path)

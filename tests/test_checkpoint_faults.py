@@ -8,7 +8,7 @@ import re
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from meshwright import (
     save_checkpoint,
 )
 from meshwright.checkpoint import newest_checkpoint, read_manifest, saving
+from meshwright.checkpoint.drafts import Draft
 from meshwright.checkpoint.index import INDEX
 from meshwright.checkpoint.manifest import MANIFEST, StoredFile, step_directory, steps_in
 from meshwright.checkpoint.payload import write_tensors
@@ -189,11 +190,11 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_changed(che
 # -- it cannot be written
 
 
-def _full_disk(path: Path, tensors: Any) -> Any:
+def _full_disk(draft: Draft, name: str, tensors: Any) -> Any:
     """Fails on the second rank, as a disk does that is full."""
     if torch.distributed.get_rank() == 1:
         raise OSError(28, "No space left on device")
-    return write_tensors(path, tensors)
+    return write_tensors(draft, name, tensors)
 
 
 def _with_full_disk(root: str, asynchronous: bool, on_error: str) -> tuple[list[str], list[float], list[str]]:
@@ -296,9 +297,9 @@ def _asynchronous_contents(root: str) -> tuple[bool, bool]:
     expected = full_weights(manager)
     write, has_moved = saving.write_tensors, threading.Event()
 
-    def write_late(path: Path, tensors: Iterable[torch.Tensor]) -> StoredFile:
+    def write_late(draft: Draft, name: str, tensors: Sequence[torch.Tensor]) -> StoredFile:
         has_moved.wait(60)
-        return write(path, tensors)
+        return write(draft, name, tensors)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(saving, "write_tensors", write_late)

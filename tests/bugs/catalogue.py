@@ -1081,6 +1081,30 @@ _bug(
     "tests/test_export.py::test_an_export_that_is_cut_off_leaves_nothing_under_its_name",
     kind="an export has its name before it is whole",
 )
+_bug(
+    "unsigned_ones_pass",
+    "meshwright.checkpoint.manifest",
+    "    if key is not None and not key.has_signed(version, checksum, signature):",
+    "    if key is not None and signature is not None and not key.has_signed(version, checksum, signature):",
+    "tests/test_checkpoint_verify.py::test_a_foreign_one_is_not_passed_over_as_a_torn_one_is",
+    kind="a checkpoint without a signature is loaded where a key is asked for",
+)
+_bug(
+    "retention_of_foreign_ones",
+    "meshwright.checkpoint.directory",
+    "            if not is_foreign(LocalFolder(path, access)):\n                shutil.rmtree(path, ignore_errors=True)",
+    "            shutil.rmtree(path, ignore_errors=True)",
+    "tests/test_checkpoint_verify.py::test_what_is_foreign_is_never_removed_nor_replaced",
+    kind="what another has signed is removed with the leftovers",
+)
+_bug(
+    "half_an_object_appears",
+    "meshwright.checkpoint.remote",
+    "            with suppress(Exception):\n                file.discard()\n            file.closed = True\n            raise",
+    "            file.close()\n            raise",
+    "tests/test_remote_checkpoints.py::test_objects_are_read_in_parts_and_a_write_that_fails_leaves_none",
+    kind="a file whose writing has failed is closed, which makes a half of it appear",
+)
 
 # -- data
 
@@ -1606,8 +1630,8 @@ _bug(
 _bug(
     "the_worst_is_kept",
     "meshwright.checkpoint.directory",
-    "return sorted(found)[:count]",
-    "return sorted(found, reverse=True)[:count]",
+    "    found.sort(key=lambda each: each[:2])\n",
+    "    found.sort(key=lambda each: each[:2], reverse=True)\n",
     f"{_FIT}::test_the_best_checkpoints_are_saved_and_never_removed_also_after_an_interruption",
     kind="a higher loss is taken for the better one",
 )

@@ -21,8 +21,11 @@ from ..base.errors import CheckpointError, CheckpointWriteError
 from ..mesh.world import new_group
 from ..strategy.contract import StrategyManager
 from .agreement import Agreement
-from .directory import EVALUATIONS, remove_leftovers, retain
-from .manifest import step_directory
+from .directory import EVALUATIONS, retain
+from .drafts import tidy
+from .manifest import step_name
+from .opening import place_of
+from .places import Folder
 from .saving import Saving, own_group, told
 
 OnError = Literal["stop", "continue"]
@@ -30,7 +33,7 @@ OnError = Literal["stop", "continue"]
 
 def save_checkpoint(
     manager: StrategyManager,
-    directory: str | Path,
+    directory: str | Path | Folder,
     *,
     step: int,
     scheduler: LRScheduler | None = None,
@@ -42,7 +45,7 @@ def save_checkpoint(
 
     Args:
         manager: whose model, and optimizer if it has one, are saved, with the random generators of all ranks.
-        directory: of the checkpoint; one that is there is replaced.
+        directory: of the checkpoint, or a URL or place; one that is there is replaced.
         step: optimizer steps done.
         scheduler: of the learning rate.
         tokenizer: of Hugging Face, to be exported with the model.
@@ -52,10 +55,11 @@ def save_checkpoint(
     Raises:
         CheckpointError: it could not be written (on all ranks); nothing has changed then.
     """
+    place = manager.mesh.world.together(lambda: place_of(directory))
     with own_group() as group:
         Saving(
             manager,
-            Path(directory),
+            place,
             group,
             step=step,
             scheduler=scheduler,
@@ -72,7 +76,7 @@ class Checkpointer:
 
     Args:
         manager: whose state is saved.
-        root: directory of the checkpoints, which are named by their steps.
+        root: directory of the checkpoints, which are named by their steps; or a URL or place of them.
         keep_last: how many to keep, whole ones of no later step than the one just saved; None keeps all.
         keep_every: those of steps that are multiples of it are kept, too.
         keep_best: so many are kept, too, of those with the lowest loss.
@@ -83,7 +87,7 @@ class Checkpointer:
         tokenizer: of Hugging Face, to be exported with the model.
 
     Attributes:
-        root: see above.
+        root: its place.
         saved: step of the last one that is on disk, of those that this has written; None: none is. After `wait`.
         seconds: what the longest of those has taken from the begin of `save` until it was on disk; 0: none was written.
     """
@@ -91,7 +95,7 @@ class Checkpointer:
     def __init__(
         self,
         manager: StrategyManager,
-        root: str | Path,
+        root: str | Path | Folder,
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
@@ -102,7 +106,8 @@ class Checkpointer:
         tokenizer: Any = None,
     ) -> None:
         self._manager = manager
-        self.root = Path(root)
+        world = manager.mesh.world
+        self.root = world.together(lambda: place_of(root))
         self._keep_last, self._keep_every = keep_last, keep_every
         self.keep_best, self.best_of = keep_best, best_of
         self._asynchronous = asynchronous
@@ -114,8 +119,7 @@ class Checkpointer:
         self._error: CheckpointError | None = None
         self.saved: int | None = None
         self.seconds = 0.0
-        if manager.mesh.rank == 0:
-            remove_leftovers(self.root)
+        world.from_first(lambda: tidy(self.root))
 
     def save(
         self,
@@ -134,11 +138,11 @@ class Checkpointer:
             CheckpointError: this one, or the one before it, could not be written and `on_error` is "stop".
         """
         self.wait()
-        began, directory = time.monotonic(), step_directory(self.root, step)
+        began = time.monotonic()
         try:
             saving = Saving(
                 self._manager,
-                directory,
+                self.place(step),
                 self._group,
                 step=step,
                 scheduler=scheduler,
@@ -156,6 +160,10 @@ class Checkpointer:
         saving.detach()
         self._thread = threading.Thread(target=self._write, args=(saving, step, began), name="meshwright-checkpoint")
         self._thread.start()
+
+    def place(self, step: int) -> Folder:
+        """Of the checkpoint of a step, which need not be there."""
+        return self.root.at(step_name(step))
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Collective.
@@ -191,7 +199,18 @@ class Checkpointer:
         try:
             saving.write()
             self.saved, self.seconds = step, max(self.seconds, time.monotonic() - began)
-            if self._manager.mesh.rank == 0:
+            self._error = self._retained(step)
+        except CheckpointError as error:
+            self._error = error
+        except Exception as error:
+            # A peer that is gone.
+            self._error = CheckpointWriteError(f"a checkpoint failed: {told(error)}")
+
+    def _retained(self, step: int) -> CheckpointError | None:
+        """Remove what is no longer kept; why it could not be, on all ranks. Collective."""
+        box: list[CheckpointError | None] = [None]
+        if self._manager.mesh.rank == 0:
+            try:
                 retain(
                     self.root,
                     newest=step,
@@ -200,11 +219,10 @@ class Checkpointer:
                     keep_best=self.keep_best,
                     of_set=self.best_of,
                 )
-        except CheckpointError as error:
-            self._error = error
-        except Exception as error:
-            # A peer that is gone, or a disk that does not let go of old checkpoints.
-            self._error = CheckpointWriteError(f"a checkpoint failed: {told(error)}")
+            except (CheckpointError, OSError) as error:
+                box[0] = CheckpointWriteError(f"older checkpoints in {self.root} cannot be removed: {told(error)}")
+        dist.broadcast_object_list(box, group=self._group, group_src=0)
+        return box[0]
 
     def _tell(self, error: CheckpointError) -> None:
         if self._on_error == "stop":

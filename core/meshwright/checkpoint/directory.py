@@ -20,48 +20,59 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 from ..base.errors import CheckpointError, CheckpointWriteError
-from .manifest import MANIFEST, Manifest, beside, digest, read_manifest, steps_in, text_of
+from .keys import ForeignCheckpointError
+from .manifest import MANIFEST, Manifest, beside, read_manifest, sealed, steps_in, unreadable
+from .opening import place_of
+from .places import DEFAULT, Access, Folder, LocalFolder, Where, retried, steps_of
+
+Checkpoint = TypeVar("Checkpoint", bound=Where)
 
 HUGGING_FACE = "huggingface"
 """Where a checkpoint has the model's configuration and the tokenizer."""
 EVALUATIONS = "evaluations"
 """Where `extra` of a checkpoint has the losses of its state, by set."""
-_ABANDONED = re.compile(r"abandoned-(\d+)")
+ABANDONED = re.compile(r"abandoned-(\d+)")
+"""Where checkpoints are that a run has gone back behind."""
 
 
-def begin(final: Path) -> Path:
+def begin(final: Path, access: Access = DEFAULT) -> Path:
     """Make the empty directory that a checkpoint is written into.
 
+    Args:
+        access: what is not signed with its key is not replaced.
+
     Raises:
-        CheckpointError: it cannot be made.
+        CheckpointError: it cannot be made, or something foreign is in the way.
     """
+    for path in (final, beside(final, "replaced"), beside(final, "writing")):
+        refuse_foreign(LocalFolder(path, access))
     writing = beside(final, "writing")
     try:
         recover(final)
         shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir(parents=True)
+        retried(lambda: writing.mkdir(parents=True, exist_ok=True), access, f"making {writing}")
     except OSError as error:
         raise CheckpointWriteError(f"the checkpoint {final} cannot be written: {error}.") from error
     return writing
 
 
-def commit(writing: Path, final: Path, manifest: Manifest) -> None:
+def commit(writing: Path, final: Path, manifest: Manifest, access: Access = DEFAULT) -> None:
     """Give a complete checkpoint its manifest and its name; see [Note: complete or absent].
 
     One of that name is replaced. OSError: nothing has changed, or `recover` mends what has.
     """
-    content = asdict(manifest)
-    version = content.pop("format")
-    if manifest.base is None:
-        del content["base"]
-    with (writing / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(text_of({"format": version, "sha256": digest(content), **content}))
-        file.flush()
-        os.fsync(file.fileno())
+
+    def write() -> None:
+        with (writing / MANIFEST).open("w", encoding="utf-8") as file:
+            file.write(sealed(manifest, access.key))
+            file.flush()
+            os.fsync(file.fileno())
+
+    retried(write, access, f"writing {writing / MANIFEST}")
     for directory in {(writing / name).parent for name in (MANIFEST, *manifest.files)}:
         _sync(directory)
     put_in_place(writing, final)
@@ -98,16 +109,11 @@ def discard(writing: Path) -> None:
     shutil.rmtree(writing, ignore_errors=True)
 
 
-def remove(final: Path) -> None:
-    """Remove a checkpoint, so that no part of it is ever seen under its name."""
-    doomed = beside(final, "deleting")
-    shutil.rmtree(doomed, ignore_errors=True)
-    final.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
-
-
-def remove_leftovers(root: Path) -> None:
+def remove_leftovers(root: Path, access: Access = DEFAULT) -> None:
     """Remove what interrupted runs have left half written or half removed, but for what `recover` can mend.
+
+    Args:
+        access: what is whole and not signed with its key stays.
 
     Raises:
         CheckpointWriteError: what can be mended cannot be renamed.
@@ -119,11 +125,12 @@ def remove_leftovers(root: Path) -> None:
             raise CheckpointWriteError(f"{path} cannot be given its name back: {error}.") from error
     for kind in ("writing", "deleting", "replaced"):
         for path in root.glob(f"step-*.{kind}"):
-            shutil.rmtree(path, ignore_errors=True)
+            if not is_foreign(LocalFolder(path, access)):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def retain(
-    root: Path,
+    root: str | Path | Folder,
     *,
     newest: int,
     keep_last: int | None,
@@ -144,7 +151,12 @@ def retain(
     """
     if keep_last is None:
         return
-    whole = [(step, path) for step, path in steps_in(root) if step <= newest and _is_whole(path)]
+    folder = place_of(root)
+    try:
+        found = steps_of(folder)
+    except OSError as error:
+        raise unreadable(folder, error) from None
+    whole = [(step, path) for step, path in found if step <= newest and _is_whole(path)]
     best = {step for _, step, _ in best_of([path for _, path in whole], of_set, keep_best or 0)}
     kept = 0
     for step, path in whole:
@@ -152,11 +164,11 @@ def retain(
             continue
         kept += 1
         if kept > keep_last:
-            remove(path)
+            path.remove()
 
 
-def best_of(checkpoints: Sequence[Path], name: str, count: int) -> list[tuple[float, int, Path]]:
-    """Loss, step and directory of so many checkpoints with the lowest losses of a set, by what they themselves tell;
+def best_of(checkpoints: Sequence[Checkpoint], name: str, count: int) -> list[tuple[float, int, Checkpoint]]:
+    """Loss, step and place of so many checkpoints with the lowest losses of a set, by what they themselves tell;
     the best first, of equal ones the earlier. Those that have no such loss, or a loss that is not finite, are none."""
     found = []
     for path in checkpoints if count else ():
@@ -164,7 +176,8 @@ def best_of(checkpoints: Sequence[Path], name: str, count: int) -> list[tuple[fl
         loss = None if manifest is None else manifest.extra.get(EVALUATIONS, {}).get(name)
         if manifest is not None and isinstance(loss, int | float) and math.isfinite(loss):
             found.append((float(loss), manifest.step, path))
-    return sorted(found)[:count]
+    found.sort(key=lambda each: each[:2])
+    return found[:count]
 
 
 def set_aside(root: Path, *, after: int, copies: Sequence[Path] = ()) -> Path | None:
@@ -184,7 +197,7 @@ def set_aside(root: Path, *, after: int, copies: Sequence[Path] = ()) -> Path | 
     later = [path for step, path in steps_in(root) if step > after]
     if not later:
         return None
-    numbers = [int(match[1]) for path in root.iterdir() if (match := _ABANDONED.fullmatch(path.name))]
+    numbers = [int(match[1]) for path in root.iterdir() if (match := ABANDONED.fullmatch(path.name))]
     aside = root / f"abandoned-{max(numbers, default=0) + 1}"
     try:
         aside.mkdir()
@@ -199,12 +212,32 @@ def set_aside(root: Path, *, after: int, copies: Sequence[Path] = ()) -> Path | 
     return aside
 
 
-def _is_whole(directory: Path) -> bool:
+def is_foreign(place: Where) -> bool:
+    """Whether there is a checkpoint that is not signed with the key of its place."""
+    try:
+        read_manifest(place)
+    except ForeignCheckpointError:
+        return True
+    except CheckpointError:
+        return False
+    return False
+
+
+def refuse_foreign(place: Where) -> None:
+    """Raises CheckpointWriteError where there is one, which is in the way."""
+    if is_foreign(place):
+        raise CheckpointWriteError(
+            f"{place} is in the way, and it is not signed with the key of this run, which replaces no foreign "
+            f"checkpoint. Move it away, or save elsewhere."
+        )
+
+
+def _is_whole(directory: Where) -> bool:
     """Whether a checkpoint has all that its manifest names, in size; not so where that cannot be read."""
     return _manifest_of(directory) is not None
 
 
-def _manifest_of(directory: Path) -> Manifest | None:
+def _manifest_of(directory: Where) -> Manifest | None:
     """What a checkpoint tells of itself; None where it is not whole, or cannot be read."""
     try:
         return read_manifest(directory)

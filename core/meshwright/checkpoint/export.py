@@ -28,6 +28,8 @@ from ..tensors.state import TensorKind
 from .adapter_files import AdapterFiles
 from .loading import checked
 from .manifest import read_manifest, verify
+from .opening import place_of
+from .places import Where
 from .stored_model import StoredModel, model_on_meta
 
 LEAST_FILE_BYTES = 64_000_000
@@ -53,7 +55,7 @@ class _File:
 
 
 def export_checkpoint(
-    checkpoint: str | Path,
+    checkpoint: Where,
     output: str | Path,
     *,
     dtype: torch.dtype | None = None,
@@ -66,7 +68,7 @@ def export_checkpoint(
     It appears under its name when it is complete, and not before.
 
     Args:
-        checkpoint: its directory.
+        checkpoint: its directory, or another place that it lies in.
         output: a directory that is missing or empty.
         dtype: of the weights; None: as they were saved.
         max_shard_size: of a file, in bytes or as "5GB"; memory is bounded by it.
@@ -78,18 +80,19 @@ def export_checkpoint(
             it names.
         ConfigError: the output is in the way, or a size is none.
     """
-    checkpoint, output = Path(checkpoint), Path(output)
+    output = Path(output)
     rank, size = (world.rank, world.size) if world is not None else (0, 1)
 
     def plan() -> Export | AdapterFiles:
+        place = place_of(checkpoint)
         if world is None:
-            manifest = read_manifest(checkpoint)
-            verify(checkpoint, manifest, list(manifest.files))
+            manifest = read_manifest(place)
+            verify(place, manifest, list(manifest.files))
         else:
-            manifest = checked(checkpoint, world)
+            manifest = checked(place, world)
         if rank == 0:
             check_empty(output)
-        stored = StoredModel(checkpoint, manifest, average=average)
+        stored = StoredModel(place, manifest, average=average)
         if manifest.base is not None:
             return AdapterFiles(stored, dtype, model_on_meta(stored, adapted=True))
         return Export(
@@ -99,7 +102,7 @@ def export_checkpoint(
             dtype,
             as_bytes(max_shard_size),
             ranks=size,
-            where=f"the checkpoint {checkpoint}",
+            where=f"the checkpoint {place}",
         )
 
     export = plan() if world is None else world.together(plan)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import pickle
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -21,6 +20,7 @@ from torch import Tensor
 from ..base.errors import CheckpointError
 from .index import Index, StoredPiece, StoredTensor, check_tensors, dtype_named
 from .manifest import Manifest, broken, read_verified
+from .places import Where
 
 METADATA = ".metadata"
 _RECORDS = {
@@ -87,7 +87,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index needs")
 
 
-def read_metadata(directory: Path, manifest: Manifest) -> Index:
+def read_metadata(directory: Where, manifest: Manifest) -> Index:
     """The index of a checkpoint of format 1.
 
     Raises:

@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -21,6 +20,7 @@ from torch import Tensor
 from ..tensors.ownership import Rectangle
 from ..tensors.state import TensorKind
 from .manifest import broken
+from .places import Where
 
 INDEX = "index.json"
 
@@ -137,7 +137,7 @@ def written_index(owned: Sequence[Sequence[Rectangle]], kinds: Mapping[str, tupl
     return json.dumps(content, separators=(",", ":")).encode()
 
 
-def check_tensors(directory: Path, tensors: Mapping[str, StoredTensor], sizes: Sequence[int] | None) -> None:
+def check_tensors(directory: Where, tensors: Mapping[str, StoredTensor], sizes: Sequence[int] | None) -> None:
     """Refuse an index whose pieces are not parts of its tensors and files; see `StoredTensor.problem`.
 
     Raises:

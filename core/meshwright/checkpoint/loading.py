@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeVar, overload
 
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,9 +17,11 @@ from ..model.adapter_base import FromBase, base_of, left_out
 from ..strategy.contract import StrategyManager
 from ..tensors.pieces import Sharded
 from ..tensors.state import TensorKind
-from .manifest import Manifest, read_manifest, steps_in, verify
+from .manifest import Manifest, all_in, read_manifest, verify
+from .opening import is_url, place_of
 from .optimizer import read_optimizer
 from .payload import read_tensors
+from .places import Folder, Place, Where
 from .read_index import read_index
 from .schedule import load_schedule
 from .values import AVERAGES, MODEL, decoded, flat, random_to_load, set_random_state
@@ -26,7 +29,7 @@ from .values import AVERAGES, MODEL, decoded, flat, random_to_load, set_random_s
 
 def load_checkpoint(
     manager: StrategyManager,
-    directory: str | Path,
+    directory: Where,
     *,
     scheduler: LRScheduler | None = None,
     keep_settings: bool = False,
@@ -37,7 +40,7 @@ def load_checkpoint(
 
     Args:
         manager: with its model; in place.
-        directory: of the checkpoint.
+        directory: of the checkpoint; a path, a URL or a place.
         scheduler: of the learning rate; in place.
         keep_settings: whether the optimizer's groups keep the settings that they were built with (rates, decay, ...),
             so that only the state of each parameter is loaded. They may be other groups then.
@@ -46,11 +49,12 @@ def load_checkpoint(
         What the checkpoint tells about itself.
 
     Raises:
-        CheckpointError: it is not whole, or not of this model, or lacks the averages that the manager keeps; on all
-            ranks, before anything is changed.
+        CheckpointError: it is not whole, or foreign, or not of this model, or lacks the averages that the manager
+            keeps; on all ranks, before anything is changed.
         StrategyError: the optimizer is another; the same.
     """
-    directory, world = Path(directory), manager.mesh.world
+    world = manager.mesh.world
+    directory = world.together(lambda: place_of(directory))
     manifest = world.together(lambda: checked(directory, world))
     index = world.together(lambda: read_index(directory, manifest))
     stored = index.kinds
@@ -77,18 +81,28 @@ def load_checkpoint(
     return manifest
 
 
-def newest_checkpoint(root: str | Path, world: World) -> Path | None:
+@overload
+def newest_checkpoint(root: Path, world: World) -> Path | None: ...
+@overload
+def newest_checkpoint(root: Folder, world: World) -> Folder | None: ...
+@overload
+def newest_checkpoint(root: str, world: World) -> Path | Folder | None: ...
+def newest_checkpoint(root: str | Path | Folder, world: World) -> Path | Folder | None:
     """The newest whole checkpoint in a directory of them, None where there are none. Collective.
+
+    Returns:
+        Its path if `root` is one, else its place.
 
     Warns:
         UserWarning: on the first rank, of newer ones that are not whole.
 
     Raises:
-        CheckpointError: none of them is whole, or the newest that is not torn cannot be read or is of another version
-            of meshwright; on all ranks.
+        CheckpointError: none of them is whole, or the newest that is not torn cannot be read, is foreign, or is of
+            another version of meshwright; on all ranks.
     """
-    root = Path(root)
-    found, torn = first_whole(world.from_first(lambda: [path for _, path in steps_in(root)]), world)
+    folder = world.together(lambda: place_of(root))
+    names = world.from_first(lambda: [place.name for place in all_in(folder)])
+    found, torn = first_whole([folder.at(name) for name in names], world)
     if found is not None:
         for text in torn if world.rank == 0 else ():
             warnings.warn(f"{text} An older one is tried.", stacklevel=2)
@@ -99,10 +113,14 @@ def newest_checkpoint(root: str | Path, world: World) -> Path | None:
             f"from a copy, or start anew in another directory. (`meshwright train` with resume=never and "
             f"overwrite=true removes them.)"
         )
-    return found
+    is_path = isinstance(root, Path) or (isinstance(root, str) and not is_url(root))
+    return Path(str(found)) if is_path and found is not None else found
 
 
-def first_whole(paths: Sequence[Path], world: World) -> tuple[Path | None, list[str]]:
+Checkpoint = TypeVar("Checkpoint", bound=Where)
+
+
+def first_whole(paths: Sequence[Checkpoint], world: World) -> tuple[Checkpoint | None, list[str]]:
     """The first whole checkpoint of some, and what is wrong with those before it. Collective.
 
     Raises:
@@ -119,7 +137,7 @@ def first_whole(paths: Sequence[Path], world: World) -> tuple[Path | None, list[
     return None, torn
 
 
-def checked(directory: Path, world: World) -> Manifest:
+def checked(directory: Where, world: World) -> Manifest:
     """The manifest of a checkpoint whose files are what they were; each rank checks a part of them.
 
     Raises:
@@ -130,7 +148,7 @@ def checked(directory: Path, world: World) -> Manifest:
     return manifest
 
 
-def _check_base(directory: Path, manifest: Manifest, known: FromBase | None) -> None:
+def _check_base(directory: Place, manifest: Manifest, known: FromBase | None) -> None:
     """Raise on all ranks where the checkpoint is of adapters on another base than this model's."""
     saved = manifest.base
     if saved is None or (known is not None and known.base.fingerprint == saved.get("fingerprint")):
@@ -145,7 +163,7 @@ def _check_base(directory: Path, manifest: Manifest, known: FromBase | None) -> 
 
 
 def _check_model(
-    directory: Path,
+    directory: Place,
     model: Mapping[str, Sharded],
     stored: Mapping[str, TensorKind],
     may_lack: Collection[str],
@@ -176,7 +194,7 @@ def _check_model(
 
 
 def _check_averages(
-    directory: Path, averages: Mapping[str, Sharded], stored: Mapping[str, TensorKind], world: World
+    directory: Place, averages: Mapping[str, Sharded], stored: Mapping[str, TensorKind], world: World
 ) -> None:
     """Raise on all ranks where the checkpoint has not the averages of what is trained."""
     names = [name for name in averages if f"{AVERAGES}{name}" not in stored]

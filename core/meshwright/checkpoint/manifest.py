@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
 from ..base.errors import CheckpointError, TornCheckpointError
+from .keys import ForeignCheckpointError, Key
+from .opening import place_of
+from .places import Folder, LocalFolder, Place, Where, steps_of
 
 MANIFEST = "checkpoint.json"
+SIGNATURE = "hmac_sha256"
+"""Where it has the signature, if it has one; see `keys`."""
 FORMAT, OF_ADAPTERS = 2, 3
 """Of what is written: of whole models, and of adapters without their base. Those before them are read, too."""
-_STEP = re.compile(r"step-(\d+)")
+
+
+def step_name(step: int) -> str:
+    """What the checkpoint of a step is called."""
+    return f"step-{step:08d}"
 
 
 def step_directory(root: Path, step: int) -> Path:
     """Where the checkpoint of a step lies."""
-    return root / f"step-{step:08d}"
+    return root / step_name(step)
 
 
 def steps_in(root: Path) -> list[tuple[int, Path]]:
@@ -30,15 +37,35 @@ def steps_in(root: Path) -> list[tuple[int, Path]]:
     Raises:
         CheckpointError: `root` cannot be read.
     """
+    return [(step, root / place.name) for step, place in _steps(LocalFolder(root))]
+
+
+def all_in(folder: Folder) -> list[Folder]:
+    """The checkpoints in a place, whole or not, the newest first.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    return [place for _, place in _steps(folder)]
+
+
+def exists(place: Place) -> bool:
+    """Whether there is something in a place.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
     try:
-        if not root.is_dir():
-            return []
-        found = [
-            (int(match[1]), path) for path in root.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir()
-        ]
+        return place.sizes() is not None
     except OSError as error:
-        raise unreadable(root, error) from None
-    return sorted(found, reverse=True)
+        raise unreadable(place, error) from None
+
+
+def _steps(folder: Folder) -> list[tuple[int, Folder]]:
+    try:
+        return steps_of(folder)
+    except OSError as error:
+        raise unreadable(folder, error) from None
 
 
 @dataclass(frozen=True)
@@ -63,6 +90,7 @@ class Manifest:
         files: by name, relative to the checkpoint.
         format: of the checkpoint.
         base: of a checkpoint that holds adapters alone: see `meshwright.model.adapter_base.Base`.
+        is_signed: whether it has a signature, which has been checked if the place that it was read from has a key.
     """
 
     step: int
@@ -76,112 +104,136 @@ class Manifest:
     files: dict[str, StoredFile] = field(default_factory=dict)
     format: int = FORMAT
     base: dict[str, Any] | None = None
+    is_signed: bool = False
 
 
-def digests(directory: Path, names: Sequence[str]) -> dict[str, StoredFile]:
-    """Have files on disk; gives their sizes and checksums."""
-    return {name: _stored(directory / name, sync=True) for name in names}
-
-
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(where: Where) -> Manifest:
     """Read a checkpoint's manifest, and check that its files are there and have their sizes.
 
     Raises:
         TornCheckpointError: it was never completed, or is no longer whole.
+        ForeignCheckpointError: it is not signed with the key that its place has.
         CheckpointError: it is no directory, cannot be read, or is of another version of meshwright.
     """
+    place = place_of(where)
+    manifest, sizes = manifest_and_sizes(place)
+    for name in manifest.files:
+        reason = wrong_size(manifest, sizes, name)
+        if reason is not None:
+            raise broken(place, reason)
+    return manifest
+
+
+def manifest_and_sizes(place: Place) -> tuple[Manifest, dict[str, int]]:
+    """The manifest of a checkpoint, and bytes of the files that there are; raises as `read_manifest`."""
     try:
-        return _manifest(directory)
+        sizes = place.sizes()
+        if sizes is None:
+            raise CheckpointError(f"{place} is no checkpoint: it is no directory.{place.hint()}")
+        if MANIFEST not in sizes:
+            raise TornCheckpointError(
+                f"{place} is no checkpoint: it has no {MANIFEST}, so it was never completed.{place.hint()}"
+            )
+        with place.open(MANIFEST) as file:
+            content = file.read()
     except OSError as error:
-        raise unreadable(directory, error) from None
+        raise unreadable(place, error) from None
+    return _parsed(place, content), sizes
 
 
-def _manifest(directory: Path) -> Manifest:
-    path = directory / MANIFEST
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} is no checkpoint: it is no directory.{_others(directory)}")
-    if not path.is_file():
-        raise TornCheckpointError(
-            f"{directory} is no checkpoint: it has no {MANIFEST}, so it was never completed.{_others(directory)}"
-        )
+def _parsed(place: Place, text: bytes) -> Manifest:
     try:
-        text = path.read_bytes().decode()
-        content = json.loads(text)
-        is_whole = text == text_of(content)
+        content = json.loads(text.decode())
+        is_whole = text.decode() == text_of(content)
         version = content.pop("format")
         if version not in range(1, OF_ADAPTERS + 1):
             raise CheckpointError(
-                f"{directory} has format {version!r}, but this meshwright reads those up to {OF_ADAPTERS}. Load it "
+                f"{place} has format {version!r}, but this meshwright reads those up to {OF_ADAPTERS}. Load it "
                 f"with the version that has written it: {content.get('versions')}."
             )
+        signature = content.pop(SIGNATURE, None)
         checksum = content.pop("sha256")
         if not is_whole or checksum != digest(content):
             raise ValueError("its checksum is another")
         if version == 1:
             content["has_optimizer"] = None not in (content.pop("groups"), content.pop("values"))
         files = {_plain_name(name): StoredFile(**each) for name, each in content.pop("files").items()}
-        manifest = Manifest(**content, files=files, format=version)
+        manifest = Manifest(**content, files=files, format=version, is_signed=signature is not None)
         if (manifest.base is None) is (version == OF_ADAPTERS):
             raise ValueError("only one of adapters names a base")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise broken(directory, f"{MANIFEST} was altered or cut off ({error})") from None
-    for name, stored in manifest.files.items():
-        file = directory / name
-        size = file.stat().st_size if file.is_file() else None
-        if size != stored.size:
-            told = "is missing" if size is None else f"has {size} bytes instead of {stored.size}"
-            raise broken(directory, f"{name} {told}")
+        raise broken(place, f"{MANIFEST} was altered or cut off ({error})") from None
+    key = place.access.key
+    if key is not None and not key.has_signed(version, checksum, signature):
+        told = "is not signed" if signature is None else "is signed with another key"
+        raise ForeignCheckpointError(
+            f"the checkpoint {place} {told}, and a key is given (checkpoint.key_file, or --key-file). Give the key "
+            f"that it was signed with, or none if you trust it; or go on from another. It was neither changed nor "
+            f"removed."
+        )
     return manifest
 
 
-def verify(directory: Path, manifest: Manifest, names: Sequence[str]) -> None:
+def wrong_size(manifest: Manifest, sizes: Mapping[str, int], name: str) -> str | None:
+    """What is wrong with a file of a checkpoint by its size; None if nothing is."""
+    size, expected = sizes.get(name), manifest.files[name].size
+    if size == expected:
+        return None
+    return f"{name} is missing" if size is None else f"{name} has {size} bytes instead of {expected}"
+
+
+def verify(where: Where, manifest: Manifest, names: Sequence[str]) -> None:
     """Compare checksums of some of a checkpoint's files.
 
     Raises:
         TornCheckpointError: a file was altered.
         CheckpointError: a file cannot be read.
     """
+    directory = place_of(where)
     for name in names:
         try:
-            stored = _stored(directory / name)
+            stored = stored_in(directory, name)
         except OSError as error:
             raise unreadable(directory, error) from None
         if stored != manifest.files[name]:
             raise _changed(directory, name)
 
 
-def read_verified(directory: Path, manifest: Manifest, name: str) -> bytes:
+def read_verified(where: Where, manifest: Manifest, name: str) -> bytes:
     """The contents of one of a checkpoint's files, which are what was written.
 
     Raises:
         TornCheckpointError: the file was altered, or is none of the checkpoint.
         CheckpointError: it cannot be read.
     """
+    place = place_of(where)
     if name not in manifest.files:
-        raise broken(directory, f"{MANIFEST} names no {name}")
+        raise broken(place, f"{MANIFEST} names no {name}")
     try:
-        content = (directory / name).read_bytes()
+        with place.open(name) as file:
+            content = file.read()
     except OSError as error:
-        raise unreadable(directory, error) from None
+        raise unreadable(place, error) from None
     if StoredFile(len(content), hashlib.sha256(content).hexdigest()) != manifest.files[name]:
-        raise _changed(directory, name)
+        raise _changed(place, name)
     return content
 
 
-def broken(directory: Path, reason: str) -> TornCheckpointError:
+def broken(where: Where, reason: str) -> TornCheckpointError:
     """The error for a checkpoint that is not what was written."""
-    return TornCheckpointError(f"the checkpoint {directory} is not whole: {reason}.{_others(directory)}")
+    place = place_of(where)
+    return TornCheckpointError(f"the checkpoint {place} is not whole: {reason}.{place.hint()}")
 
 
-def unreadable(directory: Path, error: OSError) -> CheckpointError:
+def unreadable(where: Where, error: OSError) -> CheckpointError:
     """Not torn: it may be whole once the file system is well again."""
     return CheckpointError(
-        f"{directory} cannot be read: {error}. See to it that it can; or move it away, if it is not to be used."
+        f"{where} cannot be read: {error}. See to it that it can; or move it away, if it is not to be used."
     )
 
 
-def _changed(directory: Path, name: str) -> CheckpointError:
-    return broken(directory, f"the contents of {name} have changed since it was written")
+def _changed(place: Place, name: str) -> CheckpointError:
+    return broken(place, f"the contents of {name} have changed since it was written")
 
 
 def _plain_name(name: str) -> str:
@@ -192,20 +244,23 @@ def _plain_name(name: str) -> str:
     return name
 
 
-def _others(directory: Path) -> str:
-    """What else there is, for the end of a message."""
-    told = ""
-    if beside(directory, "replaced").is_dir() and not directory.exists():
-        told = f" A save over it was interrupted: its former contents are {beside(directory, 'replaced').name}."
-    names = [path.name for _, path in steps_in(directory.parent) if path != directory]
-    return told + (f" Others beside it: {', '.join(names[:5])}." if names else "")
+def stored_in(place: Place, name: str) -> StoredFile:
+    """Size and checksum of a file as it is. OSError: it cannot be read."""
+    with place.open(name) as file:
+        checksum = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+        return StoredFile(file.tell(), checksum)
 
 
-def _stored(path: Path, *, sync: bool = False) -> StoredFile:
-    with path.open("rb") as file:
-        if sync:
-            os.fsync(file.fileno())
-        return StoredFile(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+def sealed(manifest: Manifest, key: Key | None) -> str:
+    """A manifest as it is written, with its checksum and, if there is a key, a signature."""
+    content = asdict(manifest)
+    version = content.pop("format")
+    del content["is_signed"]
+    if manifest.base is None:
+        del content["base"]
+    checksum = digest(content)
+    signature = {} if key is None else {SIGNATURE: key.signature(version, checksum)}
+    return text_of({"format": version, "sha256": checksum, **signature, **content})
 
 
 def text_of(content: Mapping[str, Any]) -> str:

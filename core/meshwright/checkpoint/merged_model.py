@@ -32,11 +32,13 @@ from ..tensors.state import TensorKind
 from .adapter_files import adapter_configs_of, check_tensors_of
 from .export import Export, as_bytes, check_empty, written_whole
 from .manifest import read_manifest, verify
+from .opening import place_of
+from .places import LocalFolder, Place, Where
 from .stored_model import StoredModel
 
 
 def merge_adapter(
-    source: str | Path,
+    source: Where,
     output: str | Path,
     *,
     base: str | Path | None = None,
@@ -60,10 +62,10 @@ def merge_adapter(
         ModelError: the base is missing, or another.
         ConfigError: the output is in the way, or a size is none.
     """
-    source, output = Path(source), Path(output)
+    place, output = place_of(source), Path(output)
     check_empty(output)
     limit = as_bytes(max_shard_size)
-    merged, described = _opened(source, base, dtype, average=average)
+    merged, described = _opened(place, base, dtype, average=average)
     where = f"the base of {source}"
     export = Export(merged.whole, merged, described, None, limit, ranks=1, where=where)
     with written_whole(output) as writing:
@@ -177,13 +179,13 @@ class Merged:
 
 
 def _opened(
-    source: Path, base: str | Path | None, dtype: torch.dtype | None, *, average: bool
+    source: Place, base: str | Path | None, dtype: torch.dtype | None, *, average: bool
 ) -> tuple[Merged, list[tuple[Path, str]]]:
     """The merged model of a source, and what describes it beside the base's configuration."""
-    if (source / ADAPTER_CONFIG).is_file():
+    if isinstance(source, LocalFolder) and (source.path / ADAPTER_CONFIG).is_file():
         if average:
             raise ConfigError(f"{source} is the directory of an adapter, which has no average. Give a checkpoint.")
-        return _of_directory(source, base, dtype)
+        return _of_directory(source.path, base, dtype)
     manifest = read_manifest(source)
     verify(source, manifest, list(manifest.files))
     if manifest.base is None:
@@ -196,7 +198,7 @@ def _opened(
             f"merged, it does not say. Export it, and merge them with peft."
         )
     directory = _base_directory(Base(**manifest.base), base)
-    config = config_from_directory(stored.checkpoint / "huggingface", {}, with_weights=False)
+    config = config_from_directory(stored.directory, {}, with_weights=False)
     model, weights = open_pretrained(directory, config, dtype=dtype)
 
     def values(adapted: nn.Module) -> Values:

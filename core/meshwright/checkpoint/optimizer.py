@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ..base.errors import CheckpointError
 from ..tensors.state import OptimizerState, TensorKind
 from .agreement import Share
-from .manifest import MANIFEST, Manifest, broken, read_verified
+from .manifest import MANIFEST, Manifest, broken, read_verified, unreadable
+from .opening import place_of
+from .places import Place, Where
 from .values import OPTIMIZER, decoded, plain
 
 _PREFIX = "optimizer-"
@@ -43,33 +44,42 @@ def settings_of(optimizer: OptimizerState[Any] | None, share: Share) -> bytes | 
     return json.dumps(plain(content)).encode() if any(content.values()) else None
 
 
-def read_optimizer(directory: Path, manifest: Manifest, stored: Mapping[str, TensorKind]) -> OptimizerState[TensorKind]:
+def read_optimizer(where: Where, manifest: Manifest, stored: Mapping[str, TensorKind]) -> OptimizerState[TensorKind]:
     """What a checkpoint has of the optimizer.
 
     Args:
-        directory, manifest: of the checkpoint.
+        where, manifest: the checkpoint, and what it tells.
         stored: its tensors.
 
     Raises:
         CheckpointError: it has no optimizer, or was altered.
     """
+    place = place_of(where)
     if not manifest.has_optimizer:
         raise CheckpointError(
-            f"the checkpoint {directory} holds a model without an optimizer. Load it before build_optimizer."
+            f"the checkpoint {place} holds a model without an optimizer. Load it before build_optimizer."
         )
     names = [MANIFEST] if manifest.format == 1 else [name for name in manifest.files if name.startswith(_PREFIX)]
     found: OptimizerState[TensorKind] = OptimizerState()
     for name in names:
         # In format 1 the manifest, which has been verified, has them.
-        text = (directory / name).read_bytes() if name == MANIFEST else read_verified(directory, manifest, name)
+        text = _read(place, name) if name == MANIFEST else read_verified(place, manifest, name)
         try:
             content = json.loads(text)
             found.groups += decoded(content["groups"])
             found.values.update(decoded(content["values"]))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
-            raise broken(directory, f"{name} tells of no optimizer ({type(error).__name__}: {error})") from None
+            raise broken(place, f"{name} tells of no optimizer ({type(error).__name__}: {error})") from None
     for full, kind in stored.items():
         if full.startswith(OPTIMIZER):
             name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
             found.tensors.setdefault(name, {})[key] = kind
     return found
+
+
+def _read(place: Place, name: str) -> bytes:
+    try:
+        with place.open(name) as file:
+            return file.read()
+    except OSError as error:
+        raise unreadable(place, error) from None

@@ -5,13 +5,10 @@ See `meshwright.checkpoint.index` for where they lie. Nothing but the elements t
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO
 
 import torch
@@ -19,44 +16,39 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError
 from ..tensors.pieces import Piece, Sharded
+from .drafts import Draft
 from .index import Index, StoredPiece
 from .manifest import StoredFile
+from .opening import place_of
+from .places import Place, Where
 
 
-def write_tensors(path: Path, tensors: Iterable[Tensor]) -> StoredFile:
-    """Write tensors into a file, and have it on disk.
+def write_tensors(draft: Draft, name: str, tensors: Sequence[Tensor]) -> StoredFile:
+    """Write tensors into a file of a checkpoint, and have it stored.
 
     Raises:
         OSError: the disk does not take it.
     """
-    digest, size = hashlib.sha256(), 0
-    with path.open("wb") as file:
-        for tensor in tensors:
-            content = _bytes_of(tensor.detach().to("cpu").contiguous())
-            file.write(content)
-            digest.update(content)
-            size += content.nbytes
-        file.flush()
-        os.fsync(file.fileno())
-    return StoredFile(size, digest.hexdigest())
+    return draft.write(name, lambda: (_bytes_of(each.detach().to("cpu").contiguous()) for each in tensors))
 
 
-def read_tensors(directory: Path, index: Index, tensors: Mapping[str, Sharded]) -> None:
+def read_tensors(where: Where, index: Index, tensors: Mapping[str, Sharded]) -> None:
     """Fill this rank's pieces of tensors from a checkpoint. No communication.
 
     Args:
-        directory: of the checkpoint.
+        where: the checkpoint.
         index: of it.
         tensors: by name; their shapes are those of the index. Other dtypes are converted to.
 
     Raises:
         CheckpointError: it lacks elements, or a file cannot be read.
     """
-    parts = [part for name, sharded in tensors.items() for part in _parts(directory, index, name, sharded)]
+    place = place_of(where)
+    parts = [part for name, sharded in tensors.items() for part in _parts(place, index, name, sharded)]
     parts.sort(key=lambda part: (part.stored.file, part.stored.begin))
     try:
         for number, some in itertools.groupby(parts, key=lambda part: part.stored.file):
-            with (directory / index.files[number]).open("rb") as file:
+            with place.open(index.files[number]) as file:
                 for part in some:
                     whole = index.whole_piece(file, part.stored)
                     if whole is None:
@@ -64,7 +56,7 @@ def read_tensors(directory: Path, index: Index, tensors: Mapping[str, Sharded]) 
                     else:
                         part.take(whole)
     except OSError as error:
-        raise CheckpointError(f"the checkpoint {directory} cannot be read: {error}.") from error
+        raise CheckpointError(f"the checkpoint {place} cannot be read: {error}.") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +96,7 @@ class _Part:
         return zip(self.offsets, offsets, self.sizes, strict=True)
 
 
-def _parts(directory: Path, index: Index, name: str, sharded: Sharded) -> list[_Part]:
+def _parts(place: Place, index: Index, name: str, sharded: Sharded) -> list[_Part]:
     """What is to be read for a tensor.
 
     Raises:
@@ -123,7 +115,7 @@ def _parts(directory: Path, index: Index, name: str, sharded: Sharded) -> list[_
             found.append(_Part(each, stored.dtype, piece, first, sizes))
             missing -= math.prod(sizes)
         if missing:
-            raise CheckpointError(f"the checkpoint {directory} is not whole: {name} lacks {missing} elements.")
+            raise CheckpointError(f"the checkpoint {place} is not whole: {name} lacks {missing} elements.")
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,10 @@ import torch
 from .format1 import read_metadata
 from .index import INDEX, Index, StoredTensor, check_tensors, dtype_named
 from .manifest import Manifest, StoredFile, broken, read_verified
+from .places import Where
 
 
-def read_index(directory: Path, manifest: Manifest) -> Index:
+def read_index(directory: Where, manifest: Manifest) -> Index:
     """Read the index of a checkpoint, of any format that can be read. Nothing in it is run.
 
     Raises:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,13 @@ from ..strategy.contract import StrategyManager
 from ..tensors.ownership import Rectangle
 from ..tensors.pieces import Sharded
 from .agreement import Agreement
-from .directory import HUGGING_FACE, begin, commit, discard
+from .directory import HUGGING_FACE
+from .drafts import draft_of
 from .index import INDEX, payload_name
-from .manifest import FORMAT, OF_ADAPTERS, Manifest, StoredFile, digests
+from .manifest import FORMAT, OF_ADAPTERS, Manifest, StoredFile
 from .optimizer import settings_name, settings_of
 from .payload import write_tensors
+from .places import Folder
 from .schedule import note_rates
 from .values import RANDOM, flat, plain, random_state
 
@@ -40,13 +44,13 @@ class Saving:
         agreement: of the checkpoints before it, of the same run.
 
     Raises:
-        CheckpointError: the directory cannot be made, or a value is none of JSON; on all ranks.
+        CheckpointError: a value is none of JSON; on all ranks.
     """
 
     def __init__(
         self,
         manager: StrategyManager,
-        directory: Path,
+        place: Folder,
         group: dist.ProcessGroup,
         *,
         step: int,
@@ -56,7 +60,7 @@ class Saving:
         with_optimizer: bool = True,
         agreement: Agreement | None = None,
     ) -> None:
-        self._final = directory
+        self._place = place
         self._group = group
         self._world = manager.mesh.world
         if scheduler is not None:
@@ -91,10 +95,9 @@ class Saving:
             base=None if known is None else known.base.told(),
             **told_settings,
         )
-        self._writing = directory.with_name(f"{directory.name}.writing")
+        self._draft = draft_of(place)
         self._describing = [getattr(parts[0], "config", None), tokenizer]
         self._model, self._adapters = parts[0], adapter_configs(parts[0])
-        self._world.together(lambda: begin(self._final) if self._world.rank == 0 else None)
 
     def detach(self) -> None:
         """Copy what this rank writes, so that training can go on."""
@@ -106,6 +109,7 @@ class Saving:
         Raises:
             CheckpointError: on all ranks; what there is of it is removed.
         """
+        self._begin()
         error: str | None = None
         files: dict[str, StoredFile] = {}
         try:
@@ -116,8 +120,20 @@ class Saving:
         error = self._agreed(error, files)
         if error is not None:
             if self._world.rank == 0:
-                discard(self._writing)
-            raise CheckpointWriteError(f"the checkpoint {self._final} could not be written: {error}")
+                self._draft.discard()
+            raise CheckpointWriteError(f"the checkpoint {self._place} could not be written: {error}")
+
+    def _begin(self) -> None:
+        """Have the first rank make room. Collective; raises as `write`, and nothing is removed then."""
+        box: list[CheckpointWriteError | None] = [None]
+        if self._world.rank == 0:
+            try:
+                self._draft.begin()
+            except CheckpointWriteError as error:
+                box[0] = error
+        dist.broadcast_object_list(box, group=self._group, group_src=0)
+        if box[0] is not None:
+            raise box[0]
 
     def _write_own(self) -> dict[str, StoredFile]:
         """Write this rank's files, and on the first rank those that there is one of."""
@@ -126,20 +142,24 @@ class Saving:
             texts[settings_name(rank)] = self._settings
         if self._index is not None:
             texts[INDEX] = self._index
-        for name, text in texts.items():
-            (self._writing / name).write_bytes(text)
-        names = list(texts)
         if rank == 0:
-            save_code(self._model, self._writing / HUGGING_FACE)
+            texts |= self._described()
+        payload = payload_name(rank)
+        files = {payload: write_tensors(self._draft, payload, self._tensors)}
+        return files | {name: self._draft.write(name, partial(list, [text])) for name, text in texts.items()}
+
+    def _described(self) -> dict[str, bytes]:
+        """The files of Hugging Face, which its classes write into a directory of this machine."""
+        with tempfile.TemporaryDirectory(prefix="meshwright-") as made:
+            directory = Path(made, HUGGING_FACE)
+            save_code(self._model, directory)
             for each in self._describing:
                 if each is not None:
-                    each.save_pretrained(self._writing / HUGGING_FACE)
+                    each.save_pretrained(directory)
             for name, each in self._adapters.items():
-                each.save_pretrained(self._writing / HUGGING_FACE / adapter_folder(name))
-            found = (self._writing / HUGGING_FACE).rglob("*")
-            names += sorted(path.relative_to(self._writing).as_posix() for path in found if path.is_file())
-        payload = payload_name(rank)
-        return {payload: write_tensors(self._writing / payload, self._tensors), **digests(self._writing, names)}
+                each.save_pretrained(directory / adapter_folder(name))
+            found = sorted(path for path in directory.rglob("*") if path.is_file())
+            return {path.relative_to(made).as_posix(): path.read_bytes() for path in found}
 
     def _agreed(self, error: str | None, files: dict[str, StoredFile]) -> str | None:
         """Let the first rank complete the checkpoint if all ranks have written theirs; what went wrong otherwise."""
@@ -153,7 +173,7 @@ class Saving:
             if box[0] is None:
                 every = {name: stored for _, each in found for name, stored in each.items()}
                 try:
-                    commit(self._writing, self._final, replace(self._manifest, files=every))
+                    self._draft.commit(replace(self._manifest, files=every))
                 except OSError as caught:
                     box[0] = str(caught)
         dist.broadcast_object_list(box, group=self._group, group_src=0)

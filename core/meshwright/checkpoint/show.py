@@ -10,39 +10,39 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.errors import CheckpointError
-from .format1 import METADATA
-from .index import INDEX, Index, StoredTensor, dtype_name
-from .manifest import MANIFEST, Manifest, read_manifest, steps_in, verify
+from .index import Index, StoredTensor, dtype_name
+from .keys import ForeignCheckpointError
+from .manifest import Manifest, read_manifest, verify
+from .opening import place_of
+from .places import Folder, Place
 from .read_index import read_index
 from .values import MODEL, OPTIMIZER
+from .verifying import found_in
 
 
-def shown(directory: Path) -> tuple[Group, bool]:
+def shown(where: str | Path | Folder) -> tuple[Group, bool]:
     """A table of a checkpoint, or of all checkpoints in a directory of them; and whether all are whole.
 
     Raises:
         CheckpointError: there is none.
     """
-    found = [path for _, path in steps_in(directory)]
-    if not found:
-        if not any((directory / name).exists() for name in (MANIFEST, INDEX, METADATA)):
-            read_manifest(directory)
-        found = [directory]
     table = Table("checkpoint", "step", "strategy", "mesh", "parameters", "dtypes", "model", "optimizer", "state")
     problems = []
-    for path in found:
-        columns, problem = _read(path)
-        table.add_row(path.name, *(columns or ("",) * 7), _state(problem))
+    for place in found_in(place_of(where)):
+        columns, problem = _read(place)
+        table.add_row(place.name, *(columns or ("",) * 7), _state(problem))
         if problem:
             problems.append(Text(problem))
     return Group(table, *problems), not problems
 
 
-def _read(path: Path) -> tuple[tuple[str, ...] | None, str]:
+def _read(place: Place) -> tuple[tuple[str, ...] | None, str]:
     try:
-        manifest = read_manifest(path)
-        verify(path, manifest, list(manifest.files))
-        return _columns(manifest, read_index(path, manifest)), ""
+        manifest = read_manifest(place)
+        verify(place, manifest, list(manifest.files))
+        return _columns(manifest, read_index(place, manifest)), ""
+    except ForeignCheckpointError:
+        raise
     except CheckpointError as error:
         return None, str(error)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from ..model.remote_code import check_needs_no_code
 from ..tensors.pieces import Sharded, tensor_pieces
 from .directory import HUGGING_FACE
 from .manifest import Manifest
+from .on_disk import on_this_machine
 from .payload import read_tensors
+from .places import Place
 from .read_index import read_index
 from .values import AVERAGES, MODEL
 
@@ -32,15 +34,19 @@ class StoredModel:
         CheckpointError: there are none.
 
     Attributes:
-        checkpoint, manifest: its directory, and what it tells.
-        described: its files of Hugging Face: where each is, and its name there.
+        checkpoint, manifest: its place, and what it tells.
+        directory: of its files of Hugging Face, on this machine.
+        described: these: where each is, and its name there.
         kinds: shape and dtype of each tensor.
     """
 
-    def __init__(self, checkpoint: Path, manifest: Manifest, *, average: bool = False) -> None:
+    def __init__(self, checkpoint: Place, manifest: Manifest, *, average: bool = False) -> None:
         self.checkpoint, self.manifest = checkpoint, manifest
-        names = [PurePath(name) for name in manifest.files if PurePath(name).parts[0] == HUGGING_FACE]
-        self.described = [(checkpoint / name, name.relative_to(HUGGING_FACE).as_posix()) for name in names]
+        names = [name for name in manifest.files if PurePath(name).parts[0] == HUGGING_FACE]
+        held = on_this_machine(checkpoint, manifest, names)
+        # Where it is a copy, it goes when this does.
+        self._held, self.directory = held, held.path / HUGGING_FACE
+        self.described = [(held.path / name, PurePath(name).relative_to(HUGGING_FACE).as_posix()) for name in names]
         self._index = read_index(checkpoint, manifest)
         self._average = average
         if average and not any(name.startswith(AVERAGES) for name in self._index.kinds):
@@ -78,7 +84,7 @@ def model_on_meta(source: StoredModel, *, adapted: bool = False) -> nn.Module:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     checkpoint, stored = source.checkpoint, source.kinds
-    directory = checkpoint / HUGGING_FACE
+    directory = source.directory
     if "config.json" not in [name for _, name in source.described]:
         raise CheckpointError(
             f"the checkpoint {checkpoint} has no configuration of a Hugging Face model, so it cannot be exported."

@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
+from .checkpoint import KeyFile, place_given
 from .errors import told
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="The checkpoint.")],
+    checkpoint: Annotated[str, typer.Argument(help="The checkpoint: a directory, or a URL.")],
     output: Annotated[Path, typer.Argument(help="The Hugging Face directory to write: new, or empty.")],
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 ... for the weights; as they were saved otherwise.")
@@ -30,6 +31,7 @@ def export(
     base: Annotated[
         str | None, typer.Option(help="With --merge: where the base is, if it is not where it was in training.")
     ] = None,
+    key_file: KeyFile = None,
 ) -> None:
     """Write the model of a checkpoint as a Hugging Face directory, with one process and no network.
 
@@ -44,15 +46,22 @@ def export(
             raise ConfigError("--base is of --merge: what is written without it holds no base. Leave it out.")
         if trust_remote_code is not None:
             from ..checkpoint.directory import HUGGING_FACE
+            from ..checkpoint.opening import is_url
             from ..model.remote_code import trust_code
 
-            trust_code(checkpoint / HUGGING_FACE, trust_remote_code, commit=None, where="--trust-remote-code")
+            if is_url(checkpoint):
+                raise ConfigError(
+                    f"--trust-remote-code is of code that you have read, and {checkpoint} is elsewhere. Copy the "
+                    f"checkpoint into a directory, and export it from there."
+                )
+            trust_code(Path(checkpoint) / HUGGING_FACE, trust_remote_code, commit=None, where="--trust-remote-code")
+        place = place_given(checkpoint, key_file)
         if merge:
             from ..checkpoint.merged_model import merge_adapter
 
-            merge_adapter(checkpoint, output, base=base, dtype=chosen, max_shard_size=max_shard_size, average=ema)
+            merge_adapter(place, output, base=base, dtype=chosen, max_shard_size=max_shard_size, average=ema)
         else:
             from ..checkpoint.export import export_checkpoint
 
-            export_checkpoint(checkpoint, output, dtype=chosen, max_shard_size=max_shard_size, average=ema)
+            export_checkpoint(place, output, dtype=chosen, max_shard_size=max_shard_size, average=ema)
     sys.stdout.write(f"written {output}\n")

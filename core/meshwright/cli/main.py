@@ -15,7 +15,7 @@ from ..strategy.registry import Failure, Registry, get_registry
 from . import data, profile
 from .about import about
 from .check import check
-from .checkpoint import show
+from .checkpoint import show, verify
 from .doctor import doctor
 from .errors import told
 from .explain import explain
@@ -37,6 +37,7 @@ app = typer.Typer(
 )
 checkpoints = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
 checkpoints.command()(show)
+checkpoints.command()(verify)
 data_commands = typer.Typer(help="Look at the data of a run.", no_args_is_help=True)
 data_commands.command()(data.show)
 profiles = typer.Typer(help="Look at profiles of steps.", no_args_is_help=True)

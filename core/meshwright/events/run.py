@@ -67,13 +67,13 @@ class SavedCheckpoint:
     whose values have been taken. One that cannot be written is told by the error that follows.
 
     Attributes:
-        path: its directory.
+        path: its directory, or its URL.
         seconds: that the loop was held up by.
         is_best: whether it was saved because its loss is among the best.
     """
 
     step: int
-    path: Path
+    path: Path | str
     seconds: float
     rank: int
     is_best: bool = False

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -52,10 +53,11 @@ def draw_loss_curve(results: Sequence[StepResult], path: Path, *, of_tokens: boo
 
 
 def draw_metrics(metrics: Path, path: Path, *, of_tokens: bool = True) -> None:
-    """The same of the steps that a file of metrics holds; nothing where it holds none."""
-    results = read_metrics(metrics, until=sys.maxsize, steps=0)
-    if results:
-        draw_loss_curve(results, path, of_tokens=of_tokens)
+    """The same of the steps that a file of metrics holds; nothing where it holds none, or the disk takes none."""
+    with suppress(OSError):
+        results = read_metrics(metrics, until=sys.maxsize, steps=0)
+        if results:
+            draw_loss_curve(results, path, of_tokens=of_tokens)
 
 
 class Curve:

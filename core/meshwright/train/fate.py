@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import CheckpointError, ConfigError
-from ..checkpoint import read_manifest, steps_in
-from .files import AVERAGED_MODEL, CHECKPOINTS, MODEL, RUN, SUMMARY
+from ..checkpoint import read_manifest
+from ..checkpoint.manifest import all_in
+from ..checkpoint.places import Folder, LocalFolder
+from .files import AVERAGED_MODEL, MODEL, RUN, SUMMARY
 from .run_file import RunConfig, load_run
 from .run_sections import EvalConfig, MetricsConfig
+from .saved import named_place, saved_by
 
 NEVER, AUTO = "never", "auto"
 _WATCH: dict[str, Any] = {"eval": EvalConfig()}
@@ -78,18 +81,17 @@ def _fate(config: RunConfig, directory: Path, steps: int | None) -> Fate:
     if is_finished(config):
         return Fate.DONE
     if source not in (AUTO, NEVER):
-        given = given_directory(source)
-        if began_from(directory, given):
+        given = named_place(config, source)
+        if began_from(config, given):
             # It may be gone: retention knows only what the run has saved.
             return Fate.GO_ON
         read_manifest(given)
-        if directory.resolve() in given.parents:
+        if lies_within(given, saved_by(config)):
             return Fate.GO_ON
     finished = (directory / SUMMARY).exists()
-    if source == AUTO and not finished:
-        has_checkpoints = bool(steps_in(directory / CHECKPOINTS))
-        if has_checkpoints or (config.checkpoint.saves and (directory / RUN).exists()):
-            return Fate.GO_ON
+    begun = config.checkpoint.saves and (directory / RUN).exists()
+    if source == AUTO and not finished and (all_in(saved_by(config)) or begun):
+        return Fate.GO_ON
     if source == AUTO and finished:
         fate = _fate_of_finished(config, directory, steps)
         if fate is not None:
@@ -108,10 +110,10 @@ def _fate_of_finished(config: RunConfig, directory: Path, steps: int | None) -> 
     """Whether a finished run is to go on; None where it is not."""
     if steps is None:
         return Fate.GO_ON
-    has_checkpoints = bool(steps_in(directory / CHECKPOINTS))
+    has_some = all_in(saved_by(config))
     summary, before = _read_summary(directory), _run_before(directory)
     if steps > (done := summary["of_steps"]):
-        if has_checkpoints:
+        if has_some:
             return Fate.GO_ON
         raise ConfigError(
             f"steps={steps}, but the run in output_dir={config.output_dir!r} has finished with {done} and has "
@@ -120,7 +122,7 @@ def _fate_of_finished(config: RunConfig, directory: Path, steps: int | None) -> 
         )
     # It has stopped early, and may be told to be more patient.
     stopped = summary["steps"] < done
-    if stopped and has_checkpoints and before is not None and _trains(before, **_WATCH) == _trains(config, **_WATCH):
+    if stopped and has_some and before is not None and _trains(before, **_WATCH) == _trains(config, **_WATCH):
         return Fate.GO_ON
     return None
 
@@ -146,8 +148,9 @@ def _holds_something(directory: Path) -> bool:
     return directory.is_dir() and any(not path.name.startswith(".lock") for path in directory.iterdir())
 
 
-def given_directory(source: str) -> Path:
-    return Path(source).expanduser().resolve()
+def lies_within(place: Folder, root: Folder) -> bool:
+    """Whether a checkpoint is one of those in a place, or was set aside there."""
+    return place.parent.is_same(root) or place.parent.parent.is_same(root)
 
 
 def _run_before(directory: Path) -> RunConfig | None:
@@ -158,26 +161,27 @@ def _run_before(directory: Path) -> RunConfig | None:
         return None
 
 
-def named_before(directory: Path) -> Path | None:
+def named_before(config: RunConfig) -> Folder | None:
     """The checkpoint that the run file in an output directory names."""
-    before = _run_before(directory)
+    before = _run_before(Path(config.output_dir))
     return (
         None
         if before is None or before.resumption.source in (AUTO, NEVER)
-        else given_directory(before.resumption.source)
+        else named_place(config, before.resumption.source)
     )
 
 
-def began_from(directory: Path, given: Path) -> bool:
-    """Whether the unfinished run in a directory has begun with a checkpoint, there or elsewhere."""
-    if (directory / SUMMARY).exists():
+def began_from(config: RunConfig, given: Folder) -> bool:
+    """Whether the unfinished run in its directory has begun with a checkpoint, there or elsewhere."""
+    if (Path(config.output_dir) / SUMMARY).exists():
         return False
-    return named_before(directory) == given or any(
-        _named(path) == str(given) for _, path in steps_in(directory / CHECKPOINTS)
+    before = named_before(config)
+    return (before is not None and before.is_same(given)) or any(
+        _named(place) == str(given) for place in all_in(saved_by(config))
     )
 
 
-def _named(checkpoint: Path) -> str | None:
+def _named(checkpoint: Folder) -> str | None:
     try:
         return read_manifest(checkpoint).extra.get("named")
     except CheckpointError:
@@ -199,8 +203,10 @@ def _read_summary(directory: Path) -> dict[str, Any]:
 
 def _check_not_needed(config: RunConfig, directory: Path) -> None:
     """Refuse to replace what the run begins with."""
-    for name in (MODEL, AVERAGED_MODEL, CHECKPOINTS):
-        replaced = (directory / name).resolve()
+    saved = saved_by(config)
+    own = {directory / name for name in (MODEL, AVERAGED_MODEL)}
+    for name in own | ({saved.path} if isinstance(saved, LocalFolder) else set()):
+        replaced = name.resolve()
         for key, path in (
             ("model.path", config.model.get("path")),
             ("model.checkpoint", config.model.get("checkpoint")),
@@ -208,6 +214,4 @@ def _check_not_needed(config: RunConfig, directory: Path) -> None:
             ("data.tokenizer", config.data.tokenizer),
         ):
             if path is not None and replaced in (source := Path(path).expanduser().resolve(), *source.parents):
-                raise ConfigError(
-                    f"{key}={path!r} lies in what this run replaces ({directory / name}). Name another output_dir."
-                )
+                raise ConfigError(f"{key}={path!r} lies in what this run replaces ({name}). Name another output_dir.")

@@ -34,51 +34,58 @@ def id_of(directory: Path) -> str:
 
 def note(directory: Path, event: str, **values: Any) -> None:
     """Add a line. A disk that takes none is told in a warning, and ends no run."""
-    try:
-        with (directory / EVENTS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": time.time(), "event": event, **values}, default=str) + "\n")
-    except OSError as error:
-        warnings.warn(f"{directory / EVENTS} cannot be written: {error}. The run goes on.", stacklevel=2)
+    Journal(directory).note(event, **values)
 
 
 class Journal:
-    """The first rank's observer that writes them.
+    """The first rank's observer that writes them. A disk that takes none is told once.
 
     Args:
         directory: of the run.
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self._path = directory / EVENTS
+        self._has_told = False
         self._stragglers = NewStragglers()
+
+    def note(self, event: str, **values: Any) -> None:
+        """Add a line, as far as the disk takes it."""
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"time": time.time(), "event": event, **values}, default=str) + "\n")
+        except OSError as error:
+            if not self._has_told:
+                warnings.warn(f"{self._path} cannot be written: {error}. The run goes on.", stacklevel=2)
+            self._has_told = True
 
     @hookimpl
     def on_run_start(self, run: RunInfo) -> None:
         told = {name: value for name, value in vars(run).items() if name not in ("config", "directory", "rank")}
-        note(self._directory, "start", **told)
+        self.note("start", **told)
 
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
         for each in self._stragglers.of(result):
-            note(self._directory, "straggler", step=result.step, **without_nan(each))
+            self.note("straggler", step=result.step, **without_nan(each))
 
     @hookimpl
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        note(self._directory, "evaluation", **{**asdict(evaluation), "losses": without_nan(evaluation.losses)})
+        self.note("evaluation", **{**asdict(evaluation), "losses": without_nan(evaluation.losses)})
 
     @hookimpl
     def on_bad_step(self, bad: BadStep) -> None:
-        note(self._directory, "bad step", **asdict(bad))
+        self.note("bad step", **asdict(bad))
 
     @hookimpl
     def on_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
-        note(self._directory, "checkpoint", **asdict(checkpoint))
+        self.note("checkpoint", **asdict(checkpoint))
 
     @hookimpl
     def on_fault(self, fault: Fault) -> None:
-        note(self._directory, "fault", **asdict(fault))
+        self.note("fault", **asdict(fault))
 
     @hookimpl
     def on_run_end(self, summary: RunSummary) -> None:
         told = {name: value for name, value in vars(summary).items() if name != "run"}
-        note(self._directory, "end", **{**told, "evaluations": without_nan(summary.evaluations)})
+        self.note("end", **{**told, "evaluations": without_nan(summary.evaluations)})

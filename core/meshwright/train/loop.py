@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..base.errors import BatchError, CheckpointError, TrainingError
-from ..checkpoint.manifest import step_directory
+from ..checkpoint.places import path_or_url
 from ..events.run import SavedCheckpoint
 from ..events.step import StepResult
 from ..launch.stopping import Stopped, StopSignals
@@ -223,8 +223,8 @@ class _Course:
         self.saved_at = loop.clock()
         seconds = time.perf_counter() - start
         self.saving = {"save": seconds}
-        path = step_directory(loop.checkpointer.root, result.step)
-        self.told.checkpoint(SavedCheckpoint(result.step, path, seconds, result.rank, is_best))
+        place = loop.checkpointer.place(result.step)
+        self.told.checkpoint(SavedCheckpoint(result.step, path_or_url(place), seconds, result.rank, is_best))
 
     def stopped(self, number: int, signals: StopSignals, results: list[StepResult]) -> Stopped:
         """Save what is not saved, and wait until it is on disk everywhere. Collective."""

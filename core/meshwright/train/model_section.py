@@ -29,6 +29,11 @@ def check_model_section(value: dict[str, Any]) -> dict[str, Any]:
     for key in ("path", "checkpoint"):
         if key in value:
             check_path(value[key])
+    if "://" in value.get("checkpoint", ""):
+        raise ValueError(
+            f"checkpoint={value['checkpoint']!r} is a URL, and weights to begin with are read from a directory; export "
+            f"it first: meshwright export URL DIR, and path: DIR"
+        )
     for key in ("revision", "trust_remote_code"):
         if key in value and "path" not in value:
             raise ValueError(f"{key} is of a model at path, and there is none")

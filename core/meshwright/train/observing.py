@@ -92,7 +92,13 @@ def observed(
         if mesh.rank == 0:
             metrics = directory / METRICS
             reporter = held.enter_context(
-                Reporter(metrics, log_every=config.log_every, console=console, earlier=earlier)
+                Reporter(
+                    metrics,
+                    log_every=config.log_every,
+                    console=console,
+                    earlier=earlier,
+                    on_error=config.checkpoint.on_error,
+                )
             )
             curve = held.enter_context(Curve(metrics, directory / CURVE, of_tokens=config.objective is None))
             held.enter_context(observing(reporter, curve, Journal(directory)))

@@ -18,8 +18,12 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from ..base.errors import ConfigError
-from ..checkpoint import export_checkpoint, save_checkpoint, steps_in
+from ..checkpoint import export_checkpoint, save_checkpoint
 from ..checkpoint.directory import best_of, put_in_place
+from ..checkpoint.drafts import remove_all
+from ..checkpoint.manifest import all_in
+from ..checkpoint.opening import place_of
+from ..checkpoint.places import Access
 from ..data import load_tokenizer
 from ..data.encoding.chat_template import read_chat_template
 from ..events.step import StepResult
@@ -46,6 +50,7 @@ from .report import shown
 from .run_file import RunConfig, as_plain
 from .run_sections import HELD_OUT
 from .sample import generate_sample, load_trained
+from .saved import is_elsewhere, saved_by
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -106,6 +111,8 @@ def prepare_output(config: RunConfig, *, replaces: bool) -> None:
     directory = Path(config.output_dir)
     try:
         if replaces:
+            if is_elsewhere(config):
+                remove_all(saved_by(config))
             for name in (CHECKPOINTS, MODEL, AVERAGED_MODEL, RANKS, TIMELINE, DIRECTORY, FAULTS):
                 if (directory / name).is_dir():
                     shutil.rmtree(directory / name)
@@ -142,7 +149,9 @@ def export(manager: StrategyManager, config: RunConfig, plan: Plan, *, step: int
     world.progress.enter("exporting")
     checkpoint, model, averaged = (directory / name for name in (_CHECKPOINT_OF_MODEL, _NEW_MODEL, _NEW_AVERAGED))
     tokenizer = run_tokenizer(config, plan)
-    save_checkpoint(manager, checkpoint, step=step, tokenizer=tokenizer, with_optimizer=False)
+    # It is soon gone again, and needs no signature.
+    place = place_of(checkpoint, Access(retries=config.checkpoint.retries))
+    save_checkpoint(manager, place, step=step, tokenizer=tokenizer, with_optimizer=False)
     export_checkpoint(checkpoint, model, world=world)
     if exports_average(config):
         export_checkpoint(checkpoint, averaged, average=True, world=world)
@@ -216,10 +225,9 @@ def _best_checkpoints(config: RunConfig) -> list[dict[str, Any]]:
     best = config.checkpoint.keep_best
     if best is None:
         return []
-    paths = [path for _, path in steps_in(Path(config.output_dir) / CHECKPOINTS)]
     return [
-        {"step": step, "set": best.set, "loss": loss, "checkpoint": str(path)}
-        for loss, step, path in best_of(paths, best.set, best.n)
+        {"step": step, "set": best.set, "loss": loss, "checkpoint": str(place)}
+        for loss, step, place in best_of(all_in(saved_by(config)), best.set, best.n)
     ]
 
 

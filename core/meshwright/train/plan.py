@@ -49,6 +49,7 @@ from .resume import check_source
 from .run_file import RunConfig, ScheduleConfig
 from .run_model import RunModel, find_model
 from .run_sections import HELD_OUT
+from .saved import check_place
 from .trackers import chosen
 
 
@@ -87,6 +88,7 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
     stack, degrees, micro_batch_size = layout_of(config, world_size)
     chosen(config.trackers)
     check_restarts(config)
+    check_place(config, world_size)
     check_output(config, config.steps)
     device, groups = find_device(config.device), config.optimizer.groups
     if config.steps is not None:

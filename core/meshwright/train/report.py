@@ -8,17 +8,19 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..base.errors import TrainingError
 from ..events.run import BadStep
 from ..events.step import StepResult
 from ..files.parsing import parse_json
 from ..launch.stopping import Stopped
 from ..strategy.hooks import hookimpl
 from .files import SUMMARY
+from .lines import Lines
 from .optimizer_config import AVERAGED
 from .run_file import RunConfig
 
@@ -45,14 +47,28 @@ class Reporter:
         log_every: steps between lines where the console is no terminal.
         console: where to draw.
         earlier: steps of the run before it was interrupted, which the file holds first.
+        on_error: what a disk that takes nothing does: ends the run; or is told once, and the file has all steps when it
+            takes something again.
+
+    Raises:
+        TrainingError: in a step, if `on_error` is "stop".
     """
 
-    def __init__(self, metrics: Path, *, log_every: int, console: Console, earlier: Sequence[StepResult] = ()) -> None:
-        self._earlier = earlier
+    def __init__(
+        self,
+        metrics: Path,
+        *,
+        log_every: int,
+        console: Console,
+        earlier: Sequence[StepResult] = (),
+        on_error: Literal["stop", "continue"] = "stop",
+    ) -> None:
+        self._earlier, self._on_error = earlier, on_error
         self._metrics = metrics
         self._log_every = log_every
         self._console = console
-        self._file: IO[str] | None = None
+        self._lines: Lines | None = None
+        self._has_told = False
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -66,7 +82,7 @@ class Reporter:
         self._stragglers = NewStragglers()
 
     def __enter__(self) -> Reporter:
-        self._file = _begun_with(self._metrics, self._earlier)
+        self._lines = _begun_with(self._metrics, self._earlier)
         self._progress.start()
         return self
 
@@ -74,14 +90,14 @@ class Reporter:
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._progress.stop()
-        if self._file is not None:
-            self._file.close()
+        if self._lines is not None:
+            self._lines.close()
 
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
-        if self._file is not None:
-            self._file.write(_line(result))
-            self._file.flush()
+        error = self._lines.add(_line(result)) if self._lines is not None else None
+        if error is not None:
+            self._tell(error)
         for each in self._stragglers.of(result):
             told = (
                 f"step {result.step}: rank {each['rank']} is a straggler: {each['seconds']:.3g} s of a step are its "
@@ -107,17 +123,25 @@ class Reporter:
 
     def _go_back(self, step: int, steps: int) -> None:
         """The file tells of the course that the run is in."""
-        if self._file is not None:
-            self._file.close()
-            self._file = _begun_with(self._metrics, read_metrics(self._metrics, until=step, steps=steps))
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = _begun_with(self._metrics, read_metrics(self._metrics, until=step, steps=steps))
+
+    def _tell(self, error: OSError) -> None:
+        told = f"{self._metrics} cannot be written: {error}."
+        if self._on_error == "stop":
+            raise TrainingError(f"{told} Make room, and start the same command again; or checkpoint.on_error=continue.")
+        if not self._has_told:
+            self._has_told = True
+            warnings.warn(f"{told} Training goes on (checkpoint.on_error=continue).", stacklevel=3)
 
 
-def _begun_with(metrics: Path, results: Sequence[StepResult]) -> IO[str]:
-    """The file, open to add lines to, with those of some steps; what is there stays until it is replaced as a whole."""
+def _begun_with(metrics: Path, results: Sequence[StepResult]) -> Lines:
+    """The file, to add lines to, with those of some steps; what is there stays until it is replaced as a whole."""
     kept = metrics.with_suffix(".tmp")
     kept.write_text("".join(_line(result) for result in results), encoding="utf-8")
     kept.replace(metrics)
-    return metrics.open("a", encoding="utf-8")
+    return Lines(metrics)
 
 
 class NewStragglers:
@@ -138,11 +162,14 @@ def read_metrics(path: Path, *, until: int, steps: int) -> list[StepResult]:
     Where the file goes back to an earlier step, what follows replaces what was there from that step on. A line that
     cannot be read is left out, with a warning, unless it is the last: a run that is killed may leave that torn.
     """
-    if not path.is_file():
-        return []
+    return metrics_of(path.read_bytes(), path, until=until, steps=steps) if path.is_file() else []
+
+
+def metrics_of(content: bytes, path: Path | str, *, until: int, steps: int) -> list[StepResult]:
+    """The same of what such a file holds."""
     found: list[StepResult] = []
     unread: list[int] = []
-    lines = path.read_bytes().splitlines()
+    lines = content.splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             result = _read_line(line, steps)

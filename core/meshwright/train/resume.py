@@ -14,17 +14,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..base.errors import CheckpointError, TornCheckpointError
-from ..checkpoint import Manifest, first_whole, newest_checkpoint, read_manifest, steps_in
-from ..checkpoint.directory import remove_leftovers
+from ..checkpoint import Manifest, first_whole, newest_checkpoint, read_manifest
+from ..checkpoint.drafts import tidy
 from ..checkpoint.loading import checked
+from ..checkpoint.manifest import all_in, exists, unreadable
+from ..checkpoint.places import Folder, LocalFolder
+from ..events.step import StepResult
 from ..mesh.world import World
 from .bad_steps import BAD_STEPS
-from .fate import AUTO, NEVER, Fate, began_from, given_directory, named_before
-from .files import CHECKPOINTS, METRICS
+from .fate import AUTO, NEVER, Fate, began_from, named_before
+from .files import METRICS
+from .report import metrics_of
 from .run_file import RunConfig
+from .saved import named_place, saved_by
 from .watch import STATE, EarlyStopping, Watch
 
 _FIRST_ORDER = 1
@@ -36,19 +41,19 @@ class Source:
     """A checkpoint that a run goes on from.
 
     Attributes:
-        directory, manifest: of the checkpoint.
+        place, manifest: of the checkpoint.
         named: the checkpoint that `resume` named when the course of the run began; None if none was.
         changed: what differs from the run that it is of, by name.
         keeps: the checkpoints up to this step stay where they are.
-        metrics: the file that has those of the steps before; None where the course begins with it.
+        metrics: the place of the file that has those of the steps before; None where the course begins with it.
     """
 
-    directory: Path
+    place: Folder
     manifest: Manifest
     named: str | None
     changed: tuple[str, ...]
     keeps: int
-    metrics: Path | None
+    metrics: Folder | None
 
     @property
     def step(self) -> int:
@@ -74,6 +79,23 @@ class Source:
         """What is remembered of evaluations."""
         return _watched(self.manifest, self.changed)
 
+    def earlier(self, steps: int) -> list[StepResult]:
+        """The steps before it, of a run that is to have so many; none where the course begins with it.
+
+        Raises:
+            CheckpointError: the file of metrics cannot be read.
+        """
+        if self.metrics is None:
+            return []
+        try:
+            with self.metrics.open(METRICS) as file:
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise unreadable(self.metrics, error) from None
+        return metrics_of(content, f"{self.metrics}/{METRICS}", until=self.step, steps=steps)
+
     def position(self) -> int:
         """Where in the global stream of data the run goes on; see [Note: the global stream] in `data.rows.order`."""
         if any(name == "seed" or name.startswith("data.") for name in self.changed):
@@ -96,36 +118,33 @@ def find_source(
     Raises:
         CheckpointError: there are checkpoints, but none can be loaded, or the run is another; on all ranks.
     """
-    source, root = config.resumption.source, Path(config.output_dir) / CHECKPOINTS
+    source, root = config.resumption.source, saved_by(config)
     if source == NEVER or (source == AUTO and fate is not Fate.GO_ON):
         return None
     if fate is Fate.GO_ON:
-        world.from_first(lambda: remove_leftovers(root))
-    directory = (
-        newest_checkpoint(root, world)
-        if source == AUTO
-        else _saved_since(root, given_directory(source), identity, world)
-    )
-    if directory is None and source == AUTO:
+        world.from_first(lambda: tidy(root))
+    given = None if source == AUTO else named_place(config, source)
+    place = newest_checkpoint(root, world) if given is None else _saved_since(root, given, identity, world)
+    if place is None and given is None:
         world.from_first(lambda: _check_begins_at_zero(config))
         return None
-    if directory is None:
-        directory = given_directory(source)
-        world.together(lambda: checked(directory, world))
-    manifest = world.together(lambda: read_manifest(directory))
+    if place is None:
+        place = cast("Folder", given)
+        world.together(lambda: checked(place, world))
+    manifest = world.together(lambda: read_manifest(place))
     return Source(
-        directory,
+        place,
         manifest,
-        named=manifest.extra.get("named") if source == AUTO else str(given_directory(source)),
-        changed=world.together(lambda: _changes(directory, manifest, identity, config, steps)),
-        keeps=manifest.step if directory.resolve().parent == root.resolve() else -1,
-        metrics=_metrics_until(directory, root),
+        named=manifest.extra.get("named") if given is None else str(given),
+        changed=world.together(lambda: _changes(place, manifest, identity, config, steps)),
+        keeps=manifest.step if place.parent.is_same(root) else -1,
+        metrics=_metrics_until(config, place, root),
     )
 
 
 def _check_begins_at_zero(config: RunConfig) -> None:
     """Refuse to begin at step 0 where the run has begun with a checkpoint and has saved none since."""
-    named = named_before(Path(config.output_dir))
+    named = named_before(config)
     if named is not None:
         raise CheckpointError(
             f"the run in output_dir={config.output_dir!r} began with {named}, and has saved no checkpoint since. Give "
@@ -133,29 +152,29 @@ def _check_begins_at_zero(config: RunConfig) -> None:
         )
 
 
-def _saved_since(root: Path, given: Path, identity: Mapping[str, Any], world: World) -> Path | None:
+def _saved_since(root: Folder, given: Folder, identity: Mapping[str, Any], world: World) -> Folder | None:
     """The newest whole checkpoint that the same run has saved since it began with a given one. Collective."""
 
-    def own() -> list[Path]:
+    def own() -> list[str]:
         found = []
-        for _, path in steps_in(root):
+        for place in all_in(root):
             try:
-                extra = read_manifest(path).extra
+                extra = read_manifest(place).extra
             except TornCheckpointError:
                 continue
             if extra.get("named") == str(given) and not _differences(extra.get("identity", {}), identity):
-                found.append(path)
+                found.append(place.name)
         return found
 
-    return first_whole(world.from_first(own), world)[0]
+    return first_whole([root.at(name) for name in world.from_first(own)], world)[0]
 
 
-def _metrics_until(source: Path, root: Path) -> Path | None:
+def _metrics_until(config: RunConfig, source: Folder, root: Folder) -> Folder | None:
     """Where the metrics of a course are that leads to a checkpoint."""
-    if source.resolve().parent == root.resolve():
-        return root.parent / METRICS
+    if source.parent.is_same(root):
+        return LocalFolder(Path(config.output_dir))
     # What was set aside has a copy beside it.
-    return source.parent / METRICS if source.resolve().parent.parent == root.resolve() else None
+    return source.parent if source.parent.parent.is_same(root) else None
 
 
 def check_source(config: RunConfig, identity: Mapping[str, Any], steps: int) -> None:
@@ -169,12 +188,13 @@ def check_source(config: RunConfig, identity: Mapping[str, Any], steps: int) -> 
     """
     source = config.resumption.source
     if source not in (AUTO, NEVER):
-        if not given_directory(source).exists() and began_from(Path(config.output_dir), given_directory(source)):
+        given = named_place(config, source)
+        if not exists(given) and began_from(config, given):
             return
-        manifest = read_manifest(given_directory(source))
-        changed = _changes(Path(source), manifest, identity, config, steps)
+        manifest = read_manifest(given)
+        changed = _changes(source, manifest, identity, config, steps)
         if manifest.step == steps:
-            raise _too_few_steps(Path(source), steps, manifest.step)
+            raise _too_few_steps(source, steps, manifest.step)
         if Watch(early_stopping(config), None, _watched(manifest, changed)).is_exhausted:
             raise CheckpointError(
                 f"the run that {source} is of has stopped early at step {manifest.step}, as eval.early_stopping says. "
@@ -183,7 +203,7 @@ def check_source(config: RunConfig, identity: Mapping[str, Any], steps: int) -> 
 
 
 def _changes(
-    source: Path, manifest: Manifest, identity: Mapping[str, Any], config: RunConfig, steps: int
+    source: str | Folder, manifest: Manifest, identity: Mapping[str, Any], config: RunConfig, steps: int
 ) -> tuple[str, ...]:
     """What differs from the run that a checkpoint is of.
 
@@ -247,7 +267,7 @@ def early_stopping(config: RunConfig) -> EarlyStopping | None:
     return None if told is None else EarlyStopping(set=told.set, patience=told.patience, min_delta=told.min_delta)
 
 
-def _too_few_steps(source: Path, steps: int, done: int) -> CheckpointError:
+def _too_few_steps(source: str | Folder, steps: int, done: int) -> CheckpointError:
     return CheckpointError(
         f"{source} is of step {done}, but the run is to have {steps} steps. Raise steps, or start anew with "
         f"resume=never."

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import TrainingError
 from ..checkpoint import first_whole, load_checkpoint
-from ..checkpoint.manifest import step_directory
+from ..checkpoint.manifest import exists
 from ..strategy.contract import StrategyManager
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ class Saves:
         if checkpointer is None:
             raise TrainingError("on_bad_step=rewind needs a checkpointer.")
         checkpointer.wait()
-        by_path = {step_directory(checkpointer.root, step): step for step in self._known if step < bad.step}
-        newest_first = sorted(by_path, reverse=True)
-        found, _ = first_whole(world.from_first(lambda: [path for path in newest_first if path.is_dir()]), world)
+        steps = sorted((step for step in self._known if step < bad.step), reverse=True)
+        there = world.from_first(lambda: [step for step in steps if exists(checkpointer.place(step))])
+        found, _ = first_whole([checkpointer.place(step) for step in there], world)
         if found is None:
             raise TrainingError(
                 f"step {bad.step}: {bad.reason}, and there is no checkpoint to go back to: on_bad_step=rewind goes "
@@ -60,9 +60,10 @@ class Saves:
                 f"checkpoint.every, or set on_bad_step=skip."
             )
         load_checkpoint(self._manager, found, keep_settings=True)
-        rates, schedule, state = self._known[by_path[found]]
+        to = next(step for step in there if checkpointer.place(step) == found)
+        rates, schedule, state = self._known[to]
         if self._loop.scheduler is not None:
             self._loop.scheduler.load_state_dict(copy.deepcopy(schedule))
         for group, rate in zip(self._manager.optimizer.param_groups, rates, strict=True):
             group["lr"] = copy.deepcopy(rate)
-        return by_path[found], copy.deepcopy(dict(state))
+        return to, copy.deepcopy(dict(state))

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from ..checkpoint import Checkpointer, load_checkpoint
-from ..checkpoint.directory import set_aside
+from ..checkpoint.drafts import move_aside
 from ..data import ORDER_VERSION, Feed, Place, eval_microbatches
 from ..events.run import RunInfo
 from ..events.step import StepResult
@@ -28,18 +28,19 @@ from .columns import as_asked, with_reference
 from .companion import Companion
 from .ema import EMA
 from .fate import Fate, check_output, is_finished
-from .files import CHECKPOINTS, METRICS
+from .files import METRICS
 from .from_pretrained import check_same_weights, tell
 from .loop import Loop, fit
 from .observing import observed, run_info
 from .optim import optimizer_factory
 from .output import export, finish, locked, prepare_output, run_tokenizer
 from .plan import Plan, headline, masks_padding, plan_run
-from .report import read_metrics, say_finished, say_stopped
+from .report import say_finished, say_stopped
 from .resume import Source, early_stopping, find_source
 from .run_file import RunConfig, as_plain
 from .run_model import fetch_model, make_model
 from .run_sections import KeepBestConfig
+from .saved import check_same_key, named_place, saved_by
 from .schedules import build_scheduler, set_schedule
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def run_rank(store: Store | None, config: RunConfig, companion: Companion | None
             if world.rank == 0:
                 lock = locked(Path(config.output_dir), patience_s=min(LINGERING_S, timeout_s / 2))
             world.from_first(lambda: held.enter_context(lock))
+            check_same_key(config, world)
             fate = world.from_first(lambda: check_output(config, plan.steps))
             if fate is Fate.DONE:
                 # By the run that was waited for.
@@ -123,7 +125,7 @@ def _train(
     # What a rank needs of them, the manager has; they keep files open, and values that were read last.
     del model, weights, opened
     if source is None and "checkpoint" in config.model:
-        load_checkpoint(manager, Path(config.model["checkpoint"]).expanduser())
+        load_checkpoint(manager, named_place(config, config.model["checkpoint"]))
     if plan.needs_reference:
         plan = _with_reference(manager, config, plan, console, is_loaded=source is None)
     run = run_info(manager, config, plan, source, parameters)
@@ -149,7 +151,7 @@ def _with_reference(
 
     def begin() -> None:
         if not is_loaded and "checkpoint" in config.model:
-            load_checkpoint(manager, Path(config.model["checkpoint"]).expanduser())
+            load_checkpoint(manager, named_place(config, config.model["checkpoint"]))
         if manager.mesh.rank == 0:
             console.print("computing the log-probabilities of the reference", highlight=False, soft_wrap=True)
 
@@ -164,12 +166,10 @@ def _with_reference(
 def _prepare(config: RunConfig, plan: Plan, fate: Fate, source: Source | None, console: Console) -> list[StepResult]:
     """Make the output directory ready, on the first rank; the steps that were done before."""
     directory = Path(config.output_dir)
-    earlier: list[StepResult] = []
-    if source is not None and source.metrics is not None:
-        earlier = read_metrics(source.metrics, until=source.step, steps=plan.steps)
+    earlier = [] if source is None else source.earlier(plan.steps)
     if fate is Fate.GO_ON:
         keeps = source.keeps if source is not None else -1
-        aside = set_aside(directory / CHECKPOINTS, after=keeps, copies=[directory / METRICS])
+        aside = move_aside(saved_by(config), after=keeps, copies=[directory / METRICS])
         if aside is not None:
             console.print(
                 f"later checkpoints, which this run does not go on from, are now in {aside}; remove them when you like",
@@ -200,13 +200,13 @@ def _fit(
     origin, version = (0, 0), ORDER_VERSION
     if source is not None:
         # Settings and rates are those of the run file, which are the saved ones but for what was allowed to change.
-        load_checkpoint(manager, source.directory, keep_settings=True)
+        load_checkpoint(manager, source.place, keep_settings=True)
         set_schedule(scheduler, source.step)
         ema = ema or _average(config, manager, step=source.step)
         origin, version = (source.step + source.left_out, source.position()), source.order
         if mesh.rank == 0:
             changed = f", with other {', '.join(source.changed)}" if source.changed else ""
-            told = f"going on from {source.directory}, after step {source.step}{changed}"
+            told = f"going on from {source.place}, after step {source.step}{changed}"
             console.print(told, highlight=False, soft_wrap=True)
     place = _place(mesh, plan.micro_batch_size)
     if not plan.rows_tried:
@@ -309,7 +309,7 @@ def _saving(manager: StrategyManager, config: RunConfig, plan: Plan, loop: Loop)
     best = settings.keep_best or KeepBestConfig()
     with Checkpointer(
         manager,
-        Path(config.output_dir) / CHECKPOINTS,
+        saved_by(config),
         keep_last=settings.keep_last,
         keep_every=settings.keep_every,
         keep_best=best.n if settings.keep_best is not None else None,

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ..base.validation import FrozenModel
+from ..files.paths import PathText
 from ..launch.progress import MOST_STEPS
 from ..launch.stopping import StopName
 from ..mesh.sizes import Size
@@ -192,7 +193,7 @@ class OnSignalConfig(FrozenModel):
 
 
 class CheckpointConfig(FrozenModel):
-    """Checkpoints, in output_dir/checkpoints; after the last step, too, if there are any."""
+    """Checkpoints; after the last step, too, if there are any. See docs/storage.md."""
 
     every: Size | Duration | list[Size | Duration] | None = Field(
         default=None,
@@ -208,9 +209,24 @@ class CheckpointConfig(FrozenModel):
     keep_every: Size | None = Field(default=None, description="Those of steps that are multiples of it are kept, too.")
     asynchronous: bool = Field(default=True, description="Go on training while one is written.")
     on_error: Literal["stop", "continue"] = Field(
-        default="stop", description="What to do when one cannot be written; those that were there are kept either way."
+        default="stop",
+        description="What to do when one, or metrics.jsonl, cannot be written; what was there is kept either way.",
     )
-
+    retries: Annotated[int, Field(ge=0, le=100)] = Field(
+        default=3,
+        description="Attempts after the first, half a second later and then twice as long each time, at most 30 s, "
+        "where an error may be gone a moment later: EIO, ESTALE, time-outs, and those of a server.",
+    )
+    to: PathText | None = Field(
+        default=None,
+        description="Where they go: a URL of fsspec, such as s3://bucket/prefix, or a directory; null: "
+        "output_dir/checkpoints. Another run has another.",
+    )
+    key_file: PathText | None = Field(
+        default=None,
+        description="A file with a secret of at least 32 bytes, the same on all nodes: checkpoints are signed with it, "
+        "and others are refused; null: neither.",
+    )
     on_signal: OnSignalConfig | None = Field(
         default=None,
         description="Save when a signal asks the run to stop; the same command goes on. null: on SIGTERM, SIGUSR1 and "

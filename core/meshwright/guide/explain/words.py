@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import CheckpointError
-from ...checkpoint import steps_in
+from ...checkpoint.manifest import all_in
+from ...checkpoint.places import Folder
 from ...train.fate import Fate
-from ...train.files import CHECKPOINTS, METRICS, MODEL, RANKS
+from ...train.files import METRICS, MODEL, RANKS
 from ...train.run_sections import HELD_OUT
+from ...train.saved import saved_by
 from .facts import Facts
 from .holdings import Held
 
@@ -239,8 +241,8 @@ def _written(facts: Facts) -> Iterator[str]:
 
 
 def _checkpoints(facts: Facts) -> Iterator[str]:
-    config, directory = facts.config, Path(facts.config.output_dir) / CHECKPOINTS
-    section = config.checkpoint
+    config = facts.config
+    section, directory = config.checkpoint, saved_by(config)
     if not section.saves:
         yield "None are saved: a run that is interrupted begins anew."
     else:
@@ -266,7 +268,7 @@ def _checkpoints(facts: Facts) -> Iterator[str]:
     yield from _going_on(facts, directory)
 
 
-def _going_on(facts: Facts, directory: Path) -> Iterator[str]:
+def _going_on(facts: Facts, directory: Folder) -> Iterator[str]:
     config = facts.config
     if facts.fate is None:
         yield f"It would be refused now: {facts.refusal}"
@@ -276,11 +278,15 @@ def _going_on(facts: Facts, directory: Path) -> Iterator[str]:
         yield f"{config.output_dir} holds another run, which is removed, and this one begins at its first step."
     elif facts.fate is Fate.GO_ON:
         try:
-            saved = steps_in(directory)
+            saved = all_in(directory)
         except CheckpointError as error:
             yield f"It would be refused now: {error}"
             return
-        since = f" after step {max(saved)}, if that checkpoint is whole" if saved else " if there is a checkpoint"
+        since = (
+            f" after step {int(saved[0].name.removeprefix('step-'))}, if that checkpoint is whole"
+            if saved
+            else " if there is a checkpoint"
+        )
         source = config.resumption.source
         yield (
             f"{config.output_dir} holds this run, which goes on{since}."

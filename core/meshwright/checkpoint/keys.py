@@ -1,0 +1,86 @@
+"""Signatures of checkpoints: who has the key can tell that one was written by who has it, and is as it was then.
+
+The manifest holds the checksums of all files, and one of itself; the signature is an HMAC-SHA256 of that one and of the
+format. So it covers every byte. The key itself is in no checkpoint, message or run file.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from pathlib import Path
+from typing import NoReturn
+
+from ..base.errors import CheckpointError, ConfigError
+
+LEAST_BYTES = 32
+
+
+class ForeignCheckpointError(CheckpointError):
+    """A checkpoint is not signed, or not with the key that its place has."""
+
+
+class Key:
+    """A secret; equal to another of the same bytes. Nothing prints it.
+
+    Args:
+        secret: at least 32 bytes.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def __repr__(self) -> str:
+        return "Key(...)"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a key is sent to nobody: each process reads the file")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and hmac.compare_digest(self._secret, other._secret)
+
+    def __hash__(self) -> int:
+        return self.fingerprint
+
+    @property
+    def fingerprint(self) -> int:
+        """A number below 2**62 by which ranks compare their keys, and that tells nothing of them."""
+        return int.from_bytes(self._signed(b"meshwright key")[:8]) >> 2
+
+    def signature(self, version: int, checksum: str) -> str:
+        """Of the manifest of a format that has a checksum."""
+        return self._signed(f"meshwright checkpoint {version} {checksum}".encode()).hex()
+
+    def has_signed(self, version: int, checksum: str, signature: str | None) -> bool:
+        """Whether a signature is one of this key."""
+        own = self.signature(version, checksum)
+        return isinstance(signature, str) and hmac.compare_digest(own.encode(), signature.encode())
+
+    def _signed(self, text: bytes) -> bytes:
+        return hmac.new(self._secret, text, hashlib.sha256).digest()
+
+
+def read_key(path: str | Path, *, where: str) -> Key:
+    """The key that a file holds: all of its bytes.
+
+    Args:
+        where: what names the file, such as "checkpoint.key_file".
+
+    Raises:
+        ConfigError: it cannot be read, or is too short to be a secret.
+    """
+    try:
+        secret = Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{where}={str(path)!r} cannot be read: {error.strerror}. Name a file with a secret of at least "
+            f"{LEAST_BYTES} bytes; openssl rand -out FILE {LEAST_BYTES} makes one."
+        ) from None
+    if len(secret) < LEAST_BYTES:
+        raise ConfigError(
+            f"{where}={str(path)!r} holds {len(secret)} bytes, which are too few for a secret: at least {LEAST_BYTES}. "
+            f"openssl rand -out FILE {LEAST_BYTES} makes one."
+        )
+    return Key(secret)
