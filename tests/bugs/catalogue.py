@@ -1805,7 +1805,7 @@ _bug(
 )
 _bug(
     "average_of_a_run_begins_anew",
-    "meshwright.train.run",
+    "meshwright.train.assembly",
     "ema = None if source is not None and not source.has_average else _average(config, manager)",
     "ema = None if source is not None else _average(config, manager)",
     f"{_EMA}::test_a_run_keeps_its_average_through_an_interruption_and_writes_it_beside_the_model",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -211,13 +211,20 @@ def _passes(loop: Loop, mesh: Mesh) -> Passes:
 
 
 def train_step(
-    manager: StrategyManager, loop: Loop, step: int, ahead: Ahead | None = None, stopwatch: Stopwatch | None = None
+    manager: StrategyManager,
+    loop: Loop,
+    step: int,
+    ahead: Ahead | None = None,
+    stopwatch: Stopwatch | None = None,
+    *,
+    before_clip: Callable[[], None] | None = None,
 ) -> StepResult:
     """Run one optimizer step, counted from 0; see `fit`.
 
     Args:
         ahead: of the loop, to begin the next step in it; None: it is left to itself.
         stopwatch: of the loop.
+        before_clip: called when the gradients are whole, and not yet clipped.
     """
     start = time.perf_counter()
     stopwatch = stopwatch or Stopwatch(moments_of(manager.mesh.device))
@@ -231,6 +238,8 @@ def train_step(
     norms = manager.gradient_norms() if measures_norms else {}
     if measures_norms:
         stopwatch.end("norms", "clip")
+    if before_clip is not None:
+        before_clip()
     grad_norm = manager.clip_grad_norm(loop.max_grad_norm, loop.grad_norm_type)
     stopwatch.end("clip", "read" if ahead is None else "data")
     if ahead is not None:

@@ -111,7 +111,7 @@ def find_source(
         directory,
         manifest,
         named=manifest.extra.get("named") if source == AUTO else str(given_directory(source)),
-        changed=world.together(lambda: _changes(directory, manifest, identity, config, steps)),
+        changed=world.together(lambda: changes(directory, manifest, identity, config, steps)),
         keeps=manifest.step if directory.resolve().parent == root.resolve() else -1,
         metrics=_metrics_until(directory, root),
     )
@@ -166,7 +166,7 @@ def check_source(config: RunConfig, identity: Mapping[str, Any], steps: int) -> 
         if not given_directory(source).exists() and began_from(Path(config.output_dir), given_directory(source)):
             return
         manifest = read_manifest(given_directory(source))
-        changed = _changes(Path(source), manifest, identity, config, steps)
+        changed = changes(Path(source), manifest, identity, config, steps)
         if manifest.step == steps:
             raise _too_few_steps(Path(source), steps, manifest.step)
         if Watch(early_stopping(config), None, _watched(manifest, changed)).is_exhausted:
@@ -176,7 +176,7 @@ def check_source(config: RunConfig, identity: Mapping[str, Any], steps: int) -> 
             )
 
 
-def _changes(
+def changes(
     source: Path, manifest: Manifest, identity: Mapping[str, Any], config: RunConfig, steps: int
 ) -> tuple[str, ...]:
     """What differs from the run that a checkpoint is of.
