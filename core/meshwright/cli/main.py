@@ -23,6 +23,7 @@ from .export import export
 from .init import init
 from .launch import launch
 from .plan import plan
+from .replay import replay
 from .schema import schema
 from .strategies import strategies
 from .train import train
@@ -53,6 +54,7 @@ app.add_typer(profiles, name="profile")
 app.command()(export)
 app.command()(schema)
 app.command()(watch)
+app.command()(replay)
 app.command()(init)
 app.command()(explain)
 app.command()(doctor)
