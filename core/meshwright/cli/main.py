@@ -16,6 +16,7 @@ from . import data, profile
 from .about import about
 from .check import check
 from .checkpoint import show
+from .diff import diff
 from .doctor import doctor
 from .errors import told
 from .explain import explain
@@ -55,6 +56,7 @@ app.command()(export)
 app.command()(schema)
 app.command()(watch)
 app.command()(replay)
+app.command()(diff)
 app.command()(init)
 app.command()(explain)
 app.command()(doctor)

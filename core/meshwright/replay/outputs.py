@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..strategy.contract import Batch, StrategyManager
+from .peers import PLAIN
 
 MOST_BYTES = 1 << 30
 """Of outputs on one rank; larger ones are not kept."""
@@ -66,7 +67,7 @@ class Outputs:
             first = output[0] if isinstance(output, tuple | list) and output else output
             found = self._found[self._names[id(module)]]
             # What is recomputed has been noted.
-            if not module.training or len(found) >= self._calls[number] or not isinstance(first, Tensor):
+            if not module.training or len(found) >= self._calls[number] or type(first) not in PLAIN:
                 return
             if isinstance(first, DTensor):
                 first = first.to_local()

@@ -2,10 +2,10 @@
 
 [Note: shares in a circle] A step is computed three times from the same parameters, and the optimizer steps in none.
 First each data rank does its own share, with its own random numbers; then each does that of the rank behind it; then
-its own once more. On hardware that computes right, a share comes to the same bits wherever it is done. What is compared is
-local: the output of each module, and the gradient of each parameter before it is reduced, microbatch by microbatch. It
-is seen by hooks on modules and parameters, so no strategy need know of it, and each rank needs what the strategy holds
-and no more.
+its own once more. On hardware that computes right, a share comes to the same bits wherever it is done. What is compared
+is local: the output of each module, and the gradient of each parameter before it is reduced, microbatch by microbatch.
+It is seen by hooks on modules and parameters, so no strategy need know of it, and each rank needs what the strategy
+holds and no more. Logits that are made row by row are no tensor yet, and are seen in what follows from them.
 
 [Note: who is wrong] A rank that computes wrongly spoils two shares: its own, and that of the rank behind it. Of three
 data ranks or more, the one that both spoilt shares have in common is named. Two have both shares in common, and then
@@ -35,6 +35,8 @@ from ..train.loop_options import Loop
 from ..train.seeds import step_seed
 
 OUTPUT, GRADIENT = "output of", "gradient of"
+PLAIN = (Tensor, DTensor)
+"""Outputs that are what they seem; others are made when they are asked for."""
 Digest = tuple[str, str]
 """What something is, and a hash of its bits."""
 
@@ -116,7 +118,7 @@ class _Digests:
     def _noting(self, name: str) -> Any:
         def note(module: nn.Module, _: Any, output: Any) -> None:
             first = output[0] if isinstance(output, tuple | list) and output else output
-            if module.training and isinstance(first, Tensor):
+            if module.training and type(first) in PLAIN:
                 self.found.append((f"{OUTPUT} {name or type(module).__name__}", hash_of(first)))
 
         return note
