@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from .order import (
 )
 from .parted import Course, Parted, course_of
 from .record import Recorded
-from .start import performed, relative, scratch
+from .start import Perform, performed, relative, scratch
 from .tensors import Differences, differences
 
 NUMBERS = frozenset(
@@ -155,6 +156,7 @@ def diff(
     replays: bool = True,
     float64: bool = False,
     show_traceback: bool = False,
+    perform: Perform | None = None,
 ) -> Diff:
     """Compare two runs; see [Note: cause before effect].
 
@@ -163,6 +165,7 @@ def diff(
         step: that is done again, from 1; None: the first that parts.
         replays: whether it is.
         float64: do it again in float64, both from the same checkpoint.
+        perform: as for `replay`.
 
     Raises:
         ConfigError: a directory is of no run, or the step is none.
@@ -193,7 +196,14 @@ def diff(
     if which is None or not replays:
         return told
     try:
-        found = _again(runs, which, float64=float64, rtol=rtol, precision=precision, show_traceback=show_traceback)
+        found = _again(
+            runs,
+            which,
+            float64=float64,
+            rtol=rtol,
+            precision=precision,
+            perform=perform or partial(performed, show_traceback=show_traceback),
+        )
     except (ConfigError, CheckpointError) as error:
         if step is not None or float64:
             raise
@@ -212,7 +222,7 @@ def _again(
     float64: bool,
     rtol: float | None,
     precision: str,
-    show_traceback: bool,
+    perform: Perform,
 ) -> Step:
     """The step in both layouts.
 
@@ -234,7 +244,7 @@ def _again(
         if draws[0] != draws[1] and any(models := [_model(order) for order in orders]):
             orders = [without_dropout(order, model) for order, model in zip(orders, models, strict=True)]
             mode.append("without dropout, for which the two layouts draw other numbers")
-        found = [performed(order, show_traceback=show_traceback) for order in orders]
+        found = [perform(order) for order in orders]
         traces = [traced(out) for out in outs]
         tolerance = TOLERANCES[precision] if rtol is None or float64 else rtol
         left, right = (each["results"][-1]["values"] for each in found)

@@ -35,7 +35,14 @@ class Outputs:
 
     def __init__(self, manager: StrategyManager) -> None:
         self._mesh, self._parts = manager.mesh, tuple(manager.model_parts)
-        self._names = {id(module): name for part in self._parts for name, module in part.named_modules() if name}
+        # A stage of a pipeline has stand-ins where others have modules.
+        in_stages = self._mesh.degrees.pp > 1
+        self._names = {
+            id(module): name
+            for part in self._parts
+            for name, module in part.named_modules()
+            if name and not (in_stages and next(module.parameters(), None) is None)
+        }
         self._found: dict[str, list[Tensor]] = defaultdict(list)
         self._calls = dict.fromkeys(range(len(self._parts)), 0)
         self._bytes = 0

@@ -2,7 +2,8 @@
 
 [Note: rounding that grows] Sums in another order differ in the last bit. At the edge of stability that grows from step
 to step, with all correct: 1e-7 to 1e-3 in twenty steps, where float64 agrees to 1e-16. So what matters is not how far
-two runs are apart, but how they came there: from the size of a rounding, step by step, or at once.
+two runs are apart, but how they came there: from the size of a rounding, step by step, or at once. A jump is told even where it is small; that is why a gradient of one layer which is wrong by a factor is
+seen at once, though the norm of all of them hardly moves.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ EXACT = 1e-9
 """Rates and counts follow from the step alone: more is a difference of what the runs were told."""
 JUMP = 100.0
 """Times what two runs were apart before, or the dtype's rounding: more does not come by rounding in one step."""
-LATER = ("sum ", "evaluation ", "norm of ")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ def course_of(one: Recorded, other: Recorded, *, rtol: float | None, precision: 
     """Compare the metrics of two runs.
 
     Args:
-        rtol: within which losses, norms and sums are to agree, relatively; None: as their dtype lets one expect.
+        rtol: within which losses, norms and sums are to agree, relatively; None: as their dtype lets one expect, and
+            without jumps.
         precision: the coarser dtype of both.
 
     Raises:
@@ -96,10 +97,16 @@ def course_of(one: Recorded, other: Recorded, *, rtol: float | None, precision: 
         }
         if not pairs:
             continue
-        largest[name] = max(relative(a, b) for a, b in pairs.values())
         is_exact = name == "num_tokens" or name.startswith("learning_rate")
-        parted = _first(name, pairs, EXACT if is_exact else tolerance, is_exact, EPSILONS[precision])
-        found += [parted] if parted is not None else []
+        apart = {step: _apart(name, *pair, one.results[step].num_tokens) for step, pair in pairs.items()}
+        largest[name] = max(apart.values())
+        jump = JUMP if rtol is None and not is_exact else None
+        at = _first(apart, EXACT if is_exact else tolerance, EPSILONS[precision], jump)
+        if at is not None:
+            before = max((each for step, each in apart.items() if step < at), default=0.0)
+            first = next(step for step, each in apart.items() if each > 0)
+            is_jump = is_exact or apart[at] > JUMP * max(before, EPSILONS[precision])
+            found.append(Parted(name, at, *pairs[at], before, first, is_jump))
     order = {name: place for place, name in enumerate(names)}
     found.sort(key=lambda each: (each.step, order[each.name]))
     return Course((steps[0], steps[-1]), tuple(found), largest)
@@ -113,16 +120,18 @@ def _numbers(result: StepResult) -> dict[str, float]:
     }
 
 
-def _first(
-    name: str, pairs: Mapping[int, tuple[float, float]], tolerance: float, is_exact: bool, epsilon: float
-) -> Parted | None:
-    before, first = 0.0, None
-    for step, (one, other) in pairs.items():
-        apart = relative(one, other)
-        if apart > 0 and first is None:
-            first = step
-        if apart > tolerance:
-            is_jump = is_exact or apart > JUMP * max(before, epsilon)
-            return Parted(name, step, one, other, before, first or step, is_jump)
-        before = max(before, apart)
+def _apart(name: str, one: float, other: float, num_tokens: int) -> float:
+    """Relatively; a sum over tokens may be next to nothing, and what it is made of is not."""
+    if name.startswith("sum ") and math.isfinite(one) and math.isfinite(other):
+        return abs(one - other) / max(abs(one), abs(other), num_tokens, 1)
+    return relative(one, other)
+
+
+def _first(apart: Mapping[int, float], tolerance: float, epsilon: float, jump: float | None) -> int | None:
+    """The first step that is beyond the tolerance, or `jump` times as far apart as all before, or as a rounding."""
+    before = epsilon
+    for step, each in apart.items():
+        if each > tolerance or (jump is not None and each > jump * before):
+            return step
+        before = max(before, each)
     return None

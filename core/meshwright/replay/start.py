@@ -6,11 +6,11 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..base.errors import ConfigError
 from ..data.progress import CONSOLE
@@ -18,6 +18,8 @@ from ..launch.rank import guarded, started_by_launcher
 from ..train.run_file import RunConfig
 from .order import TOLERANCES, Order, degrees_of, on_one_process, order_of, precision_of
 from .record import Recorded, plain_of
+
+Perform: TypeAlias = Callable[[Order], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ def replay(
     single: bool = False,
     compare_rank: int | None = None,
     show_traceback: bool = False,
+    perform: Perform | None = None,
 ) -> Replayed:
     """Do a step of a run again, from the newest checkpoint before it.
 
@@ -129,6 +132,7 @@ def replay(
         step: from 1.
         single: on one process, whatever the run's layout was.
         compare_rank: a data rank whose work is to be done by another, too.
+        perform: has the ranks do it, and gives what they have found; None: they are started here.
 
     Raises:
         ConfigError: there is no such step, nothing to begin with, or no such rank.
@@ -154,7 +158,7 @@ def replay(
             if uncompiled is not order.config:
                 note = "Blocks are not compiled here, as they were in the run: compiled ones call no hooks within them."
             order = replace(order, config=uncompiled, compares=True)
-        found = performed(order, show_traceback=show_traceback)
+        found = perform(order) if perform is not None else performed(order, show_traceback=show_traceback)
     told = found["results"][-1]["values"]
     written = plain_of(run.result(step))
     names = [*written, *(name for name in told if name not in written)]

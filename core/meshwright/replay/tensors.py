@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def apart(name: str, one: Tensor, other: Tensor) -> Apart:
     a, b = one.double(), other.double()
     between = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).nan_to_num(nan=torch.inf)
     most, scale = float(between.max()), float(torch.maximum(a.abs(), b.abs()).nan_to_num(nan=0.0).max())
-    return Apart(name, most, most / scale if most else 0.0)
+    return Apart(name, most, most / scale if most and math.isfinite(most) else most)
 
 
 def differences(one: Path, other: Path, tolerance: float) -> Differences:
