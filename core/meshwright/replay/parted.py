@@ -2,12 +2,13 @@
 
 [Note: rounding that grows] Sums in another order differ in the last bit. At the edge of stability that grows from step
 to step, with all correct: 1e-7 to 1e-3 in twenty steps, where float64 agrees to 1e-16. So what matters is not how far
-two runs are apart, but how they came there: from the size of a rounding, step by step, or at once. A jump is told even where it is small; that is why a gradient of one layer which is wrong by a factor is
-seen at once, though the norm of all of them hardly moves.
+two runs are apart, but how they came there: from the size of a rounding, step by step, or at once. A jump is told even
+where it is small: of a gradient that is wrong in one layer, the norm of all may hardly tell.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
