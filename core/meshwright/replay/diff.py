@@ -196,14 +196,8 @@ def diff(
     if which is None or not replays:
         return told
     try:
-        found = _again(
-            runs,
-            which,
-            float64=float64,
-            rtol=rtol,
-            precision=precision,
-            perform=perform or partial(performed, show_traceback=show_traceback),
-        )
+        does = perform or partial(performed, show_traceback=show_traceback)
+        found = _again(runs, which, float64=float64, rtol=rtol, precision=precision, perform=does)
     except (ConfigError, CheckpointError) as error:
         if step is not None or float64:
             raise

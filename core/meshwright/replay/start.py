@@ -138,10 +138,8 @@ def replay(
         ConfigError: there is no such step, nothing to begin with, or no such rank.
         SystemExit: a rank has failed, and has said why.
     """
-    if single and compare_rank is not None:
-        raise ConfigError("--single has one process, and no other to compare a rank with. Leave one of both out.")
-    if single and started_by_launcher():
-        raise ConfigError("--single is one process, and a launcher has started this one. Start it without.")
+    if single:
+        _check_single(compare_rank)
     run = Recorded(directory)
     given = int(os.environ["WORLD_SIZE"]) if started_by_launcher() and not single else None
     with scratch() as out:
@@ -177,6 +175,13 @@ def replay(
         asked=compare_rank,
         note=note,
     )
+
+
+def _check_single(compare_rank: int | None) -> None:
+    if compare_rank is not None:
+        raise ConfigError("--single has one process, and no other to compare a rank with. Leave one of both out.")
+    if started_by_launcher():
+        raise ConfigError("--single is one process, and a launcher has started this one. Start it without.")
 
 
 def _check_rank(rank: int, data_size: int) -> None:

@@ -249,16 +249,7 @@ def train_step(
     loss_value, norm_value, *sum_values = manager.read(loss, grad_norm, *sums.values())
     stopwatch.end("read", "optimizer")
     _check_finite(step + 1, loss_value, norm_value)
-    scheduler = loop.scheduler
-    if scheduler is None:
-        scheduled = [group["lr"] for group in manager.optimizer.param_groups]
-    else:
-        scheduled = scheduler.get_last_lr()
-    with groups_stepped() as stepped:
-        manager.optimizer_step()
-    check_rates(scheduled, stepped, step=step + 1)
-    if scheduler is not None:
-        scheduler.step()
+    scheduled = _stepped(manager, loop, step)
     stopwatch.end("optimizer")
     return StepResult(
         step=step + 1,
@@ -279,6 +270,21 @@ def train_step(
         flops=None if loop.flops_per_token is None else loop.flops_per_token * int(num_tokens),
         peak_flops=loop.peak_flops,
     )
+
+
+def _stepped(manager: StrategyManager, loop: Loop, step: int) -> Sequence[Any]:
+    """Step the optimizer and the schedule; the rates of the step, by parameter group."""
+    scheduler = loop.scheduler
+    if scheduler is None:
+        scheduled = [group["lr"] for group in manager.optimizer.param_groups]
+    else:
+        scheduled = scheduler.get_last_lr()
+    with groups_stepped() as stepped:
+        manager.optimizer_step()
+    check_rates(scheduled, stepped, step=step + 1)
+    if scheduler is not None:
+        scheduler.step()
+    return scheduled
 
 
 def _check_finite(step: int, loss: float, norm: float) -> None:
