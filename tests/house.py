@@ -30,6 +30,7 @@ FLOORS = (
     ("single", "testing"),
     ("plan",),
     ("clusters", "guide", "watch"),
+    ("replay",),
     ("cli",),
 )
 """The rooms of core from the ground up; each stands on those of lower floors alone, or on those left of it."""

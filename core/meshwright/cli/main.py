@@ -16,6 +16,7 @@ from . import data, profile
 from .about import about
 from .check import check
 from .checkpoint import show, verify
+from .diff import diff
 from .doctor import doctor
 from .errors import told
 from .explain import explain
@@ -23,6 +24,7 @@ from .export import export
 from .init import init
 from .launch import launch
 from .plan import plan
+from .replay import replay
 from .schema import schema
 from .strategies import strategies
 from .train import train
@@ -54,6 +56,8 @@ app.add_typer(profiles, name="profile")
 app.command()(export)
 app.command()(schema)
 app.command()(watch)
+app.command()(replay)
+app.command()(diff)
 app.command()(init)
 app.command()(explain)
 app.command()(doctor)

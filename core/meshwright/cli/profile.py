@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..base.errors import ConfigError
 from .errors import told
+from .output import JsonFile, tell, write
 
 Profile = Annotated[
     Path, typer.Argument(help="A run directory, or a trace (rank-*.json.gz) or summary.json in its directory profile.")
 ]
 Rank = Annotated[int | None, typer.Option(min=0, help="Of which rank, in a directory; default: the first there is.")]
 Rows = Annotated[int, typer.Option(min=1, help="How many operators to show.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all of it here.")]
 SvgFile = Annotated[Path | None, typer.Option("--svg", help="Draw what is shown here.")]
 
 
@@ -54,22 +52,8 @@ def compare(
 
 
 def _tell(what: Any, values: dict[str, Any], json_file: Path | None, svg_file: Path | None, *, title: str) -> None:
-    from rich.console import Console
-
     from ..profile.show import as_svg
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = 10_000  # a file cuts nothing off
-    console.print(what)
-    if json_file is not None:
-        _write(json_file, json.dumps(values, indent=1) + "\n")
+    tell(what, values, json_file)
     if svg_file is not None:
-        _write(svg_file, as_svg(what, title=title))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}. Name another file.") from None
+        write(svg_file, as_svg(what, title=title))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -49,6 +49,8 @@ def train_step(
     ahead: Ahead | None = None,
     stopwatch: Stopwatch | None = None,
     bad_steps: BadSteps | None = None,
+    *,
+    before_clip: Callable[[], None] | None = None,
 ) -> StepResult:
     """Run one optimizer step, counted from 0; see `fit`.
 
@@ -56,6 +58,7 @@ def train_step(
         ahead: of the loop, to begin the next step in it; None: it is left to itself.
         stopwatch: of the loop.
         bad_steps: of the loop; None: a bad step is an error.
+        before_clip: called when the gradients are whole, and not yet clipped.
     """
     start = time.perf_counter()
     stopwatch = stopwatch or Stopwatch(moments_of(manager.mesh.device), manager.mesh.world.progress)
@@ -71,6 +74,8 @@ def train_step(
     norms = manager.gradient_norms() if measures_norms else {}
     if measures_norms:
         stopwatch.end("norms", "clip")
+    if before_clip is not None:
+        before_clip()
     grad_norm = manager.clip_grad_norm(loop.max_grad_norm, loop.grad_norm_type)
     stopwatch.end("clip", "read" if ahead is None else "data")
     if ahead is not None:

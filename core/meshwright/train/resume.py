@@ -136,7 +136,7 @@ def find_source(
         place,
         manifest,
         named=manifest.extra.get("named") if given is None else str(given),
-        changed=world.together(lambda: _changes(place, manifest, identity, config, steps)),
+        changed=world.together(lambda: changes(place, manifest, identity, config, steps)),
         keeps=manifest.step if place.parent.is_same(root) else -1,
         metrics=_metrics_until(config, place, root),
     )
@@ -192,7 +192,7 @@ def check_source(config: RunConfig, identity: Mapping[str, Any], steps: int) -> 
         if not exists(given) and began_from(config, given):
             return
         manifest = read_manifest(given)
-        changed = _changes(source, manifest, identity, config, steps)
+        changed = changes(source, manifest, identity, config, steps)
         if manifest.step == steps:
             raise _too_few_steps(source, steps, manifest.step)
         if Watch(early_stopping(config), None, _watched(manifest, changed)).is_exhausted:
@@ -202,7 +202,7 @@ def check_source(config: RunConfig, identity: Mapping[str, Any], steps: int) -> 
             )
 
 
-def _changes(
+def changes(
     source: str | Folder, manifest: Manifest, identity: Mapping[str, Any], config: RunConfig, steps: int
 ) -> tuple[str, ...]:
     """What differs from the run that a checkpoint is of.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
-from ..checkpoint import Checkpointer, load_checkpoint
+from ..checkpoint import Checkpointer
 from ..checkpoint.drafts import move_aside
-from ..data import ORDER_VERSION, Feed, Place, eval_microbatches
 from ..events.run import RunInfo
 from ..events.step import StepResult
 from ..launch.rank import signs_of_life
@@ -22,26 +21,22 @@ from ..launch.stopping import Stopped, StopSignals
 from ..mesh.mesh import Mesh
 from ..mesh.world import World, open_world
 from ..model.pretrained import PretrainedWeights
-from ..strategy.contract import Batch, StrategyManager
-from .apart import check_kept_apart
-from .columns import as_asked, with_reference
+from ..strategy.contract import StrategyManager
+from .assembly import begin_with_weights, loop_of
 from .companion import Companion
-from .ema import EMA
 from .fate import Fate, check_output, is_finished
 from .files import METRICS
 from .from_pretrained import check_same_weights, tell
 from .loop import Loop, fit
 from .observing import observed, run_info
-from .optim import optimizer_factory
 from .output import export, finish, locked, prepare_output, run_tokenizer
-from .plan import Plan, headline, masks_padding, plan_run
+from .plan import Plan, headline, plan_run
 from .report import say_finished, say_stopped
-from .resume import Source, early_stopping, find_source
-from .run_file import RunConfig, as_plain
+from .resume import Source, find_source
+from .run_file import RunConfig
 from .run_model import fetch_model, make_model
 from .run_sections import KeepBestConfig
-from .saved import check_same_key, named_place, saved_by
-from .schedules import build_scheduler, set_schedule
+from .saved import check_same_key, saved_by
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -124,10 +119,7 @@ def _train(
         manager.parallelize(model, weights)
     # What a rank needs of them, the manager has; they keep files open, and values that were read last.
     del model, weights, opened
-    if source is None and "checkpoint" in config.model:
-        load_checkpoint(manager, named_place(config, config.model["checkpoint"]))
-    if plan.needs_reference:
-        plan = _with_reference(manager, config, plan, console, is_loaded=source is None)
+    plan = begin_with_weights(manager, config, plan, source, console)
     run = run_info(manager, config, plan, source, parameters)
     results = _fit(manager, config, plan, source, earlier, console, signals, companion, run)
     # There may have been nothing left to be done.
@@ -138,29 +130,6 @@ def _train(
 
 def _seen(companion: Companion | None, mesh: Mesh) -> AbstractContextManager[None]:
     return nullcontext() if companion is None or mesh.rank else companion.seeing()
-
-
-def _with_reference(
-    manager: StrategyManager, config: RunConfig, plan: Plan, console: Console, *, is_loaded: bool
-) -> Plan:
-    """The plan with log-probabilities of the weights that the run begins with, of all rows. Collective.
-
-    Args:
-        is_loaded: whether the manager has these weights; else it has those before `model.checkpoint` was loaded.
-    """
-
-    def begin() -> None:
-        if not is_loaded and "checkpoint" in config.model:
-            load_checkpoint(manager, named_place(config, config.model["checkpoint"]))
-        if manager.mesh.rank == 0:
-            console.print("computing the log-probabilities of the reference", highlight=False, soft_wrap=True)
-
-    of = {"model": plan.identity["model"], "data": plan.identity["data"], "begins with": config.model}
-    if not {"path", "checkpoint"} & config.model.keys():
-        of["seed"] = config.seed
-    place = _place(manager.mesh, plan.micro_batch_size)
-    directory = Path(config.output_dir)
-    return replace(plan, rows=with_reference(manager, plan.rows, directory, place, of=of, begin=begin))
 
 
 def _prepare(config: RunConfig, plan: Plan, fate: Fate, source: Source | None, console: Console) -> list[StepResult]:
@@ -191,112 +160,17 @@ def _fit(
     companion: Companion | None,
     run: RunInfo,
 ) -> list[StepResult]:
-    mesh = manager.mesh
-    with _seen(companion, mesh):
-        optimizer = manager.build_optimizer(optimizer_factory(config.optimizer))
-        # Before what it is to load, and after what it is to begin with.
-        ema = None if source is not None and not source.has_average else _average(config, manager)
-    scheduler = build_scheduler(plan.schedule, optimizer, plan.steps)
-    origin, version = (0, 0), ORDER_VERSION
-    if source is not None:
-        # Settings and rates are those of the run file, which are the saved ones but for what was allowed to change.
-        load_checkpoint(manager, source.place, keep_settings=True)
-        set_schedule(scheduler, source.step)
-        ema = ema or _average(config, manager, step=source.step)
-        origin, version = (source.step + source.left_out, source.position()), source.order
-        if mesh.rank == 0:
-            changed = f", with other {', '.join(source.changed)}" if source.changed else ""
-            told = f"going on from {source.place}, after step {source.step}{changed}"
-            console.print(told, highlight=False, soft_wrap=True)
-    place = _place(mesh, plan.micro_batch_size)
-    if not plan.rows_tried:
-        _try_rows(manager, config, plan, place)
-    feed = _feed(config, plan, place, source, version, origin)
-    named = None if source is None else source.named
-    extra = {"identity": {**plan.identity, "order": version}, "run": as_plain(config), "named": named}
-    loop = Loop(
-        steps=plan.steps,
-        batches=lambda drawn: [as_asked(plan.objective, batch) for batch in feed.microbatches(drawn)],
-        scheduler=scheduler,
-        max_grad_norm=config.max_grad_norm,
-        grad_norm_type=config.grad_norm_type,
-        held_out=_sets(plan, place, config.eval.sequences),
-        ema=ema,
-        eval_every=config.eval.every,
-        early_stopping=early_stopping(config),
-        extra=lambda drawn: {**extra, "position": feed.position(drawn), "streams": feed.state(drawn)},
-        seed=config.seed,
-        on_bad_step=config.bad_steps,
-        signals=signals,
-        objective=plan.objective,
-    )
-    if source is not None:
-        loop = replace(loop, start=source.step, state=source.watched)
+    loop = loop_of(manager, config, plan, source, seen=lambda: _seen(companion, manager.mesh))
+    if source is not None and manager.mesh.rank == 0:
+        changed = f", with other {', '.join(source.changed)}" if source.changed else ""
+        told = f"going on from {source.place}, after step {source.step}{changed}"
+        console.print(told, highlight=False, soft_wrap=True)
+    loop = replace(loop, signals=signals)
     with (
         _saving(manager, config, plan, loop) as saving,
         observed(manager, config, saving, run, companion=companion, console=console, earlier=earlier) as watched,
     ):
         return earlier + fit(manager, watched)
-
-
-def _average(config: RunConfig, manager: StrategyManager, *, step: int = 0) -> EMA | None:
-    return EMA(manager, config.ema, step=step) if config.ema is not None else None
-
-
-def _place(mesh: Mesh, micro_batch_size: int) -> Place:
-    """This rank's part of each global batch, in lengths that any of the axes can divide."""
-    degrees = mesh.degrees
-    multiple = (2 * degrees.cp if degrees.cp > 1 else 1) * degrees.tp
-    return Place(mesh.data_rank, mesh.data_size, micro_batch_size, multiple=multiple, one_shape=degrees.pp > 1)
-
-
-def _feed(
-    config: RunConfig, plan: Plan, place: Place, source: Source | None, version: int, origin: tuple[int, int]
-) -> Feed:
-    """The rows to train on, from where the run goes on."""
-    feed = Feed(
-        plan.rows.training,
-        place,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        weights=plan.rows.weights,
-        version=version,
-        origin=origin,
-    )
-    if source is not None and origin[1]:
-        feed.load_state(source.manifest.extra.get("streams"))
-    return feed
-
-
-def _sets(plan: Plan, place: Place, count: int | None) -> dict[str, Sequence[Batch]]:
-    """The microbatches of each set to evaluate on: of `count` rows, or of all where it has less."""
-    return {
-        name: [
-            as_asked(plan.objective, batch)
-            for batch in eval_microbatches(rows, place, count=None if count is None else min(count, len(rows)))
-        ]
-        for name, rows in plan.rows.held_out.items()
-    }
-
-
-def _try_rows(manager: StrategyManager, config: RunConfig, plan: Plan, place: Place) -> None:
-    """Refuse a model in which what shares a row changes what it must not, on all ranks. Collective."""
-
-    def statistics(batches: list[Batch]) -> list[torch.Tensor]:
-        return [found["log_probs"] for found in manager.token_stats(batches, ["log_probs"])]
-
-    check_kept_apart(
-        plan.model_config,
-        config.data.packing_kind(),
-        statistics,
-        dtype=plan.model.dtype(config.model),
-        seq_len=config.data.seq_len,
-        vocab_size=plan.data.vocab_size,
-        multiple=place.multiple,
-        rows=place.micro_batch_size,
-        microbatches=config.batch_size // (place.data_size * place.micro_batch_size),
-        masks=masks_padding(plan.model_config),
-    )
 
 
 @contextmanager

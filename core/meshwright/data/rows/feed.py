@@ -10,7 +10,7 @@ Shapes: B = micro_batch_size, S = sequence length.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,11 +119,21 @@ class Feed:
         Returns:
             Microbatches as `Rows.take` gives them, of B rows.
         """
+        return _divided(*self._of_step(step), self._place)
+
+    def shares(self, step: int) -> list[list[Batch]]:
+        """The microbatches of all data ranks in a step, as each of them has them; a step of a feed is drawn once."""
+        rows, units = self._of_step(step)
+        ranks = range(self._place.data_size)
+        return [_divided(rows, units, replace(self._place, data_rank=rank)) for rank in ranks]
+
+    def _of_step(self, step: int) -> tuple[Rows, np.ndarray]:
+        """The groups of rows of a step."""
         if self._mixture is not None:
-            return _divided(*self._mixed(self._mixture, step), self._place)
+            return self._mixed(self._mixture, step)
         if self._rows is None:
             raise ValueError("there are no sources")
-        return _divided(self._rows, self._order.indices(step), self._place)
+        return self._rows, self._order.indices(step)
 
     def state(self, step: int) -> list[dict[str, Any]] | None:
         """What `load_state` needs to go on with a step, of JSON; the step before, or this one, was drawn last.

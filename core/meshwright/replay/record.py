@@ -1,0 +1,163 @@
+"""A run as its directory tells of it, for whoever does a part of it again; nothing here changes a file.
+
+[Note: whose run file] A directory has the run file of its last sitting. A step that was done in an earlier one is done
+again by the run file that the first checkpoint behind it has kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import ConfigError, TornCheckpointError
+from ..base.validation import validated
+from ..checkpoint import Manifest, read_manifest
+from ..checkpoint.manifest import all_in
+from ..checkpoint.places import Folder, LocalFolder
+from ..events.step import StepResult
+from ..files.parsing import parse_json
+from ..train.fate import AUTO, NEVER
+from ..train.files import CHECKPOINTS, EVENTS, METRICS, RUN
+from ..train.report import read_metrics
+from ..train.run_file import RunConfig, load_run
+from ..train.saved import access_of, is_elsewhere, named_place, saved_by
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a part of a run begins with.
+
+    Attributes:
+        step: steps done before.
+        checkpoint: None where the run begins.
+    """
+
+    step: int
+    checkpoint: Folder | None
+
+
+class Recorded:
+    """A run that has been done, or is being done.
+
+    Args:
+        directory: its output_dir.
+
+    Raises:
+        ConfigError: it is none, or has no metrics.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        if not (directory / RUN).is_file():
+            raise ConfigError(f"{str(directory)!r} has no {RUN}: it is no directory of a run. Give its output_dir.")
+        self.config = load_run(directory / RUN)
+        results = read_metrics(directory / METRICS, until=1 << 62, steps=self.config.steps or 0)
+        self.results: Mapping[int, StepResult] = {each.step: each for each in results}
+        if not self.results:
+            raise ConfigError(f"{directory / METRICS} tells of no step: nothing of the run in {directory} can be told.")
+
+    @property
+    def saved(self) -> Folder:
+        """The place of its checkpoints, also where the directory was moved."""
+        if is_elsewhere(self.config):
+            return saved_by(self.config)
+        return LocalFolder(self.directory / CHECKPOINTS, access_of(self.config))
+
+    @cached_property
+    def sittings(self) -> Sequence[int]:
+        """The steps that were done before each sitting: 0 for the first, and then where the run went on."""
+        try:
+            lines = (self.directory / EVENTS).read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return ()
+        found = []
+        for line in lines:
+            try:
+                event = parse_json(line)
+                if event["event"] == "start":
+                    found.append(int(event["start"]))
+            except (ValueError, KeyError, TypeError):
+                continue
+        return tuple(found)
+
+    def went_on_before(self, step: int) -> int | None:
+        """Where the sitting that has done a step began, if it went on from an earlier one."""
+        # A sitting voids what ones before it have done from its beginning on.
+        begun = [start for place, start in enumerate(self.sittings) if all(start <= e for e in self.sittings[place:])]
+        return max((start for start in begun if 0 < start < step), default=None)
+
+    def result(self, step: int) -> StepResult:
+        """What was written of a step.
+
+        Raises:
+            ConfigError: nothing was.
+        """
+        if step not in self.results:
+            raise ConfigError(
+                f"step {step} is none of the run in {self.directory}: {METRICS} has steps {min(self.results)} to "
+                f"{max(self.results)}. Give one of them."
+            )
+        return self.results[step]
+
+    def beginning(self, step: int) -> Beginning:
+        """What is nearest to a step, before it: a checkpoint, or the beginning of the run.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        for place in all_in(self.saved):
+            manifest = _manifest(place)
+            if manifest is not None and manifest.step < step:
+                return Beginning(manifest.step, place)
+        named = self.config.resumption.source
+        if named not in (AUTO, NEVER) and min(self.results) > 1:
+            place = named_place(self.config, named)
+            manifest = read_manifest(place)
+            if manifest.step < step:
+                return Beginning(manifest.step, place)
+        if min(self.results) == 1:
+            return Beginning(0, None)
+        raise ConfigError(
+            f"there is no whole checkpoint before step {step} in {self.saved}, and the run began at "
+            f"step {min(self.results)}. Give a step behind a checkpoint; checkpoint.keep_last and keep_every keep more."
+        )
+
+    def config_of(self, step: int) -> RunConfig:
+        """The run file by which a step was done; see [Note: whose run file]."""
+        last = self.sittings[-1] if self.sittings else 0
+        if step > last:
+            return self.config
+        for place in reversed(all_in(self.saved)):
+            manifest = _manifest(place)
+            if manifest is not None and manifest.step >= step and "run" in manifest.extra:
+                return validated(RunConfig, manifest.extra["run"], where=f"the run file in {place}")
+        return self.config
+
+
+def _manifest(checkpoint: Folder) -> Manifest | None:
+    """None where it is not whole."""
+    try:
+        return read_manifest(checkpoint)
+    except TornCheckpointError:
+        return None
+
+
+def plain_of(result: StepResult) -> dict[str, float]:
+    """What is known of a step that is the same when it is done again, by name, in the order of cause."""
+    rates = result.learning_rates if len(result.learning_rates) > 1 else {}
+    return {
+        "num_tokens": result.num_tokens,
+        "learning_rate": result.learning_rate,
+        **{f"learning_rate of group {name}": rate for name, rate in rates.items()},
+        "loss": result.loss,
+        **{f"sum {name}": value for name, value in result.sums.items()},
+        "grad_norm": result.grad_norm,
+    }
+
+
+def as_values(result: StepResult) -> dict[str, Any]:
+    """The same, as it goes from a rank to the process that has started it."""
+    return {"step": result.step, "world_size": result.world_size, "values": plain_of(result)}

@@ -1,0 +1,235 @@
+"""A replay, and what two runs differ in, as text for people; no torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from .diff import Diff, Step
+    from .parted import Parted
+    from .start import Replayed, Value
+    from .tensors import Differences
+
+_EXPECTED = {
+    "float64": "float64 agrees to 1e-9, and a bug shows at 1e-3",
+    "float32": "float32 agrees to about 1e-6 after one step, and to less after each further one",
+    "bfloat16": "bfloat16 agrees to about 1e-2 after one step, and to less after each further one",
+}
+
+
+def shown(replayed: Replayed) -> Group:
+    """The numbers of a step beside those that were written, and what follows from them."""
+    return Group(*_headline(replayed), _numbers(replayed), *map(Text.from_markup, _verdict(replayed)))
+
+
+def _headline(replayed: Replayed) -> Iterator[RenderableType]:
+    done, checkpoint = replayed.beginning
+    begun = f"from {checkpoint}" if checkpoint else "from the beginning of the run"
+    steps = replayed.step - done
+    yield Text.from_markup(
+        f"[bold]replay[/bold] of {escape(replayed.run)}, step {replayed.step}: {escape(replayed.strategy)} on "
+        f"{replayed.mesh}, {escape(begun)} ({steps} step{'s' if steps > 1 else ''})"
+    )
+
+
+def _numbers(replayed: Replayed) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("", "metrics.jsonl", "replayed", ""):
+        table.add_column(name, no_wrap=True)
+    for each in replayed.values:
+        table.add_row(each.name.replace("_", " "), number(each.written), number(each.replayed), _apart(each))
+    return table
+
+
+def _apart(value: Value) -> str:
+    if value.is_same:
+        return "the same, bit for bit"
+    if value.written is None or value.replayed is None:
+        return "[bold]only one[/bold]"
+    return f"{abs(value.written - value.replayed):.3g} apart, relatively {value.apart:.2g}"
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else repr(value)
+
+
+def _verdict(replayed: Replayed) -> Iterator[str]:
+    within = f"to {replayed.tolerance:g}"
+    if replayed.is_same:
+        yield f"The step is the same, {within if replayed.tolerance else 'bit for bit'}."
+    else:
+        yield f"[bold]The step is not the same[/bold]{f', {within}' if replayed.tolerance else ''}."
+    if replayed.tolerance:
+        yield f"Sums are in another order here: {_EXPECTED[replayed.precision]}."
+    elif not replayed.is_same:
+        yield (
+            "What may have changed: the code or a library, the machine, the data, or a kernel that sums in no fixed "
+            "order; or a rank has computed wrongly: see --compare-rank."
+        )
+    if replayed.note:
+        yield replayed.note
+    yield from _shares(replayed)
+
+
+def _shares(replayed: Replayed) -> Iterator[str]:
+    found = replayed.shares
+    if found is None:
+        return
+    if replayed.is_sound:
+        yield (
+            f"The work of data rank {replayed.asked}, and of all others, comes to the same bits on another rank: "
+            f"{found['compared']} outputs and gradients on each. No rank is suspect."
+        )
+        return
+    for share, told in found["shares"].items():
+        one, other = told["ranks"]
+        yield f"the work of data rank {share} differs between ranks {one} and {other}, first in the {told['tensor']}"
+    if found["unsteady"]:
+        yield f"ranks that do not agree with themselves: {', '.join(map(str, found['unsteady']))}"
+    suspects = ", ".join(map(str, found["suspects"]))
+    if found["why"]:
+        yield f"No rank is named: {found['why']}."
+    elif len(found["suspects"]) == 1:
+        yield f"[bold]Suspect: the hardware of rank {suspects}[/bold]. Take it out, and test it."
+    else:
+        yield (
+            f"[bold]Suspect: the hardware of one of the ranks {suspects}[/bold], which disagree. Of two data ranks "
+            f"none can tell which; three can."
+        )
+
+
+def relatively(value: float) -> str:
+    return f"{value:.2g}" if math.isfinite(value) else "without bound"
+
+
+# -- two runs
+
+
+def compared(found: Diff) -> Group:
+    """Where two runs part, and what is known of why."""
+    lines = [*_settings(found), *_course(found), *_step(found)]
+    return Group(*map(Text.from_markup, lines))
+
+
+def _settings(found: Diff) -> Iterator[str]:
+    yield f"[bold]diff[/bold] of {escape(found.runs[0])} and {escape(found.runs[1])}"
+    for what, settings in (("by which numbers follow", found.settings), ("of the layout", found.layout)):
+        for name, one, other in settings:
+            yield f"run files differ in what is {what}: {escape(name)} is {escape(one)} against {escape(other)}"
+
+
+def _course(found: Diff) -> Iterator[str]:
+    first, last = found.course.steps
+    parted = found.parted
+    largest = {name: found.course.largest.get(name, 0.0) for name in ("loss", "grad_norm")}
+    if parted is None:
+        apart = "bit for bit" if not any(largest.values()) else f"to {relatively(max(largest.values()))}, relatively"
+        yield f"[bold]They agree[/bold] in steps {first} to {last}: losses and norms {apart}."
+        return
+    yield f"[bold]{_name(parted)} part{'' if _name(parted).endswith('s') else 's'} at step {parted.step}[/bold]: " + (
+        f"{number(parted.one)} against {number(parted.other)}{_meaning(parted.name)}"
+    )
+    yield from _way(found)
+    for directory, step in zip(found.runs, found.resumed, strict=True):
+        if step is not None:
+            yield f"{escape(directory)} went on after step {step} (events.jsonl), and has done step {parted.step} since"
+    for other in found.course.parted[1:]:
+        yield f"then {_name(other).lower()} at step {other.step}: {number(other.one)} against {number(other.other)}"
+
+
+def _way(found: Diff) -> Iterator[str]:
+    parted = found.parted
+    if parted is None or parted.name == "num_tokens" or parted.name.startswith("learning_rate"):
+        return
+    if parted.is_jump:
+        yield (
+            f"It is a jump: {relatively(parted.apart)} apart, relatively, and {relatively(parted.before)} at most "
+            f"before. Rounding does not do that."
+        )
+    else:
+        yield (
+            f"It is rounding that has grown: apart since step {parted.first}, by {relatively(parted.before)} at most "
+            f"before step {parted.step}. Where training is at the edge of stability, that is no error. To know, "
+            f"compare in float64: --float64."
+        )
+
+
+def _name(parted: Parted) -> str:
+    names = {"num_tokens": "Token counts", "loss": "Losses", "grad_norm": "Gradient norms"}
+    if parted.name.startswith("learning_rate"):
+        return f"Learning rates{parted.name.removeprefix('learning_rate')}"
+    return names.get(parted.name, f"The {parted.name}")
+
+
+def _meaning(name: str) -> str:
+    if name.startswith("learning_rate"):
+        return ": the schedule or its resume differs"
+    return ": the data, or how they are laid out, differ" if name == "num_tokens" else ""
+
+
+def _step(found: Diff) -> Iterator[str]:
+    step = found.replayed
+    if step is None:
+        if found.why_not:
+            yield f"No step was done again: {escape(found.why_not)}"
+        return
+    mode = f" ({step.mode})" if step.mode else ""
+    yield f"\n[bold]step {step.step}, done again in both layouts[/bold]{mode}"
+    for directory, begun in zip(found.runs, step.beginnings, strict=True):
+        yield f"  {escape(directory)} from {escape(begun)}"
+    rows = "the same" if step.same_rows else "[bold]differ[/bold]: the data, or their order"
+    yield f"  rows of the step        {rows}"
+    yield f"  parameters before it    {_tensors(step.before)}"
+    if step.outputs is None:
+        yield f"  outputs of modules      not compared: {step.reason}"
+    else:
+        yield f"  outputs of modules      {_tensors(step.outputs)}"
+    for name, (one, other) in step.values.items():
+        apart = "the same" if one == other else f"{number(one)} against {number(other)}"
+        yield f"  {name.replace('_', ' '):<23} {apart}"
+    yield f"  gradients, not clipped  {_tensors(step.gradients)}"
+    yield f"  parameters behind it    {_tensors(step.after)}"
+    yield _conclusion(step)
+
+
+def _tensors(found: Differences) -> str:
+    if found.first is None:
+        most = found.largest.relative if found.largest is not None else 0.0
+        return f"the same in all {found.count}, " + (f"to {relatively(most)}" if most else "bit for bit")
+    first = found.first
+    told = first.why or f"relatively {relatively(first.relative)}, absolutely {relatively(first.absolute)}"
+    furthest = found.largest
+    more = f"; furthest apart is {escape(furthest.name)}, by {relatively(furthest.relative)}" if furthest else ""
+    return f"[bold]{found.beyond} of {found.count} differ, first {escape(first.name)}[/bold]: {told}{more}"
+
+
+def _conclusion(step: Step) -> str:
+    """See [Note: cause before effect] in `diff`."""
+    if not step.same_rows:
+        return "The two steps had other data: look at data, seed and batch_size of the run files."
+    if step.before.first is not None:
+        return "The parameters differ before the step: what parts them is earlier, or in what was loaded."
+    if step.outputs is not None and step.outputs.first is not None:
+        return (
+            f"From the same rows and parameters, {escape(step.outputs.first.name)} is the first to compute otherwise."
+        )
+    if step.gradients.first is not None:
+        return (
+            f"Forward is the same, and the gradient of {escape(step.gradients.first.name)} is not: backward, or how "
+            f"gradients are summed over ranks and microbatches, differs."
+        )
+    if step.after.first is not None:
+        return (
+            "The gradients are the same, and the parameters behind the step are not: rates, clipping or the optimizer."
+        )
+    if step.is_same:
+        parted = "; what parted the runs is dropout" if "dropout" in step.mode else ""
+        return f"Step {step.step}, done again, is the same in both, to {step.tolerance:g}{parted}."
+    return "All tensors are the same; what the step was told to be is not."

@@ -1,0 +1,186 @@
+"""What a run trains with, put together from its plan: weights and columns that it begins with, the optimizer, and the
+loop, from the beginning or from a checkpoint. Nothing here is told, saved or observed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from ..checkpoint import load_checkpoint
+from ..data import ORDER_VERSION, Feed, Place, eval_microbatches
+from ..mesh.sizes import Degrees
+from ..strategy.contract import Batch, OptimizerFactory, StrategyManager
+from .apart import check_kept_apart
+from .columns import as_asked, with_reference
+from .ema import EMA
+from .loop_options import Loop
+from .optim import optimizer_factory
+from .plan import Plan, masks_padding
+from .resume import Source, early_stopping
+from .run_file import RunConfig, as_plain
+from .saved import named_place
+from .schedules import build_scheduler, set_schedule
+
+
+def begin_with_weights(
+    manager: StrategyManager, config: RunConfig, plan: Plan, source: Source | None, console: Console
+) -> Plan:
+    """Load `model.checkpoint` where the run begins with it, and compute what an objective needs of the weights that it
+    begins with; the plan with that. Collective.
+
+    Args:
+        manager: with the model's own weights.
+        source: that the run goes on from.
+    """
+    if source is None and "checkpoint" in config.model:
+        load_checkpoint(manager, named_place(config, config.model["checkpoint"]))
+    if not plan.needs_reference:
+        return plan
+    return _with_reference(manager, config, plan, console, is_loaded=source is None)
+
+
+def loop_of(
+    manager: StrategyManager,
+    config: RunConfig,
+    plan: Plan,
+    source: Source | None,
+    *,
+    seen: Callable[[], AbstractContextManager[None]] = nullcontext,
+    factory: OptimizerFactory | None = None,
+    place: Place | None = None,
+    draw: Callable[[Feed, int], Sequence[Batch]] = Feed.microbatches,
+) -> Loop:
+    """The manager's optimizer, with state from the source if there is one, and the loop that trains on from there.
+    Collective.
+
+    Args:
+        manager: with its model.
+        source: that the run goes on from.
+        seen: around the making of the optimizer.
+        factory: of the optimizer; None: that of the run file.
+        place: of this rank in a global batch; None: as the mesh has it.
+        draw: what this rank trains on in a step, counted from 0.
+    """
+    mesh = manager.mesh
+    with seen():
+        optimizer = manager.build_optimizer(factory or optimizer_factory(config.optimizer))
+        # Before what it is to load, and after what it is to begin with.
+        ema = None if source is not None and not source.has_average else _average(config, manager)
+    scheduler = build_scheduler(plan.schedule, optimizer, plan.steps)
+    origin, version = (0, 0), ORDER_VERSION
+    if source is not None:
+        # Settings and rates are those of the run file, which are the saved ones but for what was allowed to change.
+        load_checkpoint(manager, source.place, keep_settings=True)
+        set_schedule(scheduler, source.step)
+        ema = ema or _average(config, manager, step=source.step)
+        origin, version = (source.step + source.left_out, source.position()), source.order
+    if place is None:
+        place = place_of(mesh.degrees, plan.micro_batch_size, mesh.data_rank)
+    if not plan.rows_tried:
+        _try_rows(manager, config, plan, place)
+    feed = _feed(config, plan, place, source, version, origin)
+    named = None if source is None else source.named
+    extra = {"identity": {**plan.identity, "order": version}, "run": as_plain(config), "named": named}
+    loop = Loop(
+        steps=plan.steps,
+        batches=lambda drawn: [as_asked(plan.objective, batch) for batch in draw(feed, drawn)],
+        scheduler=scheduler,
+        max_grad_norm=config.max_grad_norm,
+        grad_norm_type=config.grad_norm_type,
+        held_out=_sets(plan, place, config.eval.sequences),
+        ema=ema,
+        eval_every=config.eval.every,
+        early_stopping=early_stopping(config),
+        extra=lambda drawn: {**extra, "position": feed.position(drawn), "streams": feed.state(drawn)},
+        seed=config.seed,
+        on_bad_step=config.bad_steps,
+        objective=plan.objective,
+    )
+    return loop if source is None else replace(loop, start=source.step, state=source.watched)
+
+
+def place_of(degrees: Degrees, micro_batch_size: int, data_rank: int) -> Place:
+    """A data rank's part of each global batch, in lengths that any of the axes can divide."""
+    multiple = (2 * degrees.cp if degrees.cp > 1 else 1) * degrees.tp
+    return Place(data_rank, degrees.dp, micro_batch_size, multiple=multiple, one_shape=degrees.pp > 1)
+
+
+def _with_reference(
+    manager: StrategyManager, config: RunConfig, plan: Plan, console: Console, *, is_loaded: bool
+) -> Plan:
+    """The plan with log-probabilities of the weights that the run begins with, of all rows. Collective.
+
+    Args:
+        is_loaded: whether the manager has these weights; else it has those before `model.checkpoint` was loaded.
+    """
+
+    def begin() -> None:
+        if not is_loaded and "checkpoint" in config.model:
+            load_checkpoint(manager, named_place(config, config.model["checkpoint"]))
+        if manager.mesh.rank == 0:
+            console.print("computing the log-probabilities of the reference", highlight=False, soft_wrap=True)
+
+    of = {"model": plan.identity["model"], "data": plan.identity["data"], "begins with": config.model}
+    if not {"path", "checkpoint"} & config.model.keys():
+        of["seed"] = config.seed
+    place = place_of(manager.mesh.degrees, plan.micro_batch_size, manager.mesh.data_rank)
+    directory = Path(config.output_dir)
+    return replace(plan, rows=with_reference(manager, plan.rows, directory, place, of=of, begin=begin))
+
+
+def _average(config: RunConfig, manager: StrategyManager, *, step: int = 0) -> EMA | None:
+    return EMA(manager, config.ema, step=step) if config.ema is not None else None
+
+
+def _feed(
+    config: RunConfig, plan: Plan, place: Place, source: Source | None, version: int, origin: tuple[int, int]
+) -> Feed:
+    """The rows to train on, from where the run goes on."""
+    feed = Feed(
+        plan.rows.training,
+        place,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        weights=plan.rows.weights,
+        version=version,
+        origin=origin,
+    )
+    if source is not None and origin[1]:
+        feed.load_state(source.manifest.extra.get("streams"))
+    return feed
+
+
+def _sets(plan: Plan, place: Place, count: int | None) -> dict[str, Sequence[Batch]]:
+    """The microbatches of each set to evaluate on: of `count` rows, or of all where it has less."""
+    return {
+        name: [
+            as_asked(plan.objective, batch)
+            for batch in eval_microbatches(rows, place, count=None if count is None else min(count, len(rows)))
+        ]
+        for name, rows in plan.rows.held_out.items()
+    }
+
+
+def _try_rows(manager: StrategyManager, config: RunConfig, plan: Plan, place: Place) -> None:
+    """Refuse a model in which what shares a row changes what it must not, on all ranks. Collective."""
+
+    def statistics(batches: list[Batch]) -> list[torch.Tensor]:
+        return [found["log_probs"] for found in manager.token_stats(batches, ["log_probs"])]
+
+    check_kept_apart(
+        plan.model_config,
+        config.data.packing_kind(),
+        statistics,
+        dtype=plan.model.dtype(config.model),
+        seq_len=config.data.seq_len,
+        vocab_size=plan.data.vocab_size,
+        multiple=place.multiple,
+        rows=place.micro_batch_size,
+        microbatches=config.batch_size // (place.data_size * place.micro_batch_size),
+        masks=masks_padding(plan.model_config),
+    )
