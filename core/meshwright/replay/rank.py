@@ -98,8 +98,7 @@ def _done(manager: StrategyManager, loop: Loop, step: int, bad_steps: BadSteps, 
     except Rewinds as rewinds:
         raise ConfigError(
             f"step {rewinds.bad.step} took this run back: {rewinds.bad.reason}. What it did from there on, without the "
-            f"batches since step {loop.start}, is done again from a checkpoint that was saved later. Give a step behind "
-            f"one."
+            f"batches since step {loop.start}, is done again from a checkpoint saved later. Give a step behind one."
         ) from None
 
 

@@ -68,12 +68,7 @@ def train_step(
     microbatches, num_tokens = (ahead or begun_ahead(manager, loop)).take(draw)
     stopwatch.end("data", "forward_backward")
     loss = manager.forward_backward(microbatches, num_tokens=num_tokens, objective=loop.objective)
-    measures_norms = loop.norms_every is not None and (step + 1) % loop.norms_every == 0
-    stopwatch.end("forward_backward", "norms" if measures_norms else "clip")
-    sums = manager.last_sums
-    norms = manager.gradient_norms() if measures_norms else {}
-    if measures_norms:
-        stopwatch.end("norms", "clip")
+    sums, norms = manager.last_sums, _norms(manager, loop, step + 1, stopwatch)
     if before_clip is not None:
         before_clip()
     grad_norm = manager.clip_grad_norm(loop.max_grad_norm, loop.grad_norm_type)
@@ -106,6 +101,17 @@ def train_step(
         flops=None if loop.flops_per_token is None else loop.flops_per_token * int(num_tokens),
         peak_flops=loop.peak_flops,
     )
+
+
+def _norms(manager: StrategyManager, loop: Loop, step: int, stopwatch: Stopwatch) -> dict[str, float]:
+    """Norms of the gradients by block, in steps that measure them, right behind the backward."""
+    if loop.norms_every is None or step % loop.norms_every:
+        stopwatch.end("forward_backward", "clip")
+        return {}
+    stopwatch.end("forward_backward", "norms")
+    norms = manager.gradient_norms()
+    stopwatch.end("norms", "clip")
+    return norms
 
 
 def _judged(
