@@ -122,7 +122,9 @@ def _kept(order: Order, setting: _Setting, step: int, bad_steps: BadSteps) -> St
             replace(loop, batches=drawing),
             step,
             bad_steps,
-            before_clip=lambda: save_gradients(manager, setting.optimizers, order.out / "gradients"),
+            look=lambda moment: (
+                save_gradients(manager, setting.optimizers, order.out / "gradients") if moment == "whole" else None
+            ),
         )
     save_parameters(manager, order.out / "after")
     outputs.save(order.out, drawn)

@@ -59,6 +59,7 @@ def told_of(loop: Loop) -> dict[str, Any]:
         ("eval_every", loop.eval_every, 1),
         ("save_every", loop.save_every, 1),
         ("norms_every", loop.norms_every, 1),
+        ("verify_every", loop.verify_every, 1),
         ("start", loop.start, 0),
     ):
         if value is not None and (type(value) is not int or value < least):
@@ -93,6 +94,7 @@ def told_of(loop: Loop) -> dict[str, Any]:
         "norms_every": loop.norms_every,
         "seed": loop.seed,
         "on_bad_step": loop.on_bad_step,
+        "verify_every": loop.verify_every,
         "signals": loop.signals and loop.signals.names,
     }
 

@@ -99,6 +99,7 @@ def loop_of(
         extra=lambda drawn: {**extra, "position": feed.position(drawn), "streams": feed.state(drawn)},
         seed=config.seed,
         on_bad_step=config.bad_steps,
+        verify_every=config.verify_every,
         objective=plan.objective,
     )
     return loop if source is None else replace(loop, start=source.step, state=source.watched)

@@ -141,6 +141,7 @@ def is_finished(config: RunConfig) -> bool:
 def _trains(config: RunConfig, **without: Any) -> RunConfig:
     """A run without what does not say how it trains, and without what else is to be left out."""
     unseen = {"metrics": MetricsConfig(), "trackers": [], "profile": None, "max_restarts": 0, "elastic": None}
+    unseen |= {"watchdog_s": None, "verify_every": None}
     return config.model_copy(update={"overwrite": False, "resume": AUTO, "launch": None, **unseen, **without})
 
 

@@ -24,12 +24,13 @@ from .failures import done_on_all, raise_on_all
 from .loop_options import Callback as Callback
 from .loop_options import Loop as Loop
 from .loop_options import is_due
-from .one_step import begun_ahead
+from .one_step import Moment, begun_ahead
 from .one_step import train_step as train_step
 from .optimizer_config import AVERAGED
 from .rewinding import Saves
 from .stopwatch import Stopwatch
 from .telling import Telling
+from .verifying import Verifier
 from .watch import STATE, Watch
 
 
@@ -78,6 +79,7 @@ class _Course:
         self.saves = Saves(manager, loop)
         if loop.on_bad_step.do == "rewind":
             self.saves.note(loop.start, self.state())
+        self.verifier = None if loop.verify_every is None else Verifier(manager, loop.verify_every)
         self.saved_at = loop.clock()
         self.told, self.progress = Telling(manager, loop), self.world.progress
         self.stopwatch = Stopwatch(moments_of(manager.mesh.device), self.progress)
@@ -105,6 +107,8 @@ class _Course:
                 self.rewind(result, results)
                 continue
             self.noted(result)
+            if self.verifier is not None and self.verifier.is_due(result.step):
+                self.verifier.verify(result.step)
             times = {**result.times, **self.saving, **self.loop.measured()}
             result = replace(result, times=times, stragglers=self.loop.stragglers())
             self.saving = {}
@@ -129,12 +133,18 @@ class _Course:
         """Run a step; a bad one takes the run back."""
         try:
             with self.loop.around(step - self.loop.start):
-                result = train_step(self.manager, self.loop, step, self.ahead, self.stopwatch, self.bad_steps)
+                result = train_step(
+                    self.manager, self.loop, step, self.ahead, self.stopwatch, self.bad_steps, look=self.look
+                )
         except Rewinds as rewinds:
             return rewinds.bad
         if result.skipped:
             self.told.bad_step(Bad(result.step, result.skipped), count=self.bad_steps.count)
         return result
+
+    def look(self, moment: Moment) -> None:
+        if self.verifier is not None and moment == "clipped":
+            self.verifier.note_clipped()
 
     def rewind(self, bad: Bad, results: list[StepResult]) -> None:
         """Go back to a checkpoint, and leave out the batches since then. Collective."""
@@ -143,6 +153,8 @@ class _Course:
         self.bad_steps.rewound(bad, state, to=to)
         while results and results[-1].step > to:
             results.pop()
+        if self.verifier is not None:
+            self.verifier.forget()
         self.told.bad_step(bad, count=self.bad_steps.count, back_to=to)
 
     def noted(self, result: StepResult) -> None:
@@ -206,6 +218,8 @@ class _Course:
             return
         start = time.perf_counter()
         self.progress.enter("save")
+        if self.verifier is not None:
+            self.verifier.verify(result.step)
         state = self.state()
         if loop.on_bad_step.do == "rewind":
             self.saves.note(result.step, state)

@@ -65,6 +65,8 @@ class Loop:
         seed: random numbers of a step (dropout) follow from it, the step and the data rank alone, so that a run that
             goes on draws what it would have drawn; None: the generators go on as they are.
         on_bad_step: what becomes of a step whose loss or norm is not finite, or far above those before.
+        verify_every: steps between comparisons of replicas, which also has each rank watch its own memory; None:
+            neither is done. See [Note: silent corruption] in `train.verifying`.
         signals: end the loop before the next step, with a checkpoint if there is a checkpointer; see
             [Note: agreeing to stop] in `train.ahead`. Each rank enters its own before `fit`, with the same names.
         around: `around(step)`, counted from 0 in this call of `fit`: what a step on this rank happens within.
@@ -100,6 +102,7 @@ class Loop:
     state: Mapping[str, Any] | None = None
     seed: int | None = None
     on_bad_step: BadStepConfig = field(default_factory=BadStepConfig)
+    verify_every: int | None = None
     signals: StopSignals | None = None
     around: Callable[[int], AbstractContextManager[None]] = _nothing
     measured: Callable[[], Mapping[str, float]] = dict

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -22,6 +22,13 @@ from .memory import memory_now
 from .rates import check_rates, groups_stepped
 from .seeds import step_seed
 from .stopwatch import Stopwatch
+
+Moment: TypeAlias = Literal["whole", "clipped"]
+"""Of the gradients of a step, between its backward and the optimizer's step."""
+
+
+def _nothing(_: Moment) -> None:
+    pass
 
 
 def begun_ahead(manager: StrategyManager, loop: Loop) -> Ahead:
@@ -50,7 +57,7 @@ def train_step(
     stopwatch: Stopwatch | None = None,
     bad_steps: BadSteps | None = None,
     *,
-    before_clip: Callable[[], None] | None = None,
+    look: Callable[[Moment], None] = _nothing,
 ) -> StepResult:
     """Run one optimizer step, counted from 0; see `fit`.
 
@@ -58,7 +65,7 @@ def train_step(
         ahead: of the loop, to begin the next step in it; None: it is left to itself.
         stopwatch: of the loop.
         bad_steps: of the loop; None: a bad step is an error.
-        before_clip: called when the gradients are whole, and not yet clipped.
+        look: called when the gradients are "whole", and when they are "clipped".
     """
     start = time.perf_counter()
     stopwatch = stopwatch or Stopwatch(moments_of(manager.mesh.device), manager.mesh.world.progress)
@@ -69,9 +76,9 @@ def train_step(
     stopwatch.end("data", "forward_backward")
     loss = manager.forward_backward(microbatches, num_tokens=num_tokens, objective=loop.objective)
     sums, norms = manager.last_sums, _norms(manager, loop, step + 1, stopwatch)
-    if before_clip is not None:
-        before_clip()
+    look("whole")
     grad_norm = manager.clip_grad_norm(loop.max_grad_norm, loop.grad_norm_type)
+    look("clipped")
     stopwatch.end("clip", "read" if ahead is None else "data")
     if ahead is not None:
         if step + 1 < loop.num_steps:

@@ -126,6 +126,11 @@ class RunConfig(MeshSizes):
         description="What becomes of a step whose loss or gradient norm is not finite: the run stops, skips the "
         "batch, or goes back to its newest checkpoint and skips all since; or {do: skip, deviations: 10, ...}.",
     )
+    verify_every: Size | None = Field(
+        default=None,
+        description="Steps between comparisons of what several ranks hold, bit for bit; each rank also watches its own "
+        "memory for bits that change by themselves. null: neither. See docs/bad-steps.md.",
+    )
     eval: EvalConfig = EvalConfig()
     sample: SampleConfig | None = Field(default=SampleConfig(), description="null: no sample.")
     checkpoint: CheckpointConfig = CheckpointConfig()
