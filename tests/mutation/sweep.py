@@ -55,7 +55,7 @@ OWNERS = {
     "meshwright.train.optimizer_config": ["OptimizerConfig", "OptimizerGroup", "EMAConfig"],
     "meshwright.train.run_sections": [
         *("EvalConfig", "EarlyStoppingConfig", "SampleConfig", "CheckpointConfig", "KeepBestConfig", "SaveOnConfig"),
-        *("OnSignalConfig", "PlanConfig", "MetricsConfig", "ResumeConfig"),
+        *("OnSignalConfig", "PlanConfig", "MetricsConfig", "ResumeConfig", "StragglersConfig"),
     ],
     "meshwright.train.launch_section": [
         *("LaunchConfig", "SlurmSection", "KubernetesSection", "SkyPilotSection", "RaySection"),
