@@ -4521,3 +4521,79 @@ _bug(
     f"{_WATCHDOG}::test_only_the_very_process_that_is_meant_is_ended",
     kind="a process is ended that only has the number of the one that is meant",
 )
+
+# -- runs that break
+
+_BAD, _VERIFY = "tests/test_bad_steps.py", "tests/test_verify.py"
+_bug(
+    "left_out_batches_come_again",
+    "meshwright.train.bad_steps",
+    "self.left_out += bad.step - to",
+    "self.left_out += bad.step - to - 1",
+    f"{_BAD}::test_every_stack_goes_back_and_leaves_out_the_batches_since_then[pp2 fsdp2]",
+    kind="off by one in the order of the data",
+)
+_bug(
+    "rate_stays_behind_after_a_step_that_was_left_out",
+    "meshwright.train.one_step",
+    "    if scheduler is not None:\n        scheduler.step()\n    return scheduled",
+    "    if scheduler is not None and bad is None:\n        scheduler.step()\n    return scheduled",
+    f"{_BAD}::test_every_stack_leaves_out_a_step_that_is_not_a_number[megatron_fsdp]",
+    kind="a schedule that is not where the run is",
+)
+_bug(
+    "going_back_leaves_the_schedule_where_it_was",
+    "meshwright.train.rewinding",
+    "self._loop.scheduler.load_state_dict(copy.deepcopy(schedule))",
+    "pass",
+    f"{_BAD}::test_every_stack_goes_back_and_leaves_out_the_batches_since_then[pp2 fsdp2]",
+    kind="a schedule that is not where the run is",
+)
+_bug(
+    "what_was_left_out_is_forgotten_in_a_resume",
+    "meshwright.train.bad_steps",
+    'self.left_out, self.count = int(known.get("left_out", 0)), int(known.get("count", 0))',
+    'self.left_out, self.count = 0, int(known.get("count", 0))',
+    f"{_BAD}::test_a_course_goes_on_as_it_would_have_after_it_was_stopped[4-function]",
+    kind="a resumed run is another run",
+)
+_bug(
+    "bits_are_looked_at_after_the_save",
+    "meshwright.train.loop",
+    "        if self.verifier is not None:\n            self.verifier.verify(result.step)\n        state",
+    "        state",
+    f"{_VERIFY}::test_no_corrupted_state_is_saved",
+    kind="a corrupted state is saved",
+)
+_bug(
+    "only_the_first_element_is_looked_at",
+    "meshwright.tensors.fingerprint",
+    "(odd[: part.numel()] + 2 * start)",
+    "(odd[: part.numel()] + 2 * start) * (odd[: part.numel()] == 1)",
+    f"{_VERIFY}::test_every_bit_counts[dtype1]",
+    kind="a check that cannot fail",
+)
+_bug(
+    "a_run_that_fails_at_once_keeps_its_ranks",
+    "meshwright.train.restarts",
+    "0 if has_trained else min(self._fewer + 1, len(self._counts) - 1)",
+    "0 if has_trained else self._fewer",
+    "tests/test_restarts.py::test_ranks_are_fewer_after_a_failure_at_once_and_as_many_as_may_be_after_steps",
+    kind="a failure that comes again",
+)
+_bug(
+    "wrong_input_is_begun_anew",
+    "meshwright.train.restarts",
+    "if code != FAILED or not limit:",
+    "if code == 0 or not limit:",
+    "tests/test_restarts.py::test_a_run_is_begun_anew_until_it_has_been_so_often",
+    kind="a failure that comes again",
+)
+_bug(
+    "a_save_is_begun_though_the_time_is_up",
+    "meshwright.train.loop",
+    "return bool(self.world.reduce_ints([seconds > signals.left_s])[0])",
+    "return False",
+    "tests/test_stopping.py::test_a_save_that_would_outlast_the_time_that_is_left_is_not_begun_on_any_rank",
+    kind="a signal that is not heeded",
+)

@@ -129,7 +129,7 @@ class RunConfig(MeshSizes):
     verify_every: Size | None = Field(
         default=None,
         description="Steps between comparisons of what several ranks hold, bit for bit; each rank also watches its own "
-        "memory for bits that change by themselves. null: neither. See docs/bad-steps.md.",
+        "memory for bits that change by themselves. null: neither. See docs/surviving.md.",
     )
     eval: EvalConfig = EvalConfig()
     sample: SampleConfig | None = Field(default=SampleConfig(), description="null: no sample.")
