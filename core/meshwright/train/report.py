@@ -194,7 +194,7 @@ def _read_line(line: bytes, steps: int) -> StepResult:
     mappings = {name: _with_nan(record.get(name, {})) for name in _MAPPINGS}
     if (loss := record.get("held_out_loss")) is not None:
         mappings["evaluations"].setdefault("held_out", loss)
-    slow = [_with_nan(each) for each in record.get("stragglers", ())]
+    slow = tuple(_with_nan(each) for each in record.get("stragglers", ()))
     numbers = {name: record[key] for name, key in _NUMBERS.items() if key in record}
     skipped = record.get("skipped", "")
     if skipped and isinstance(skipped, str):
