@@ -19,16 +19,19 @@ from ..events.run import RunInfo
 from ..events.step import StepResult
 from ..launch.rank import signs_of_life
 from ..launch.stopping import Stopped, StopSignals
+from ..memory.keepers import Keepers
 from ..mesh.mesh import Mesh
 from ..mesh.world import World, open_world
 from ..model.pretrained import PretrainedWeights
 from ..strategy.contract import Batch, StrategyManager
 from .apart import check_kept_apart
+from .checkpoint_section import KeepBestConfig
 from .columns import as_asked, with_reference
 from .companion import Companion
 from .ema import EMA
 from .fate import Fate, check_output, is_finished
 from .files import METRICS
+from .from_memory import copying, keepers_of
 from .from_pretrained import check_same_weights, tell
 from .loop import Loop, fit
 from .observing import observed, run_info
@@ -39,7 +42,6 @@ from .report import say_finished, say_stopped
 from .resume import Source, early_stopping, find_source
 from .run_file import RunConfig, as_plain
 from .run_model import fetch_model, make_model
-from .run_sections import KeepBestConfig
 from .saved import check_same_key, named_place, saved_by
 from .schedules import build_scheduler, set_schedule
 
@@ -107,7 +109,8 @@ def _train(
 ) -> list[StepResult]:
     """Train the model, and write it. Collective."""
     console = Console()
-    source = find_source(config, fate, plan.identity, world, steps=plan.steps)
+    keepers = keepers_of(config, world)
+    source = find_source(config, fate, plan.identity, world, steps=plan.steps, keepers=keepers)
     mesh = Mesh(plan.degrees, world)
     manager = plan.stack.build(mesh)
     model, weights = world.together(lambda: make_model(config.model, plan.model, plan.model_config, seed=config.seed))
@@ -129,7 +132,7 @@ def _train(
     if plan.needs_reference:
         plan = _with_reference(manager, config, plan, console, is_loaded=source is None)
     run = run_info(manager, config, plan, source, parameters)
-    results = _fit(manager, config, plan, source, earlier, console, signals, companion, run)
+    results = _fit(manager, config, plan, source, keepers, earlier, console, signals, companion, run)
     # There may have been nothing left to be done.
     done = results[-1].step if results else plan.steps if source is None else source.step
     export(manager, config, plan, step=done)
@@ -185,6 +188,7 @@ def _fit(
     config: RunConfig,
     plan: Plan,
     source: Source | None,
+    keepers: Keepers | None,
     earlier: list[StepResult],
     console: Console,
     signals: StopSignals,
@@ -233,7 +237,8 @@ def _fit(
     if source is not None:
         loop = replace(loop, start=source.step, state=source.watched)
     with (
-        _saving(manager, config, plan, loop) as saving,
+        copying(manager, config, keepers, loop, run.id) as copied,
+        _saving(manager, config, plan, copied) as saving,
         observed(manager, config, saving, run, companion=companion, console=console, earlier=earlier) as watched,
     ):
         return earlier + fit(manager, watched)
