@@ -134,8 +134,7 @@ class Copier:
         if self._checked == self._agreement.times:
             return
         self._checked, world = self._agreement.times, self._manager.mesh.world
-        every: list[int] = [0] * world.size
-        dist.all_gather_object(every, mine, group=self._group)
+        every = self._every_size(mine)
         nodes, here = self._keepers.nodes, self._keepers.here
         held = [here, (here - 1) % len(nodes)] if len(nodes) > 1 else [here]
         needed = _COPIES * sum(every[rank] for number in held for rank in nodes[number].ranks)
@@ -144,6 +143,11 @@ class Copier:
             f"which has {self._memory_bytes / 1e9:,.1f} GB of memory. Use more nodes, or checkpoint.replicate=null."
         )
         world.raise_together(ConfigError(wrong) if needed > self._memory_bytes else None)
+
+    def _every_size(self, mine: int) -> list[int]:
+        every: list[int] = [0] * self._manager.mesh.world.size
+        dist.all_gather_object(every, mine, group=self._group)
+        return every
 
     # -- in the thread
 

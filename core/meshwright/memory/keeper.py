@@ -213,8 +213,8 @@ class Keeper:
                 raise ValueError(f"{size} bytes at {begin} of {kept.size}")
             wire.send(connection, {"size": size})
             if size:
-                with mmap.mmap(kept.file, kept.size, prot=mmap.PROT_READ) as whole, memoryview(whole) as view:
-                    connection.sendall(view[begin : begin + size])
+                whole = memoryview(mmap.mmap(kept.file, kept.size, prot=mmap.PROT_READ))
+                connection.sendall(whole[begin : begin + size])
         finally:
             os.close(kept.file)
 
@@ -225,8 +225,8 @@ def _received(connection: socket.socket, size: int) -> File:
     try:
         os.ftruncate(file, size)
         if size:
-            with mmap.mmap(file, size) as whole, memoryview(whole) as view:
-                wire.fill(connection, view)
+            # The mapping goes with its last view, which an error may hold for a while.
+            wire.fill(connection, memoryview(mmap.mmap(file, size)))
     except BaseException:
         os.close(file)
         raise

@@ -127,8 +127,11 @@ def open_keepers(world: World) -> Keepers:
     here = next(number for number, node in enumerate(nodes) if node.keeper == keeper)
     token = world.from_first(lambda: secrets.token_hex(32))
     if len(nodes) > 1:
+        host = _address_towards(os.environ.get("MASTER_ADDR", ""))
+        is_one_machine = all(map(_is_loopback, _gathered(host, world)))
         is_first = world.rank == nodes[here].ranks[0]
-        addresses = _gathered(world.together(lambda: _address(token) if is_first else None), world)
+        address = world.together(lambda: _address(host, token, is_one_machine=is_one_machine) if is_first else None)
+        addresses = _gathered(address, world)
         nodes = [node._replace(address=addresses[node.ranks[0]]) for node in nodes]
     return Keepers(tuple(nodes), here, token)
 
@@ -164,7 +167,9 @@ def _start() -> None:
     command = [sys.executable, "-m", f"{__package__}.keeper", _name(), str(pid), identity_of(pid)]
     # See [Note: nothing is left] in `keeper`. It holds nothing open that others wait to see closed.
     nothing = subprocess.DEVNULL
-    subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, cwd="/", start_new_session=True)
+    started = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+    # Nobody waits for it, and Python need not warn of that.
+    started.returncode = 0
 
 
 def _name() -> str:
@@ -191,19 +196,25 @@ def _asked_own(what: str, **values: Any) -> dict[str, Any]:
         link.close()
 
 
-def _address(token: str) -> tuple[str, int]:
-    """Where other nodes reach this node's keeper: in the network in which the ranks meet."""
-    meeting = os.environ.get("MASTER_ADDR", "")
-    host = _address_towards(meeting)
-    is_loopback = host.startswith("127.") or host in ("::1", "")
+def _address(host: str, token: str, *, is_one_machine: bool) -> tuple[str, int]:
+    """Where other nodes reach this node's keeper: in the network in which the ranks meet.
+
+    Args:
+        host: this node's address there.
+    """
+    # A node may know itself by its loopback alone. Others call it by the name that they all meet at.
+    is_hidden = _is_loopback(host) and not is_one_machine
     try:
-        port = _asked_own("serve", host=_ANYWHERE if is_loopback else host, token=token)["port"]
+        port = _asked_own("serve", host=_ANYWHERE if is_hidden else host, token=token)["port"]
     except OSError as error:
         raise RankError(
             f"the process that holds copies of state cannot be reached from other nodes: {error}."
         ) from error
-    # A node may call itself by its loopback, and others call it by the name that they all meet at.
-    return (meeting if is_loopback else host), int(port)
+    return (os.environ["MASTER_ADDR"] if is_hidden else host), int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith("127.") or host in ("::1", "")
 
 
 def _address_towards(host: str) -> str:

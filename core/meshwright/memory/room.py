@@ -59,6 +59,11 @@ class Rooms:
         return room
 
 
+def memory_of_host() -> int:
+    """Bytes of this node's own memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def nbytes_of(tensors: Sequence[Tensor]) -> int:
     """Of all together."""
     return sum(each.numel() * each.element_size() for each in tensors)

@@ -16,11 +16,11 @@ from ..checkpoint.places import Folder
 from ..memory.copier import Copier
 from ..memory.keepers import Keepers, open_keepers
 from ..memory.place import MemoryPlace, places_of
+from ..memory.room import memory_of_host
 from ..mesh.world import World
 from ..strategy.contract import StrategyManager
 from .journal import id_of, note
 from .loop_options import Loop
-from .model_trial import memory_of_node
 from .run_file import RunConfig
 from .saved import access_of, saved_by
 
@@ -107,7 +107,7 @@ def copying(
         every=settings.every,
         bandwidth=settings.bytes_per_s,
         key=access_of(config).key,
-        memory_bytes=memory_of_node(),
+        memory_bytes=memory_of_host(),
         tell=partial(note, Path(config.output_dir), "copies"),
     ) as copier:
         yield replace(loop, copier=copier)
