@@ -251,6 +251,13 @@ def test_a_step_is_whole_where_some_keeper_has_each_file(kept: list[dict[str, in
     assert {each.step for each in found} <= {7}
 
 
+def test_all_ranks_read_a_file_from_the_same_keeper() -> None:
+    whole = FIRST | SECOND
+    others = Keepers(KEEPERS.nodes, 1, TOKEN)
+    here, there = (places_of(each, _listed(whole, whole), "run", DEFAULT) for each in (KEEPERS, others))
+    assert [each.holders for each in here] == [each.holders for each in there]
+
+
 def test_other_runs_and_steps_that_are_not_sealed_are_none_and_the_newest_is_first() -> None:
     whole = FIRST | SECOND
     assert not places_of(KEEPERS, _listed(whole, whole, run="other"), "run", DEFAULT)
