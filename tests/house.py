@@ -25,6 +25,7 @@ FLOORS = (
     ("model",),
     ("strategy",),
     ("step", "objectives", "data", "checkpoint"),
+    ("memory",),
     ("parallel", "profile", "train"),
     ("manager",),
     ("single", "testing"),

@@ -28,8 +28,8 @@ from meshwright.strategy.registry import get_registry
 from meshwright.testing import Case, pool
 from meshwright.testing.case import share
 from meshwright.testing.parity import build_manager, build_with_optimizer, full_weights
+from meshwright.train.checkpoint_section import CheckpointConfig
 from meshwright.train.run_file import ScheduleConfig
-from meshwright.train.run_sections import CheckpointConfig
 from meshwright.train.schedules import build_scheduler
 
 STEPS = 60

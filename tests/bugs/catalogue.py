@@ -4560,8 +4560,8 @@ _bug(
 _bug(
     "bits_are_looked_at_after_the_save",
     "meshwright.train.loop",
-    "        if self.verifier is not None:\n            self.verifier.verify(result.step)\n        state",
-    "        state",
+    "        if self.verifier is not None:\n            self.verifier.verify(result.step)\n        if loop.on",
+    "        if loop.on",
     f"{_VERIFY}::test_no_corrupted_state_is_saved",
     kind="a corrupted state is saved",
 )
@@ -4596,4 +4596,40 @@ _bug(
     "return False",
     "tests/test_stopping.py::test_a_save_that_would_outlast_the_time_that_is_left_is_not_begun_on_any_rank",
     kind="a signal that is not heeded",
+)
+
+# -- copies in memory
+
+_KEEPER = "tests/test_memory_keeper.py"
+_bug(
+    "a_step_is_let_go_before_the_next_is_sealed",
+    "meshwright.memory.keeper",
+    "self._steps[step] = kept\n",
+    "self._steps = {step: kept}\n",
+    f"{_KEEPER}::test_the_last_sealed_step_is_kept_and_the_one_that_is_written",
+    kind="what is needed if the next thing fails is given up before it is done",
+)
+_bug(
+    "half_a_step_is_a_step",
+    "meshwright.memory.place",
+    "if not all(holding.values()):",
+    "if not any(holding.values()):",
+    f"{_KEEPER}::test_a_step_is_whole_where_some_keeper_has_each_file[[{{'tensors-00000.bin': 10}}, {{}}]-[]]",
+    kind="what is incomplete is taken for whole",
+)
+_bug(
+    "anybody_is_let_in",
+    "meshwright.memory.wire",
+    'if not hmac.compare_digest(_proof(token, "rank", mine, theirs), str(answer.get("proof"))):',
+    "if not answer:",
+    f"{_KEEPER}::test_who_has_not_the_token_is_refused[another]",
+    kind="a check of who asks that passes all",
+)
+_bug(
+    "each_rank_reads_the_copy_that_is_nearest",
+    "meshwright.memory.place",
+    "first = {name: near[name] if near.get(name) in nodes else nodes[0] for name, nodes in holding.items()}",
+    "first = {name: keepers.here if keepers.here in nodes else nodes[0] for name, nodes in holding.items()}",
+    f"{_KEEPER}::test_all_ranks_read_a_file_from_the_same_keeper",
+    kind="one thing is verified, and another one used",
 )

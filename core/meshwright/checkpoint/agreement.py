@@ -45,9 +45,14 @@ class Held(NamedTuple):
 
 
 class Agreement:
-    """What the ranks have agreed on last, if anything."""
+    """What the ranks have agreed on last, if anything.
+
+    Attributes:
+        times: how often they have agreed on something new; equal on all ranks.
+    """
 
     def __init__(self) -> None:
+        self.times = 0
         self._held: Held | None = None
         self._share: Share | None = None
 
@@ -66,6 +71,7 @@ class Agreement:
         dist.all_reduce(same, op=dist.ReduceOp.MIN, group=group)
         if self._share is None or not same.item():
             self._share, self._held = _agreed(held, group), held
+            self.times += 1
         return self._share
 
 

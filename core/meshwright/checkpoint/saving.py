@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import platform
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import transformers
-from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from .._compat.transformers import save_code
-from ..base.errors import CheckpointError, CheckpointWriteError
-from ..base.version import __version__
+from ..base.errors import CheckpointWriteError
 from ..mesh.world import new_group
-from ..model.adapter_base import adapter_configs, adapter_folder, base_of, left_out
+from ..model.adapter_base import adapter_configs, adapter_folder
 from ..strategy.contract import StrategyManager
-from ..tensors.ownership import Rectangle
-from ..tensors.pieces import Sharded
 from .agreement import Agreement
+from .content import content_of
 from .directory import HUGGING_FACE
 from .drafts import draft_of
-from .index import INDEX, payload_name
-from .manifest import FORMAT, OF_ADAPTERS, Manifest, StoredFile
-from .optimizer import settings_name, settings_of
+from .index import payload_name
+from .manifest import StoredFile
 from .payload import write_tensors
 from .places import Folder
-from .schedule import note_rates
-from .values import RANDOM, flat, plain, random_state
 
 
 class Saving:
@@ -63,45 +54,23 @@ class Saving:
         self._place = place
         self._group = group
         self._world = manager.mesh.world
-        if scheduler is not None:
-            note_rates(scheduler)
-        state = manager.sharded_state()
-        if not with_optimizer:
-            state = replace(state, optimizer=None)
-        parts = manager.model_parts
-        known, skipped = base_of(parts), left_out(parts)
-        state.model = {name: each for name, each in state.model.items() if name not in skipped}
-        tensors = {**flat(state), f"{RANDOM}{dist.get_rank()}": random_state()}
-        share = (agreement or Agreement()).share(tensors, state.optimizer, group)
-        self._index = share.index_json
-        self._tensors = [cut(tensors[each.name], each) for each in share.rectangles]
-        settings = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": dict(extra or {})}
-        self._settings, told_settings = self._world.together(
-            lambda: (settings_of(state.optimizer, share), plain(settings))
-        )
-        self._manifest = Manifest(
+        self._content = content_of(
+            manager,
+            group,
             step=step,
-            strategy=manager.strategy,
-            mesh=asdict(manager.mesh.degrees),
-            world_size=self._world.size,
-            versions={
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "meshwright": __version__,
-            },
-            has_optimizer=state.optimizer is not None,
-            format=FORMAT if known is None else OF_ADAPTERS,
-            base=None if known is None else known.base.told(),
-            **told_settings,
+            scheduler=scheduler,
+            extra=extra,
+            with_optimizer=with_optimizer,
+            agreement=agreement,
         )
         self._draft = draft_of(place)
+        parts = manager.model_parts
         self._describing = [getattr(parts[0], "config", None), tokenizer]
         self._model, self._adapters = parts[0], adapter_configs(parts[0])
 
     def detach(self) -> None:
         """Copy what this rank writes, so that training can go on."""
-        self._tensors = [each.to("cpu", copy=True, memory_format=torch.contiguous_format) for each in self._tensors]
+        self._content.detach()
 
     def write(self) -> None:
         """Write and complete the checkpoint. Collective.
@@ -137,15 +106,11 @@ class Saving:
 
     def _write_own(self) -> dict[str, StoredFile]:
         """Write this rank's files, and on the first rank those that there is one of."""
-        rank, texts = self._world.rank, {}
-        if self._settings is not None:
-            texts[settings_name(rank)] = self._settings
-        if self._index is not None:
-            texts[INDEX] = self._index
+        rank, texts = self._world.rank, dict(self._content.texts)
         if rank == 0:
             texts |= self._described()
         payload = payload_name(rank)
-        files = {payload: write_tensors(self._draft, payload, self._tensors)}
+        files = {payload: write_tensors(self._draft, payload, self._content.tensors)}
         return files | {name: self._draft.write(name, partial(list, [text])) for name, text in texts.items()}
 
     def _described(self) -> dict[str, bytes]:
@@ -173,7 +138,7 @@ class Saving:
             if box[0] is None:
                 every = {name: stored for _, each in found for name, stored in each.items()}
                 try:
-                    self._draft.commit(replace(self._manifest, files=every))
+                    self._draft.commit(replace(self._content.manifest, files=every))
                 except OSError as caught:
                     box[0] = str(caught)
         dist.broadcast_object_list(box, group=self._group, group_src=0)
@@ -191,11 +156,3 @@ def own_group() -> Iterator[dist.ProcessGroup]:
     group = new_group("gloo")
     yield group
     dist.destroy_process_group(group)
-
-
-def cut(sharded: Sharded, rectangle: Rectangle) -> Tensor:
-    """A rectangle, as a view of the piece that holds it."""
-    found = sharded.cut(rectangle.offsets, rectangle.sizes)
-    if found is None:
-        raise CheckpointError(f"this rank has not the part of {rectangle.name} that it is to write.")
-    return found

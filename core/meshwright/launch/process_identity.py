@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from contextlib import suppress
@@ -19,6 +20,12 @@ def identity_of(pid: int) -> str:
         return ""
     # The name of the program is in parentheses, and may hold any. Of what is behind it, the 20th is when it began.
     return f"{boot} {namespace} {pid} {stat.rpartition(')')[2].split()[19]}"
+
+
+def launcher_pid() -> int:
+    """The process that has started the ranks of this node: `meshwright train`, torchrun's agent, or whoever else."""
+    parent = multiprocessing.parent_process()
+    return os.getppid() if parent is None or parent.pid is None else parent.pid
 
 
 def end_process(identity: str) -> None:

@@ -57,6 +57,11 @@ def started_by_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def started_elsewhere() -> bool:
+    """Say whether this process is a rank that torchrun or another launcher started."""
+    return started_by_launcher() and multiprocessing.parent_process() is None
+
+
 def connect_store(timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
     """Open a connection to the rendezvous store of the world that the environment describes.
 

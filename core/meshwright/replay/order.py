@@ -19,11 +19,12 @@ from typing import Any
 from ..base.errors import ConfigError
 from ..mesh.sizes import MeshSizes
 from ..strategy.stack import resolve
+from ..train.checkpoint_section import CheckpointConfig
 from ..train.fate import NEVER
 from ..train.files import REFERENCE
 from ..train.plan import processes
 from ..train.run_file import RunConfig
-from ..train.run_sections import CheckpointConfig, ResumeConfig
+from ..train.run_sections import ResumeConfig
 from .record import Beginning, Recorded
 
 HALF = ("float16", "bfloat16")

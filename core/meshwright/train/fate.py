@@ -12,6 +12,7 @@ from ..base.errors import CheckpointError, ConfigError
 from ..checkpoint import read_manifest
 from ..checkpoint.manifest import all_in
 from ..checkpoint.places import Folder, LocalFolder
+from ..launch.rank import started_elsewhere
 from .files import AVERAGED_MODEL, MODEL, RUN, SUMMARY
 from .run_file import RunConfig, load_run
 from .run_sections import EvalConfig, MetricsConfig
@@ -35,9 +36,16 @@ def check_restarts(config: RunConfig) -> None:
     """Refuse, at the first attempt, restarts by torchrun that could not go on.
 
     Raises:
-        ConfigError: the run saves no checkpoints, or would start anew each time.
+        ConfigError: the run saves no checkpoints, or would start anew each time; or it copies state to memory, and
+            nothing would begin it anew.
     """
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if config.checkpoint.replicate is not None and started_elsewhere() and restarts in ("", "0"):
+        raise ConfigError(
+            "checkpoint.replicate copies state for ranks that are begun anew by the same launcher, and this one begins "
+            "none anew. Start them with torchrun --max-restarts=3, or by `meshwright train` with max_restarts; or "
+            "leave checkpoint.replicate out."
+        )
     if not restarts.isdecimal() or restarts == "0":
         return
     if not config.checkpoint.saves:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -125,6 +124,7 @@ class _Course:
                 stops = True
             if stops or is_best or is_late or is_due(result.step, self.loop.save_every, self.loop.num_steps):
                 self.save(result, is_best=is_best)
+            self.copy(result.step)
             if stops:
                 break
         return results
@@ -220,25 +220,37 @@ class _Course:
         self.progress.enter("save")
         if self.verifier is not None:
             self.verifier.verify(result.step)
-        state = self.state()
         if loop.on_bad_step.do == "rewind":
-            self.saves.note(result.step, state)
-        if not callable(loop.batches):
-            state["batches"] = states_of_ranks(self.ahead.state, self.manager.mesh)
-        drawn = result.step + self.bad_steps.left_out
-        extra: Mapping[str, Any] = {}
-        if (tell := loop.extra) is not None:
-            what = f"extra of the loop fails after step {result.step}"
-            extra = done_on_all(self.world, lambda: tell(drawn), CheckpointError, what)
+            self.saves.note(result.step, self.state())
+        extra = self.extra(result.step)
         with marked("save"):
-            loop.checkpointer.save(
-                result.step, scheduler=loop.scheduler, extra={**extra, STATE: state}, evaluations=result.evaluations
-            )
+            loop.checkpointer.save(result.step, scheduler=loop.scheduler, extra=extra, evaluations=result.evaluations)
         self.saved_at = loop.clock()
         seconds = time.perf_counter() - start
-        self.saving = {"save": seconds}
+        self.saving["save"] = seconds
         place = loop.checkpointer.place(result.step)
         self.told.checkpoint(SavedCheckpoint(result.step, path_or_url(place), seconds, result.rank, is_best))
+
+    def copy(self, step: int) -> None:
+        """Copy the state to memory, if that is due. Collective."""
+        copier = self.loop.copier
+        if copier is None or not copier.is_due(step):
+            return
+        start = time.perf_counter()
+        self.progress.enter("copy")
+        with marked("copy"):
+            copier.copy(step, scheduler=self.loop.scheduler, extra=lambda: self.extra(step))
+        self.saving["copy"] = time.perf_counter() - start
+
+    def extra(self, step: int) -> dict[str, Any]:
+        """What goes into a checkpoint beside the state of the manager. Collective."""
+        state, extra = self.state(), {}
+        if not callable(self.loop.batches):
+            state["batches"] = states_of_ranks(self.ahead.state, self.manager.mesh)
+        if (tell := self.loop.extra) is not None:
+            drawn, what = step + self.bad_steps.left_out, f"extra of the loop fails after step {step}"
+            extra = dict(done_on_all(self.world, lambda: tell(drawn), CheckpointError, what))
+        return {**extra, STATE: state}
 
     def stopped(self, number: int, signals: StopSignals, results: list[StepResult]) -> Stopped:
         """Save what is not saved, and wait until it is on disk everywhere. Collective."""

@@ -16,6 +16,7 @@ from ..checkpoint.values import decoded
 from ..events.run import RunInfo
 from ..events.step import StepResult
 from ..launch.stopping import StopSignals
+from ..memory.copier import Copier
 from ..strategy.contract import Batch, Objective
 from .bad_steps import BadStepConfig
 from .batches import steps_in_a_pass
@@ -56,6 +57,7 @@ class Loop:
         callbacks: called in order after each step. Ranks may have others; they may issue collectives if all have them.
         checkpointer: saves after the last step, after a step that is among the best by what its `keep_best` says, and
             as the next two say.
+        copier: copies the state to memory after the steps that it says, once a checkpoint that is due is saved.
         save_every: steps between checkpoints.
         save_after_s: seconds since the last one, by the clock of the first rank.
         extra: `extra(drawn)` gives further values of JSON for the checkpoint after so many steps; or after so many
@@ -95,6 +97,7 @@ class Loop:
     early_stopping: EarlyStopping | None = None
     callbacks: Sequence[Callback] = ()
     checkpointer: Checkpointer | None = None
+    copier: Copier | None = None
     save_every: int | None = None
     save_after_s: float | None = None
     extra: Callable[[int], Mapping[str, Any]] | None = None

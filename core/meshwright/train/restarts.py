@@ -64,6 +64,11 @@ def _fits(config: RunConfig, count: int) -> bool:
 
 def _check(config: RunConfig) -> None:
     if not config.max_restarts:
+        if config.checkpoint.replicate is not None:
+            raise ConfigError(
+                "checkpoint.replicate copies state for ranks that are begun anew, and max_restarts=0 begins none anew. "
+                "Set max_restarts, or leave checkpoint.replicate out."
+            )
         return
     if not config.checkpoint.saves:
         wrong, remedy = "the run saves no checkpoints to go on from", "Set checkpoint.every"

@@ -21,12 +21,15 @@ from ..checkpoint import Manifest, first_whole, newest_checkpoint, read_manifest
 from ..checkpoint.drafts import tidy
 from ..checkpoint.loading import checked
 from ..checkpoint.manifest import all_in, exists, unreadable
-from ..checkpoint.places import Folder, LocalFolder
+from ..checkpoint.places import Folder, LocalFolder, Place
 from ..events.step import StepResult
+from ..memory.keepers import Keepers
+from ..memory.place import MemoryPlace
 from ..mesh.world import World
 from .bad_steps import BAD_STEPS
 from .fate import AUTO, NEVER, Fate, began_from, named_before
 from .files import METRICS
+from .from_memory import newest_of
 from .report import metrics_of
 from .run_file import RunConfig
 from .saved import named_place, saved_by
@@ -48,7 +51,7 @@ class Source:
         metrics: the place of the file that has those of the steps before; None where the course begins with it.
     """
 
-    place: Folder
+    place: Place
     manifest: Manifest
     named: str | None
     changed: tuple[str, ...]
@@ -108,12 +111,19 @@ class Source:
 
 
 def find_source(
-    config: RunConfig, fate: Fate, identity: Mapping[str, Any], world: World, *, steps: int
+    config: RunConfig,
+    fate: Fate,
+    identity: Mapping[str, Any],
+    world: World,
+    *,
+    steps: int,
+    keepers: Keepers | None = None,
 ) -> Source | None:
     """The checkpoint to go on from, if any; see [Note: the course of a run]. Collective, with the directory locked.
 
     Args:
         identity, steps: of the run.
+        keepers: who may hold copies of its state.
 
     Raises:
         CheckpointError: there are checkpoints, but none can be loaded, or the run is another; on all ranks.
@@ -124,7 +134,13 @@ def find_source(
     if fate is Fate.GO_ON:
         world.from_first(lambda: tidy(root))
     given = None if source == AUTO else named_place(config, source)
-    place = newest_checkpoint(root, world) if given is None else _saved_since(root, given, identity, world)
+    place = newest_of(
+        config,
+        keepers if fate is Fate.GO_ON else None,
+        lambda: newest_checkpoint(root, world) if given is None else _saved_since(root, given, identity, world),
+        None if given is None else str(given),
+        world,
+    )
     if place is None and given is None:
         world.from_first(lambda: _check_begins_at_zero(config))
         return None
@@ -132,12 +148,13 @@ def find_source(
         place = cast("Folder", given)
         world.together(lambda: checked(place, world))
     manifest = world.together(lambda: read_manifest(place))
+    is_own = isinstance(place, MemoryPlace) or place.parent.is_same(root)
     return Source(
         place,
         manifest,
         named=manifest.extra.get("named") if given is None else str(given),
         changed=world.together(lambda: changes(place, manifest, identity, config, steps)),
-        keeps=manifest.step if place.parent.is_same(root) else -1,
+        keeps=manifest.step if is_own else -1,
         metrics=_metrics_until(config, place, root),
     )
 
@@ -169,9 +186,9 @@ def _saved_since(root: Folder, given: Folder, identity: Mapping[str, Any], world
     return first_whole([root.at(name) for name in world.from_first(own)], world)[0]
 
 
-def _metrics_until(config: RunConfig, source: Folder, root: Folder) -> Folder | None:
+def _metrics_until(config: RunConfig, source: Folder | MemoryPlace, root: Folder) -> Folder | None:
     """Where the metrics of a course are that leads to a checkpoint."""
-    if source.parent.is_same(root):
+    if isinstance(source, MemoryPlace) or source.parent.is_same(root):
         return LocalFolder(Path(config.output_dir))
     # What was set aside has a copy beside it.
     return source.parent if source.parent.parent.is_same(root) else None
@@ -203,7 +220,7 @@ def check_source(config: RunConfig, identity: Mapping[str, Any], steps: int) -> 
 
 
 def changes(
-    source: str | Folder, manifest: Manifest, identity: Mapping[str, Any], config: RunConfig, steps: int
+    source: str | Place, manifest: Manifest, identity: Mapping[str, Any], config: RunConfig, steps: int
 ) -> tuple[str, ...]:
     """What differs from the run that a checkpoint is of.
 
@@ -267,7 +284,7 @@ def early_stopping(config: RunConfig) -> EarlyStopping | None:
     return None if told is None else EarlyStopping(set=told.set, patience=told.patience, min_delta=told.min_delta)
 
 
-def _too_few_steps(source: str | Folder, steps: int, done: int) -> CheckpointError:
+def _too_few_steps(source: str | Place, steps: int, done: int) -> CheckpointError:
     return CheckpointError(
         f"{source} is of step {done}, but the run is to have {steps} steps. Raise steps, or start anew with "
         f"resume=never."

@@ -18,14 +18,17 @@ from ..events.run import RunInfo
 from ..events.step import StepResult
 from ..launch.rank import signs_of_life
 from ..launch.stopping import Stopped, StopSignals
+from ..memory.keepers import Keepers
 from ..mesh.mesh import Mesh
 from ..mesh.world import World, open_world
 from ..model.pretrained import PretrainedWeights
 from ..strategy.contract import StrategyManager
 from .assembly import begin_with_weights, loop_of
+from .checkpoint_section import KeepBestConfig
 from .companion import Companion
 from .fate import Fate, check_output, is_finished
 from .files import METRICS
+from .from_memory import copying, keepers_of
 from .from_pretrained import check_same_weights, tell
 from .loop import Loop, fit
 from .observing import observed, run_info
@@ -35,7 +38,6 @@ from .report import say_finished, say_stopped
 from .resume import Source, find_source
 from .run_file import RunConfig
 from .run_model import fetch_model, make_model
-from .run_sections import KeepBestConfig
 from .saved import check_same_key, saved_by
 
 if TYPE_CHECKING:
@@ -102,7 +104,8 @@ def _train(
 ) -> list[StepResult]:
     """Train the model, and write it. Collective."""
     console = Console()
-    source = find_source(config, fate, plan.identity, world, steps=plan.steps)
+    keepers = keepers_of(config, world)
+    source = find_source(config, fate, plan.identity, world, steps=plan.steps, keepers=keepers)
     mesh = Mesh(plan.degrees, world)
     manager = plan.stack.build(mesh)
     model, weights = world.together(lambda: make_model(config.model, plan.model, plan.model_config, seed=config.seed))
@@ -121,7 +124,7 @@ def _train(
     del model, weights, opened
     plan = begin_with_weights(manager, config, plan, source, console)
     run = run_info(manager, config, plan, source, parameters)
-    results = _fit(manager, config, plan, source, earlier, console, signals, companion, run)
+    results = _fit(manager, config, plan, source, keepers, earlier, console, signals, companion, run)
     # There may have been nothing left to be done.
     done = results[-1].step if results else plan.steps if source is None else source.step
     export(manager, config, plan, step=done)
@@ -154,6 +157,7 @@ def _fit(
     config: RunConfig,
     plan: Plan,
     source: Source | None,
+    keepers: Keepers | None,
     earlier: list[StepResult],
     console: Console,
     signals: StopSignals,
@@ -167,7 +171,8 @@ def _fit(
         console.print(told, highlight=False, soft_wrap=True)
     loop = replace(loop, signals=signals)
     with (
-        _saving(manager, config, plan, loop) as saving,
+        copying(manager, config, keepers, loop, run.id) as copied,
+        _saving(manager, config, plan, copied) as saving,
         observed(manager, config, saving, run, companion=companion, console=console, earlier=earlier) as watched,
     ):
         return earlier + fit(manager, watched)

@@ -18,6 +18,7 @@ from ..mesh.sizes import MeshSizes, Size
 from ..objectives.registry import check_objective
 from ..profile.config import ProfileConfig
 from .bad_steps import BadStepConfig
+from .checkpoint_section import CheckpointConfig as CheckpointConfig
 from .launch_section import LaunchConfig
 from .model_section import check_model_section
 from .optimizer_config import AVERAGED, FinitePositive
@@ -26,7 +27,6 @@ from .optimizer_config import OptimizerConfig as OptimizerConfig
 from .optimizer_config import OptimizerGroup as OptimizerGroup
 from .run_sections import (
     HELD_OUT,
-    CheckpointConfig,
     ElasticConfig,
     EvalConfig,
     MetricsConfig,
@@ -201,6 +201,11 @@ class RunConfig(MeshSizes):
     def _check_rewinding(self) -> RunConfig:
         if self.bad_steps.do == "rewind" and not self.checkpoint.saves_in_time:
             raise ValueError("on_bad_step=rewind needs checkpoints to go back to; set checkpoint.every, or skip")
+        if self.bad_steps.do == "rewind" and self.checkpoint.replicate is not None:
+            raise ValueError(
+                "on_bad_step=rewind goes back to checkpoints of this sitting, which a run that goes on from memory "
+                "(checkpoint.replicate) has not; take skip, or leave replicate out"
+            )
         return self
 
     @model_validator(mode="after")

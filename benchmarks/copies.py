@@ -1,0 +1,149 @@
+"""What copies in memory cost a step, and how soon a run that has lost a rank is where it was: from memory, from disk.
+
+Steps after which state is copied take turns with steps after which it is not, in one run: of each step the time since
+the one before it has ended, so that what the copying thread does meanwhile counts. Kills are of one rank of two, by
+SIGKILL, at the same steps with copies and without.
+
+    python benchmarks/copies.py --json benchmarks/results/copies-cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from kill_sweep import Run, end_session, ranks_of
+from test_cli import LAUNCHER_VARIABLES, write_run
+
+MODEL = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
+FIRST = 6
+"""Steps before it are not counted: they compile, fill caches, and make the optimizer's state."""
+
+
+def made(workplace: Path, name: str, **changes: Any) -> Run:
+    if not (workplace / "run.yaml").exists():
+        write_run(workplace)
+    values = yaml.safe_load((workplace / "run.yaml").read_text())
+    values["model"] |= {**MODEL, "num_key_value_heads": 6}
+    values["data"]["seq_len"] = 64
+    values |= {"output_dir": str(workplace / name), "sample": None, "max_restarts": 9, "plan": {"enabled": False}}
+    path = workplace / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(values | changes))
+    return Run(path, workplace / name)
+
+
+def started(run: Run) -> subprocess.Popen[bytes]:
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    command = [sys.executable, "-m", "meshwright", "train", str(run.file)]
+    with run.directory.with_suffix(".said").open("wb") as said:
+        return subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
+
+
+def lines_of(run: Run) -> list[dict[str, Any]]:
+    path = run.directory / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def steps(workplace: Path, count: int) -> dict[str, Any]:
+    """Seconds from step to step, after a copy and after none."""
+    copies = {"every": 10**6, "replicate": {"every": 2}}
+    run = made(workplace, "steps", steps=count, checkpoint=copies)
+    process = started(run)
+    try:
+        assert process.wait(900) == 0, run.directory.with_suffix(".said").read_text()
+    finally:
+        end_session(process)
+    lines = {line["step"]: line for line in lines_of(run)}
+    took = {step: lines[step]["time"] - lines[step - 1]["time"] for step in range(FIRST, count)}
+    after_copy = [seconds for step, seconds in took.items() if (step - 1) % 2 == 0]
+    after_none = [seconds for step, seconds in took.items() if (step - 1) % 2]
+    pairs = [took[step + 1] / took[step] for step in range(FIRST, count - 1, 2)]
+    held = [line["times"]["copy"] for step, line in lines.items() if "copy" in line["times"] and step >= FIRST]
+    events = [json.loads(line) for line in (run.directory / "events.jsonl").read_text().splitlines()]
+    (told,) = [each for each in events if each["event"] == "copies" and "step" not in each]
+    state = sum(path.stat().st_size for path in (run.checkpoints / f"step-{count:08d}").glob("tensors-*"))
+    return {
+        "state_bytes_per_rank": state // 2,
+        "after_none_s": statistics.median(after_none),
+        "after_copy_s": statistics.median(after_copy),
+        "ratio_of_pairs": statistics.median(pairs),
+        "pairs": len(pairs),
+        "held_up_s": statistics.median(held),
+        "copied": told["copied"],
+        "left_out": told["left_out"],
+    }
+
+
+def kills(workplace: Path, *, from_memory: bool, count: int, every: int) -> list[dict[str, float]]:
+    """Of each kill: seconds until a step is done again, and until the run is further than it was; steps done again."""
+    copies = {"every": every, "replicate": "neighbour" if from_memory else None}
+    run = made(workplace, f"kills-{from_memory}", steps=every * (count + 1), checkpoint=copies)
+    process, found = started(run), []
+    try:
+        for number in range(1, count + 1):
+            at = number * every + every - 3
+            while run.steps_done() < at:
+                assert process.poll() is None, run.directory.with_suffix(".said").read_text()
+                time.sleep(0.01)
+            os.kill(ranks_of(process)[1], signal.SIGKILL)
+            killed = time.time()
+            done, first = run.steps_done(), None
+            while True:
+                time.sleep(0.01)
+                last = (lines_of(run) or [{"time": 0.0, "step": 0}])[-1]
+                if last["time"] > killed + 1.0:
+                    first = first or last
+                    if last["step"] > done:
+                        break
+            found.append({"next_s": first["time"] - killed, "further_s": last["time"] - killed})
+            found[-1]["again"] = done + 1 - first["step"]
+        assert process.wait(900) == 0
+    finally:
+        end_session(process)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=66)
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--every", type=int, default=20, help="steps between checkpoints on disk")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="meshwright-copies-") as workplace:
+        report = {
+            "command": f"python benchmarks/copies.py --steps {options.steps} --kills {options.kills}",
+            "date": time.strftime("%Y-%m-%d"),
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "cores": os.cpu_count(),
+            "load": os.getloadavg()[0],
+            "model": MODEL,
+            "steps": steps(Path(workplace), options.steps),
+            "checkpoint_every": options.every,
+        }
+        for name, from_memory in (("memory", True), ("disk", False)):
+            report[name] = kills(Path(workplace), from_memory=from_memory, count=options.kills, every=options.every)
+        report["load_at_end"] = os.getloadavg()[0]
+    text = json.dumps(report, indent=1) + "\n"
+    if options.json is not None:
+        options.json.write_text(text)
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()
