@@ -1055,7 +1055,7 @@ _bug(
 )
 _bug(
     "saved_while_it_trains",
-    "meshwright.checkpoint.saving",
+    "meshwright.checkpoint.content",
     'each.to("cpu", copy=True, memory_format=torch.contiguous_format)',
     'each.to("cpu", copy=False)',
     f"{_FAULTS}::test_an_asynchronous_checkpoint_is_of_the_step_it_was_asked_for",
@@ -1503,7 +1503,7 @@ _bug(
 
 _bug(
     "rate_stands_still",
-    "meshwright.train.loop",
+    "meshwright.train.one_step",
     "        scheduler.step()\n",
     "        pass\n",
     f"{_TRAIN}::test_observers_see_every_step_while_they_are_registered",
@@ -1511,15 +1511,15 @@ _bug(
 )
 _bug(
     "rate_of_the_next_step_is_told",
-    "meshwright.train.loop",
+    "meshwright.train.one_step",
     "learning_rate=float(scheduled[0]),",
-    "learning_rate=float(scheduler.get_last_lr()[0] if scheduler else 0.0),",
+    "learning_rate=float(loop.scheduler.get_last_lr()[0] if loop.scheduler else 0.0),",
     f"{_TRAIN}::test_observers_see_every_step_while_they_are_registered",
     kind="the rate that is reported is not the one that was used",
 )
 _bug(
     "nan_is_trained_on",
-    "meshwright.train.loop",
+    "meshwright.train.bad_steps",
     "if not (math.isfinite(loss) and math.isfinite(norm)):",
     "if False:",
     f"{_TRAIN}::test_a_loss_that_is_not_finite_stops_all_ranks_before_the_parameters_change",
@@ -1568,8 +1568,8 @@ _bug(
 _bug(
     "state_of_what_was_drawn_ahead",
     "meshwright.train.ahead",
-    "            self._drawn = self._begun(step)\n",
-    "            self._drawn = self._begun(step)\n            self.state = self._drawn.state\n",
+    "        self._drawn = self._begun(step)\n",
+    "        self._drawn = self._begun(step)\n        self.state = self._drawn.state\n",
     f"{_FIT}::test_the_state_of_a_loader_is_in_the_checkpoint_and_no_row_is_read_again",
     kind="a checkpoint tells of a loader that is a step ahead, so that a batch is skipped",
 )
@@ -1602,8 +1602,8 @@ _bug(
 _bug(
     "patience_with_another_measure",
     "meshwright.train.resume",
-    'in ("data", "objective") for name',
-    'in ("data",) for name',
+    'if "objective" not in sections:',
+    "if sections is not None:",
     f"{_FIT_RUN}::test_a_run_that_another_has_stopped_early_is_not_begun",
     kind="losses under one objective are compared with those under another",
 )

@@ -54,9 +54,11 @@ OWNERS = {
     "meshwright.train.run_file": ["RunConfig", "ScheduleConfig"],
     "meshwright.train.optimizer_config": ["OptimizerConfig", "OptimizerGroup", "EMAConfig"],
     "meshwright.train.run_sections": [
-        *("EvalConfig", "EarlyStoppingConfig", "SampleConfig", "CheckpointConfig", "KeepBestConfig", "SaveOnConfig"),
-        *("OnSignalConfig", "PlanConfig", "MetricsConfig", "ResumeConfig", "StragglersConfig"),
+        *("EvalConfig", "EarlyStoppingConfig", "SampleConfig", "ElasticConfig", "ResumeConfig"),
+        *("PlanConfig", "MetricsConfig", "StragglersConfig"),
     ],
+    "meshwright.train.checkpoint_section": ["CheckpointConfig", "KeepBestConfig", "OnSignalConfig", "ReplicateConfig"],
+    "meshwright.train.bad_steps": ["BadStepConfig"],
     "meshwright.train.launch_section": [
         *("LaunchConfig", "SlurmSection", "KubernetesSection", "SkyPilotSection", "RaySection"),
     ],
