@@ -22,7 +22,7 @@ AT_LEAST = {
     **dict.fromkeys(("base", "files", "launch", "mesh", "tensors", "model", "strategy", "cli", "clusters"), 2),
     **dict.fromkeys(("parallel.expert", "megatron_fsdp", "guide.doctor", "events", "profile", "watch"), 2),
 }
-WITHOUT = {"_compat", "single", "testing"}
+WITHOUT = {"_compat", "single", "testing", "memory", "replay"}
 """What is held by canaries, is not more than what it inherits, or is itself a test."""
 
 
