@@ -1,8 +1,8 @@
 """What the watchdog costs: a step while signs are given and read beside the same step while none are, alternated.
 
 Both are `train_step` of the loop, whose phases the main thread writes down in either. On: the thread of `Pulse` gives
-signs and reads those of the others, 20 times in `--watchdog` seconds. The default here, 2, is the least that a run file
-may ask for, so that each step has some; from 40 on it does so every 2 s. The method is that of `benchmarks/step.py`,
+signs and reads those of the others, 10 times in `--watchdog` seconds. The default here, 2, is the least that a run file
+may ask for, so that each step has some; from 20 on it does so every 2 s. The method is that of `benchmarks/step.py`,
 whose README says how to read it.
 
     python benchmarks/watchdog.py --json benchmarks/results/watchdog-cpu.json
@@ -27,9 +27,9 @@ from contestants import Step, Work, built
 from meshwright.launch.local import launch
 from meshwright.launch.position import At
 from meshwright.launch.progress import Progress
-from meshwright.launch.pulse import Pulse, write_sign
+from meshwright.launch.pulse import SIGNS, Pulse, write_sign
 from meshwright.launch.rank import connect_store
-from meshwright.launch.signs import Sign
+from meshwright.launch.signs import Sign, read_signs
 from meshwright.mesh.world import World
 from meshwright.tensors.accelerator import moments_of
 from meshwright.train.loop import train_step
@@ -78,7 +78,7 @@ class Watched:
     def ours(self, work: Work, world: World) -> Step:
         plain = self.by_hand(work, world)
         store = dist.PrefixStore("pulse", connect_store())
-        pulse = GatedPulse(store, world, self.watchdog_s / 20)
+        pulse = GatedPulse(store, world, self.watchdog_s / SIGNS)
         pulse.start()
 
         def step(index: int) -> tuple[float, float]:
@@ -92,15 +92,21 @@ class Watched:
 
 
 def call_cost() -> dict[str, float]:
-    """Microseconds of a CPU for one phase and one microbatch of the main thread, and one sign of the other, without
-    its way to the store, in a loop of nothing else."""
+    """Microseconds of a CPU for one phase and one microbatch of the main thread, and for one sign of the other, with
+    the reading of one and the calls of a store of this machine, in a loop of nothing else."""
     progress, found = Progress(), {}
     progress.at = At(1, 1, "data")
-    store = dist.HashStore()
+    store = dist.TCPStore("localhost", 0, 1, is_master=True)
+
+    def sign() -> None:
+        write_sign(store, 0, 1, 1.0, progress)
+        read_signs(store, [0], [0])
+        store.check(["alarm"])
+
     for name, calls, call in (
         ("phase", CALLS, lambda: progress.enter("clip")),
         ("microbatch", CALLS, progress.move),
-        ("sign", CALLS // 100, lambda: write_sign(store, 0, 1, 1.0, progress)),
+        ("sign", CALLS // 100, sign),
     ):
         start = time.thread_time()
         for _ in range(calls):

@@ -198,11 +198,12 @@ def test_a_rank_that_is_slow_by_itself_is_a_straggler_and_in_a_healthy_run_none_
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     named = [each for line in lines for each in line.get("stragglers", ())]
     assert {each["rank"] for each in named} == {2}
-    assert len(named) > 20
+    assert len(named) > 10
     assert all(each["seconds"] > each["median"] + 0.03 and each["deviations"] > 5 for each in named)
     (told,) = events(out, "straggler")
     assert told["rank"] == 2
-    assert len(read_metrics(out / "metrics.jsonl", until=60, steps=60)[-1].stragglers) == 1
+    read = read_metrics(out / "metrics.jsonl", until=60, steps=60)
+    assert [each for result in read for each in result.stragglers] == named
     write(workplace, nproc=4, batch_size=8, steps=60)
     assert ended_run(server, workplace, "nothing", 2) == (0, "")
     assert "stragglers" not in (out / "metrics.jsonl").read_text()

@@ -43,6 +43,8 @@ SILENT_SHARE = 0.9
 """A rank may be silent, or stand still, for this share of the time that is given."""
 LEAST_SILENCE_S = 5.0
 """What a busy machine may cost is not taken for silence, unless a watchdog is asked for."""
+SIGNS = 10
+"""So many signs are given in the time that is given, or more."""
 LONGEST_INTERVAL_S = 2.0
 """Between two signs of a rank; shorter where little time is given. `who_hangs` takes 2.5 of them, less than
 `rank.ECHO_WAIT_S`."""
@@ -112,7 +114,7 @@ class Pulse(threading.Thread):
         super().__init__(name="meshwright-pulse", daemon=True)
         self._store, self._rank, self._size = store, rank, size
         self._watched = [each for each in (range(size) if rank == 0 else [0]) if each != rank]
-        self._interval_s = min(LONGEST_INTERVAL_S, (watchdog_s or timeout_s) / 20)
+        self._interval_s = min(LONGEST_INTERVAL_S, (watchdog_s or timeout_s) / SIGNS)
         self._starting_s = max(SILENT_SHARE * timeout_s, LEAST_SILENCE_S)
         self._limit_s = self._starting_s if watchdog_s is None else SILENT_SHARE * watchdog_s
         self._watches = watchdog_s is not None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -61,7 +61,7 @@ class Sign:
         return cls(**{**values, "at": At(*values["at"]), "stack": tuple(values["stack"])})
 
     def written(self) -> str:
-        return json.dumps(asdict(self) | {"at": list(self.at)})
+        return json.dumps(vars(self))
 
 
 def read_signs(store: Store, ranks: Sequence[int], known: Collection[int] = ()) -> dict[int, Sign]:
@@ -82,7 +82,7 @@ def main_thread() -> tuple[bool, str, tuple[str, ...]]:
     frames = list(_outwards(innermost))
     waits, place = False, "(not known)"
     for frame in frames:
-        parts = Path(frame.f_code.co_filename).parts
+        parts = frame.f_code.co_filename.split(os.sep)
         is_torch = "torch" in parts
         waits = waits or (is_torch and "distributed" in parts[parts.index("torch") :])
         is_waiting = frame.f_code.co_name in _WAITING and any(part.startswith("meshwright") for part in parts[:-1])
@@ -94,7 +94,7 @@ def main_thread() -> tuple[bool, str, tuple[str, ...]]:
 
 
 def _told(frame: FrameType) -> str:
-    where = "/".join(Path(frame.f_code.co_filename).parts[-3:])
+    where = "/".join(frame.f_code.co_filename.split(os.sep)[-3:])
     return f"{where}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
