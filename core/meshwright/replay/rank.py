@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ..base.errors import CheckpointError, ConfigError
 from ..checkpoint import read_manifest
-from ..data import Feed, Place
+from ..data import Place
 from ..events.step import StepResult
 from ..launch.rank import signs_of_life
 from ..mesh.mesh import Mesh
@@ -157,7 +157,7 @@ def _begun(order: Order, plan: Plan, source: Source | None, world: World) -> _Se
     plan = begin_with_weights(manager, config, plan, source, Console(quiet=True))
     optimizers = NotedOptimizers(config.optimizer)
     place: Place | None = None
-    draw: Any = Feed.microbatches
+    draw: Any = None
     shares = shared = None
     if order.layout is not None:
         degrees = degrees_of(*order.layout)

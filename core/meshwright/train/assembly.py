@@ -53,7 +53,7 @@ def loop_of(
     seen: Callable[[], AbstractContextManager[None]] = nullcontext,
     factory: OptimizerFactory | None = None,
     place: Place | None = None,
-    draw: Callable[[Feed, int], Sequence[Batch]] = Feed.microbatches,
+    draw: Callable[[Feed, int], Sequence[Batch]] | None = None,
 ) -> Loop:
     """The manager's optimizer, with state from the source if there is one, and the loop that trains on from there.
     Collective.
@@ -64,7 +64,7 @@ def loop_of(
         seen: around the making of the optimizer.
         factory: of the optimizer; None: that of the run file.
         place: of this rank in a global batch; None: as the mesh has it.
-        draw: what this rank trains on in a step, counted from 0.
+        draw: what this rank trains on in a step, counted from 0; None: its microbatches of the feed.
     """
     mesh = manager.mesh
     with seen():
@@ -88,7 +88,10 @@ def loop_of(
     extra = {"identity": {**plan.identity, "order": version}, "run": as_plain(config), "named": named}
     loop = Loop(
         steps=plan.steps,
-        batches=lambda drawn: [as_asked(plan.objective, batch) for batch in draw(feed, drawn)],
+        batches=lambda drawn: [
+            as_asked(plan.objective, batch)
+            for batch in (feed.microbatches(drawn) if draw is None else draw(feed, drawn))
+        ],
         scheduler=scheduler,
         max_grad_norm=config.max_grad_norm,
         grad_norm_type=config.grad_norm_type,
