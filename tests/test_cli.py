@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from meshwright.cli import main as cli
 from meshwright.launch import local as launch
-from meshwright.train import run
+from meshwright.train import start
 from meshwright.train.run_file import load_run
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -103,7 +103,7 @@ def train(monkeypatch, workplace):
 
     monkeypatch.setattr(launch, "warm_up", lambda *_: None)
     monkeypatch.setattr(launch, "launch", started)
-    monkeypatch.setattr(run, "guarded", started)
+    monkeypatch.setattr(start, "guarded", started)
     monkeypatch.chdir(workplace)
 
     def invoke(*assignments: str, path: str = "run.yaml", more: tuple[str, ...] = ()) -> Any:

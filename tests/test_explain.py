@@ -138,7 +138,7 @@ def with_changes(facts: Facts, *changes: str) -> dict[str, str]:
         ([], SAVED, "None are saved", "goes on from"),
         ([], SAVED, "A signal ends the run at once", "exit code"),
         (["checkpoint.every=7"], SAVED, "Saved every 7 steps", "None are saved"),
-        (["checkpoint.every=7"], SAVED, "On SIGTERM and SIGUSR1", "at once"),
+        (["checkpoint.every=7"], SAVED, "On SIGTERM, SIGUSR1 and SIGINT", "at once"),
         (["checkpoint.every=7"], SAVED, "the newest 2 are kept", "all are kept"),
         (["checkpoint.every=7", "checkpoint.keep_last=null"], SAVED, "all are kept", "newest 2"),
         (["checkpoint.every=7", "checkpoint.asynchronous=false"], SAVED, "Training waits", "Training goes on"),

@@ -168,9 +168,9 @@ def test_a_run_that_saves_well_is_not_told_to_and_one_that_does_not_is(planned):
 
 
 def test_a_run_that_saves_by_the_clock_saves_so_often(planned):
-    found = _failures(planned, SLOW, checkpoint={"save_on": [{"time": "20m"}]})
+    found = _failures(planned, SLOW, checkpoint={"every": "20m"})
     assert _row(found, OWN)["every"] == 20 * 60 / STEP_S
-    both = _failures(planned, SLOW, checkpoint={"save_on": [{"time": "20m"}], "every": 100})
+    both = _failures(planned, SLOW, checkpoint={"every": [100, "20m"]})
     assert _row(both, OWN)["every"] == 100
 
 

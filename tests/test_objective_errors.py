@@ -269,5 +269,5 @@ def test_an_evaluation_tells_what_breaks_in_it_on_all_ranks(strategy: str, confi
     assert all(each == found[0] for each in found), found
     raised, nan, stats = found[0]
     assert raised.startswith("ConfigError: the objective 'breaking' fails")
-    assert nan.startswith("TrainingError: the objective 'breaking' is not finite")
+    assert nan.startswith("NotFiniteError: the objective 'breaking' is not finite")
     assert "there is no 'perplexity'; there are log_probs, logsumexp" in stats

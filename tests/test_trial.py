@@ -11,7 +11,7 @@ from test_model import LLAMA
 from meshwright.base.errors import ModelError
 from meshwright.mesh.sizes import Degrees
 from meshwright.model.configuration import config_from_mapping
-from meshwright.strategy.ask import ModelSize
+from meshwright.model.size import ModelSize
 from meshwright.train.model_trial import check_memory, try_model
 
 BAD = {

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from meshwright import ConfigError, MeshwrightError, StrategyError, model_layout
+from meshwright import ConfigError, MeshwrightError, model_layout
+from meshwright.base.errors import NotFiniteError
 from meshwright.parallel.tensor.plan import find_plan
 from meshwright.parallel.tensor.torch_styles import use_own_styles
 from meshwright.step.token_loss import token_loss_sum
@@ -80,7 +81,7 @@ def _acts(options: dict[str, Any], shape: tuple[int, ...], axes: tuple[str, ...]
     try:
         optimizer.step()
         told = False
-    except StrategyError:
+    except NotFiniteError:
         told = True
     return {
         "ranks": module.dist_index.get_dp_group().size(),
