@@ -42,7 +42,7 @@ from meshwright.mesh.sizes import Degrees
 from meshwright.model.configuration import model_config
 from meshwright.strategy.registry import get_registry
 from meshwright.strategy.stack import resolve
-from meshwright.train import run
+from meshwright.train import start
 from meshwright.train.model_trial import try_model
 from meshwright.train.optim import needs_closure, try_optimization
 from meshwright.train.run_file import OptimizerConfig, RunConfig, ScheduleConfig, as_plain, load_run
@@ -289,7 +289,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OddRunFiles:
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr(launch, "warm_up", lambda *_: None)
     monkeypatch.setattr(launch, "launch", _start)
-    monkeypatch.setattr(run, "guarded", _start)
+    monkeypatch.setattr(start, "guarded", _start)
     # All of the standard library would take half a minute.
     monkeypatch.setattr(sources, "_stdlib_paths", lambda: [tmp_path / "0.txt", tmp_path / "1.txt"])
     kinds = {bool: "boolean", int: "integer", float: "number"}

@@ -277,10 +277,10 @@ def test_nothing_outlives_a_launcher_that_is_killed(workplace: Path) -> None:
 
 
 @pytest.fixture
-def nodes() -> Iterator[tuple[netns.Node, netns.Node]]:
+def nodes() -> Iterator[tuple[netns.Node, ...]]:
     if reason := netns.why_not():
         pytest.skip(reason)
-    with netns.two_nodes() as found:
+    with netns.nodes() as found:
         yield found
 
 
@@ -306,7 +306,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def test_the_memory_of_another_node_has_the_state_of_one_that_is_lost(
-    nodes: tuple[netns.Node, netns.Node], whole: Callable[[str], Run], workplace: Path
+    nodes: tuple[netns.Node, ...], whole: Callable[[str], Run], workplace: Path
 ) -> None:
     settings = {name: value for name, value in LAYOUTS["fsdp2"].items() if name != "nproc"}
     run = make_run(workplace, "two-nodes", settings | {"checkpoint": FAR})
@@ -329,7 +329,7 @@ def test_the_memory_of_another_node_has_the_state_of_one_that_is_lost(
     assert_same(run, whole("fsdp2"))
 
 
-def test_what_is_sent_keeps_within_the_bandwidth(nodes: tuple[netns.Node, netns.Node], workplace: Path) -> None:
+def test_what_is_sent_keeps_within_the_bandwidth(nodes: tuple[netns.Node, ...], workplace: Path) -> None:
     settings = {name: value for name, value in LAYOUTS["fsdp2"].items() if name != "nproc"}
     run = make_run(workplace, "slow", settings | {"checkpoint": FAR | {"replicate": {"bandwidth": "80KB/s"}}})
     agents = on_nodes(nodes, run)

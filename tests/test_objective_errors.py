@@ -227,7 +227,7 @@ def _breaking(strategy: str, config: Any, sizes: Any, how: str, reads: bool) -> 
     [
         ("raises", "ConfigError in step 2: the objective 'breaking' fails: RuntimeError: the ledger is out of ink"),
         ("refuses", "BatchError in step 2: the ledger is full"),
-        ("nan", "TrainingError in step 2: the objective 'breaking' is not finite"),
+        ("nan", "NotFiniteError in step 2: the objective 'breaking' is not finite"),
         ("names", "ConfigError in step 2: the objective 'breaking' returns sums named ['m']"),
         ("shape", "ConfigError in step 2: the objective 'breaking' returns a tensor of torch.float64 (1,)"),
     ],

@@ -1,4 +1,4 @@
-"""Two nodes on one machine: network namespaces, each with an address of its own, joined by a pair of virtual cards.
+"""Nodes on one machine: network namespaces, each with an address of its own, whose virtual cards lead to one switch.
 
 A process in one reaches those of the other through their addresses alone, as on two machines: what listens on the
 loopback is out of reach, and so is a host's own name. Files and process ids are shared.
@@ -20,19 +20,30 @@ CARD = "mw0"
 
 @dataclass(frozen=True)
 class Node:
-    """One of the two.
+    """One of them.
 
     Attributes:
         name: of the namespace.
         address: IPv4.
+        switch: the namespace of the switch.
+        port: there.
     """
 
     name: str
     address: str
+    switch: str
+    port: str
 
     def command(self, *command: str) -> list[str]:
         """What runs `command` in this node."""
         return ["ip", "netns", "exec", self.name, *command]
+
+    def unplug(self) -> None:
+        """Pull the cable: what is sent from now on is lost, and nobody is told."""
+        _run("ip", "-n", self.switch, "link", "set", self.port, "down")
+
+    def plug(self) -> None:
+        _run("ip", "-n", self.switch, "link", "set", self.port, "up")
 
 
 def why_not() -> str:
@@ -43,41 +54,45 @@ def why_not() -> str:
     tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if tried.returncode:
         return f"no network namespace: {tried.stderr.strip()}"
-    tried = subprocess.run(
-        ["ip", "link", "add", CARD, "netns", name, "type", "veth", "peer", "name", "mw1", "netns", name],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    for kind in (["veth", "peer", "name", "mw1", "netns", name], ["bridge"]):
+        card = ["ip", "link", "add", f"{CARD}-{kind[0]}", "netns", name, "type", *kind]
+        tried = subprocess.run(card, capture_output=True, text=True, check=False)
+        if tried.returncode:
+            break
     subprocess.run(["ip", "netns", "delete", name], check=False)
     return f"no virtual network card: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 @contextmanager
-def two_nodes() -> Iterator[tuple[Node, Node]]:
-    """Two nodes that reach each other; what still runs in them at the end is killed."""
+def nodes(count: int = 2) -> Iterator[tuple[Node, ...]]:
+    """Nodes that reach each other; what still runs in them at the end is killed."""
     mark = uuid4().hex[:8]
-    nodes = Node(f"mw-{mark}-a", "10.77.0.1"), Node(f"mw-{mark}-b", "10.77.0.2")
+    switch = f"mw-{mark}"
+    found = tuple(Node(f"{switch}-{n}", f"10.77.0.{n}", switch, f"port{n}") for n in range(1, count + 1))
     try:
-        for node in nodes:
-            _run("ip", "netns", "add", node.name)
-        first, second = nodes
-        pair = ("type", "veth", "peer", "name", CARD, "netns", second.name)
-        _run("ip", "link", "add", CARD, "netns", first.name, *pair)
-        for node in nodes:
+        for name in (switch, *(node.name for node in found)):
+            _run("ip", "netns", "add", name)
+        _run("ip", "-n", switch, "link", "add", "name", "bridge", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        for node in found:
+            pair = ("type", "veth", "peer", "name", node.port, "netns", switch)
+            _run("ip", "link", "add", CARD, "netns", node.name, *pair)
+            _run("ip", "-n", switch, "link", "set", node.port, "master", "bridge")
             _run("ip", "-n", node.name, "address", "add", f"{node.address}/24", "dev", CARD)
             for card in ("lo", CARD):
                 _run("ip", "-n", node.name, "link", "set", card, "up")
-        yield nodes
+            node.plug()
+        yield found
     finally:
-        for node in nodes:
+        for node in found:
             inside = subprocess.run(["ip", "netns", "pids", node.name], capture_output=True, text=True, check=False)
             for pid in map(int, inside.stdout.split()):
                 try:
                     os.kill(pid, 9)
                 except ProcessLookupError:
                     continue
-            subprocess.run(["ip", "netns", "delete", node.name], capture_output=True, check=False)
+        for name in (*(node.name for node in found), switch):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
 def _run(*command: str) -> None:

@@ -41,10 +41,10 @@ def expected() -> Found:
 
 
 @pytest.fixture
-def nodes() -> Iterator[tuple[netns.Node, netns.Node]]:
+def nodes() -> Iterator[tuple[netns.Node, ...]]:
     if reason := netns.why_not():
         pytest.skip(reason)
-    with netns.two_nodes() as found:
+    with netns.nodes() as found:
         yield found
 
 
@@ -78,7 +78,7 @@ def test_losses_are_those_of_an_indexed_job_with_a_rank_in_each_pod(expected: Fo
 
 @pytest.mark.parametrize("told_by", ["arguments", "environment"])
 def test_losses_are_those_of_two_nodes_under_torchrun(
-    expected: Found, nodes: tuple[netns.Node, netns.Node], told_by: str
+    expected: Found, nodes: tuple[netns.Node, ...], told_by: str
 ) -> None:
     """By its arguments, or in pods, with the variables that Kubeflow's Trainer sets beside those of an indexed Job."""
     started = []
@@ -105,7 +105,7 @@ def test_losses_are_those_of_two_nodes_under_torchrun(
 
 @needs_open_mpi
 def test_losses_are_those_of_two_nodes_under_open_mpi(
-    expected: Found, nodes: tuple[netns.Node, netns.Node], tmp_path: Path
+    expected: Found, nodes: tuple[netns.Node, ...], tmp_path: Path
 ) -> None:
     command = _mpirun_over(nodes, tmp_path, f"{nodes[0].address}:2,{nodes[1].address}:2")
     found = run((nodes[0].command(*command, "-np", "4", PYTHON, LOOP), clean(GLOO_SOCKET_IFNAME=netns.CARD)))
@@ -115,7 +115,7 @@ def test_losses_are_those_of_two_nodes_under_open_mpi(
 
 @needs_open_mpi
 def test_rank_0_that_is_not_where_mpirun_runs_says_so_and_ends_its_peers(
-    nodes: tuple[netns.Node, netns.Node], tmp_path: Path
+    nodes: tuple[netns.Node, ...], tmp_path: Path
 ) -> None:
     command = _mpirun_over(nodes, tmp_path, f"{nodes[1].address}:1,{nodes[0].address}:1")
     placed = ("-np", "2", "--rankfile", str(tmp_path / "ranks"))
@@ -172,7 +172,7 @@ def test_a_contradiction_under_open_mpi_ends_at_once_with_the_exit_code_of_wrong
     assert time.monotonic() - before_s < 60
 
 
-def _mpirun_over(nodes: tuple[netns.Node, netns.Node], directory: Path, hosts: str) -> list[str]:
+def _mpirun_over(nodes: tuple[netns.Node, ...], directory: Path, hosts: str) -> list[str]:
     """mpirun that reaches the other node as it would by ssh, under a host name of its own."""
     agent = directory / "agent"
     cases = "\n".join(f"{node.address}) node={node.name} ;;" for node in nodes)

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.errors import ConfigError
 from .cores import usable_cores
 from .parent_signals import interrupts_held, left_to_agent, own_signals, passing_on, signal_name
+from .process_identity import end_with_launcher
 from .rank import INTERRUPTED, guarded, leave
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ def _run_rank(order: _Order) -> None:
 
     rank = int(os.environ["RANK"])
     order.roll.put((rank, os.getpid()))
-    threading.Thread(target=_die_with_parent, name="meshwright-parent", daemon=True).start()
+    end_with_launcher()
     torch.set_num_threads(order.threads)
     os.environ["OMP_NUM_THREADS"] = str(order.threads)  # for what this rank itself starts
     try:
@@ -219,13 +220,6 @@ def _run_rank(order: _Order) -> None:
     if exit_code:
         leave(exit_code)
     order.roll.put((rank, None))
-
-
-def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _Reaper(threading.Thread):

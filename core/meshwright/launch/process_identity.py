@@ -1,12 +1,16 @@
-"""Which process of a machine is meant, beyond its number, and how a peer ends one that can no longer end itself."""
+"""Which process of a machine is meant, beyond its number, and how one ends with another, or is ended by a peer."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import signal
+import threading
 from contextlib import suppress
 from pathlib import Path
+
+_LOOK_S = 0.5
 
 
 def identity_of(pid: int) -> str:
@@ -26,6 +30,38 @@ def launcher_pid() -> int:
     """The process that has started the ranks of this node: `meshwright train`, torchrun's agent, or whoever else."""
     parent = multiprocessing.parent_process()
     return os.getppid() if parent is None or parent.pid is None else parent.pid
+
+
+def await_end(pid: int) -> None:
+    """Return when a process has ended, which this one has seen alive."""
+    identity = identity_of(pid)
+    try:
+        ended = os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        # It has gone, or this is no Linux.
+        while identity_of(pid) == identity and (identity or os.getppid() == pid):
+            threading.Event().wait(_LOOK_S)
+        return
+    try:
+        while identity_of(pid) == identity and not select.select([ended], [], [])[0]:
+            pass
+    finally:
+        os.close(ended)
+
+
+def end_with_launcher() -> None:
+    """Have this rank end, with SIGKILL, when the process does that has started it: nobody would end, or begin anew, one
+    that is left alone, and it would train on beside those that come after it."""
+    threading.Thread(target=_follow, name="meshwright-parent", daemon=True).start()
+
+
+def _follow() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+    else:
+        await_end(os.getppid())
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_process(identity: str) -> None:

@@ -28,9 +28,10 @@ from ..base.errors import MeshwrightError, RankError
 from .echoes import TIMEOUT_TEXTS, is_echo, reads_like
 from .error_text import said
 from .hang import Hang, who_hangs
-from .process_identity import end_process
+from .process_identity import end_process, end_with_launcher
 from .progress import Progress
 from .pulse import Pulse
+from .same_world import agreed_prefix, is_of_torchrun
 from .stopping import Stopped
 
 if TYPE_CHECKING:
@@ -47,6 +48,10 @@ BOARD_TIMEOUT_S = 5.0
 
 ECHO_WAIT_S = 6.0
 """An echo waits this long for the cause; longer than a launcher takes to end the peers of a rank that was killed."""
+
+_PREFIX: list[str] = []
+"""Of this world's keys, once it is known."""
+_PREFIX_LOCK = threading.Lock()
 
 _PULSES = "meshwright/pulse"
 """Prefix of the signs of life in the rendezvous store."""
@@ -68,13 +73,16 @@ def connect_store(timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
     The launcher hosts the store where it can, otherwise rank 0 does. Give each user of it a prefix of its own, as in
     `init_process_group(store=PrefixStore("world", store), rank=..., world_size=...)`.
 
+    Where torchrun may begin ranks anew the first call of a process is collective, and what worlds before have left in
+    the store is not seen; see `same_world`.
+
     Args:
         timeout_s: limit for connecting, and for each later wait on the store.
 
     Raises:
         RankError: the environment describes no world, or its store does not answer.
     """
-    from torch.distributed import rendezvous
+    from torch.distributed import PrefixStore, rendezvous
 
     try:
         store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
@@ -86,7 +94,12 @@ def connect_store(timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
             "Start the ranks with `meshwright train` or torchrun, which set these, or set them to an address that "
             "every rank can reach."
         ) from error
-    return store
+    if not (is_of_torchrun() and started_elsewhere()):
+        return store
+    with _PREFIX_LOCK:
+        if not _PREFIX:
+            _PREFIX.append(agreed_prefix(store, int(_rank()), _world_size(), timeout_s=timeout_s))
+    return PrefixStore(_PREFIX[0], store)
 
 
 def guarded(
@@ -99,6 +112,7 @@ def guarded(
     """Run `main(store, *args)` as this process's share of the job; see [Note: one report per failure].
 
     Nothing is torn down after a failure, since that could wait for peers: leave the process promptly, with `leave`.
+    A rank that torchrun has started ends with torchrun's agent, however that ends.
 
     Args:
         main: gets the rendezvous store of the launched world, or None outside of one. What it returns is ignored.
@@ -109,6 +123,9 @@ def guarded(
     Returns:
         The exit code: 0, that of the failure which was reported (on whatever rank), or INTERRUPTED.
     """
+    if is_of_torchrun() and started_elsewhere():
+        # `local` has seen to it already, and other launchers do so themselves.
+        end_with_launcher()
     try:
         store = connect_store(timeout_s) if started_by_launcher() else None
     except RankError as error:

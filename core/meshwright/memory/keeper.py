@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import select
 import signal
 import socket
 import sys
@@ -26,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..launch.process_identity import identity_of
+from ..launch.process_identity import await_end, identity_of
 from . import wire
 
 _LOOK_S = 0.5
@@ -249,20 +248,9 @@ def main(name: str, pid: int, identity: str) -> None:
         # There is one already.
         return
     listener.listen(128)
-    try:
-        ended = os.pidfd_open(pid)
-    except (OSError, AttributeError):
-        ended = None
-    if identity_of(pid) != identity:
-        return
     Keeper().listen(listener, is_local=True)
-    while True:
-        if ended is None:
-            threading.Event().wait(_LOOK_S)
-        elif select.select([ended], [], [])[0]:
-            break
-        if identity_of(pid) != identity:
-            break
+    if identity_of(pid) == identity:
+        await_end(pid)
     os._exit(0)
 
 

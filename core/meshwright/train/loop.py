@@ -236,10 +236,17 @@ class _Course:
         copier = self.loop.copier
         if copier is None or not copier.is_due(step):
             return
+
+        def extra() -> dict[str, Any]:
+            # Only of a copy that is made, on all ranks; none is made of what is not right.
+            if self.verifier is not None:
+                self.verifier.verify(step)
+            return self.extra(step)
+
         start = time.perf_counter()
         self.progress.enter("copy")
         with marked("copy"):
-            copier.copy(step, scheduler=self.loop.scheduler, extra=lambda: self.extra(step))
+            copier.copy(step, scheduler=self.loop.scheduler, extra=extra)
         self.saving["copy"] = time.perf_counter() - start
 
     def extra(self, step: int) -> dict[str, Any]:

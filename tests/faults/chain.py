@@ -1,0 +1,624 @@
+"""A chain of random faults under real runs, which must end as those that nothing has happened to, bit for bit.
+
+    python tests/faults/chain.py --faults 100 --seed 24 --json benchmarks/results/faults.json
+
+Each stack trains a tiny model with dropout, under a schedule. Fault after fault strikes the same run; where its command
+ends, the same command is begun again, as a scheduler would. Two stacks or more span several nodes: network namespaces
+with torchrun in each. Looked at are: losses, norms, rates and weights at the end; what is left of processes and files;
+whether all checkpoints are whole; from where the run goes on; and for how long ranks outlive a fault. Which faults
+come, when, and to whom follows from the seed, but for what the machine does meanwhile. Needs Linux, root and iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+import yaml  # noqa: E402
+from cluster import netns  # noqa: E402
+from cluster.starts import TORCHRUN, clean, free_port  # noqa: E402
+from kill_sweep import Run, fingerprint, make_run  # noqa: E402
+
+from meshwright.checkpoint import read_manifest, steps_in  # noqa: E402
+from meshwright.checkpoint.manifest import verify  # noqa: E402
+
+WATCHDOG_S = 10.0
+SLACK_S = 5.0
+"""Beyond `watchdog_s`, until no rank is left that a fault has broken."""
+PATIENCE_S = 240.0
+CUT_S, FULL_S = 5.0, 2.0
+STEPS_A_FAULT, STEPS_WHILE_FULL = 5, 100
+RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=60"
+"""Of torchrun's agents: a node that is silent for 5 s is gone."""
+MARK = "MESHWRIGHT_TEST_CHAIN"
+ROOM_BYTES = 64 << 20
+"""Of the disk that is filled."""
+MEMORY = re.compile(r"going on from memory, after step (\d+)")
+DISK = re.compile(r"going on from \S+/step-(\d+), after step")
+HAMMERS = ("rank", "parent", "stop", "full disk", "bit on disk", "bit in memory", "bit in a copy", "pre-emption")
+NODES = ("node", "agent", "cut", "cut for good")
+"""What only several nodes have; "parent" is the agent of one there."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One way to train, and where.
+
+    Attributes:
+        settings: of the run file.
+        nodes: 1: `meshwright train`, which begins its ranks anew; more: torchrun on each.
+    """
+
+    settings: dict[str, Any]
+    nodes: int = 1
+    ranks: int = 2
+    copies: bool = False
+
+    @property
+    def faults(self) -> list[str]:
+        """The kinds that can strike it."""
+        kinds = [each for each in HAMMERS if each != "bit in a copy" or self.copies]
+        if self.nodes > 1:
+            kinds = [each for each in kinds if each != "parent"] + list(NODES)
+        return kinds
+
+
+STACKS: dict[str, Stack] = {
+    "fsdp2 x tp": Stack({"strategy": "fsdp2", "tp_size": 2}, ranks=4, copies=True),
+    "megatron_fsdp": Stack({"strategy": "megatron_fsdp"}),
+    "ddp, distributed optimizer": Stack(
+        {
+            "strategy": "ddp",
+            "strategy_config": {"engine": "bucketed", "use_distributed_optimizer": True, "overlap_grad_reduce": True},
+        },
+        nodes=2,
+        copies=True,
+    ),
+    "pipeline over fsdp2": Stack({"strategy": "fsdp2", "pp_size": 2}, nodes=2, ranks=4),
+    "fsdp2": Stack({"strategy": "fsdp2", "batch_size": 6}, nodes=3, ranks=3, copies=True),
+}
+
+
+@dataclass
+class Struck:
+    """A fault, and what came of it.
+
+    Attributes:
+        step: steps that were done.
+        went_on: from memory or disk, or as if nothing had been.
+        after: the step from which it went on.
+        ended_s: until no rank was left that was there before; None where all live on.
+        next_s: until a step further than any before was completed.
+        anew: whether the command had to be given again.
+        place: what was altered, where something was.
+    """
+
+    stack: str
+    kind: str
+    step: int = 0
+    went_on: str = ""
+    after: int | None = None
+    ended_s: float | None = None
+    next_s: float = 0.0
+    anew: bool = False
+    place: str = ""
+
+
+class Broken(AssertionError):
+    """A run did not survive a fault as it should."""
+
+
+def processes(mark: str) -> dict[int, list[bytes]]:
+    """The living processes that have been started with a mark in their environment, and their command lines."""
+    found, wanted = {}, f"{MARK}={mark}".encode()
+    for path in Path("/proc").iterdir():
+        with suppress(OSError):
+            if not path.name.isdigit() or wanted not in (path / "environ").read_bytes().split(b"\0"):
+                continue
+            if (path / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                found[int(path.name)] = (path / "cmdline").read_bytes().split(b"\0")
+    return found
+
+
+def parent_of(pid: int) -> int:
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def until(has_come: Callable[[], Any], limit_s: float = PATIENCE_S, look_s: float = 0.02) -> float:
+    """Seconds until something has come. Broken: it does not."""
+    began = time.monotonic()
+    while not has_come():
+        if time.monotonic() - began > limit_s:
+            raise Broken(f"not within {limit_s:g} s")
+        time.sleep(look_s)
+    return time.monotonic() - began
+
+
+class Job:
+    """What a scheduler does for a run: gives its command on all nodes, and again where it has ended too soon.
+
+    Args:
+        run: see `kill_sweep.Run`.
+        nodes: network namespaces; none: this machine is the only node.
+    """
+
+    def __init__(self, run: Run, stack: Stack, nodes: Sequence[netns.Node]) -> None:
+        self.run, self.stack, self.nodes = run, stack, nodes
+        self.mark = uuid.uuid4().hex
+        self.flip = run.file.with_suffix(".flip")
+        self.commands: list[subprocess.Popen[bytes]] = []
+        self.sittings = 0
+
+    @property
+    def _outputs(self) -> list[Path]:
+        return sorted(self.run.file.parent.glob(f"{self.run.file.stem}.said.*"))
+
+    def said(self, since: Mapping[Path, int] | None = None) -> str:
+        """What all commands have said, or what they have since they had said so much."""
+        texts = {path: path.read_bytes()[(since or {}).get(path, 0) :] for path in self._outputs}
+        return b"".join(texts.values()).decode(errors="replace")
+
+    def spoken(self) -> dict[Path, int]:
+        """Bytes that commands have said, by their files."""
+        return {path: path.stat().st_size for path in self._outputs}
+
+    def start(self) -> None:
+        self.sittings += 1
+        main = ("-c", "import target; target.main()", str(self.run.file), str(self.flip))
+        environment = clean(**{MARK: self.mark, "PYTHONPATH": str(HERE)})
+        if not self.nodes:
+            commands = [[sys.executable, *main]]
+        else:
+            environment["GLOO_SOCKET_IFNAME"] = netns.CARD
+            # Agents that meet so begin anew together; with `--master-addr` each would by itself.
+            meet = f"--rdzv-endpoint={self.nodes[0].address}:{free_port()}"
+            size = f"--nproc-per-node={self.stack.ranks // len(self.nodes)}"
+            script = (str(HERE / "target.py"), *main[2:])
+            commands = [
+                node.command(
+                    *(*TORCHRUN, f"--nnodes={len(self.nodes)}", size, "--max-restarts=99", "--rdzv-backend=c10d", meet),
+                    *(f"--rdzv-id={self.mark}", f"--rdzv-conf={RENDEZVOUS},is_host={int(number == 0)}"),
+                    *(f"--local-addr={node.address}", *script),
+                )
+                for number, node in enumerate(self.nodes)
+            ]
+        self.commands = []
+        for number, command in enumerate(commands):
+            with self.run.file.with_suffix(f".said.{self.sittings:03}.{number}").open("wb") as output:
+                started = subprocess.Popen(
+                    command, env=environment, stdout=output, stderr=output, start_new_session=True, cwd=HERE
+                )
+            self.commands.append(started)
+
+    def ranks(self) -> list[int]:
+        """The living ranks, in the order in which they were started."""
+        living = processes(self.mark)
+        if not self.nodes:
+            starters = {
+                pid
+                for pid, command in living.items()
+                if parent_of(pid) == self.commands[0].pid and any(b"forkserver" in word for word in command)
+            }
+        else:
+            starters = {each.pid for each in self.commands}
+        found = [pid for pid, command in living.items() if parent_of(pid) in starters]
+        return sorted(pid for pid in found if b"meshwright.memory.keeper" not in living[pid])
+
+    def keepers(self) -> list[int]:
+        return [pid for pid, command in processes(self.mark).items() if b"meshwright.memory.keeper" in command]
+
+    def has_ended(self) -> bool:
+        """Whether a command has; a scheduler then ends the others."""
+        return any(each.poll() is not None for each in self.commands)
+
+    def is_well(self) -> bool:
+        return all(each.poll() == 0 for each in self.commands)
+
+    def end(self) -> None:
+        """What a scheduler does when one node has failed: SIGTERM to what is left, and SIGKILL later."""
+        for each in self.commands:
+            if each.poll() is None:
+                each.terminate()
+        with suppress(Broken):
+            until(lambda: all(each.poll() is not None for each in self.commands), 15)
+        for each in self.commands:
+            if each.poll() is None:
+                each.kill()
+                each.wait()
+        with suppress(Broken):
+            until(lambda: not processes(self.mark), SLACK_S)
+        left = processes(self.mark)
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if left:
+            raise Broken(f"processes outlive what has started them: {left}")
+
+    def kill(self) -> None:
+        for pid in processes(self.mark):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for each in self.commands:
+            each.wait()
+
+
+def filled(directory: Path) -> Path:
+    """Fill a disk to its last byte; the file that has it."""
+    ballast = directory / "ballast"
+    with ballast.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(1 << 20)):
+            pass
+    with ballast.open("ab", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(512)):
+            pass
+    return ballast
+
+
+def changed_bit(path: Path, dice: random.Random) -> None:
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(dice.randrange(size))
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1 << dice.randrange(8)]))
+
+
+class Chain:
+    """All faults of a stack.
+
+    Args:
+        workplace: for files.
+        faults: how many, in one run.
+    """
+
+    def __init__(self, workplace: Path, name: str, stack: Stack, faults: int, dice: random.Random) -> None:
+        self.name, self.stack, self.dice = name, stack, dice
+        self._kinds = self._drawn(faults)
+        steps = STEPS_A_FAULT * faults + STEPS_WHILE_FULL * self._kinds.count("full disk") + 12
+        short = "".join(letter if letter.isalnum() else "-" for letter in name)
+        settings = stack.settings | {"nproc": stack.ranks, "steps": steps, "watchdog_s": WATCHDOG_S}
+        settings |= {"verify_every": 3, "max_restarts": 1000, "timeout_s": 60}
+        self.whole = make_run(workplace, f"{short}-whole", settings)
+        checkpoint: dict[str, Any] = {"every": 4, "keep_last": 3, "on_error": "continue"}
+        if stack.copies:
+            checkpoint |= {"replicate": "neighbour", "every": 6}
+        self.disk = workplace / f"{short}-disk"
+        self.run = make_run(workplace, f"{short}-struck", settings | {"checkpoint": checkpoint})
+        # On a disk of its own, which can be filled.
+        values = yaml.safe_load(self.run.file.read_text()) | {"output_dir": str(self.disk / "run")}
+        self.run = Run(self.run.file, self.disk / "run")
+        for made, more in ((self.whole, yaml.safe_load(self.whole.file.read_text())), (self.run, values)):
+            more["model"]["num_hidden_layers"] = 2
+            if stack.nodes > 1 and made is self.run:
+                del more["nproc"], more["max_restarts"]
+            made.file.write_text(yaml.safe_dump(more))
+
+    def _drawn(self, faults: int) -> list[str]:
+        """Each kind as often as any other, in random order."""
+        kinds: list[str] = []
+        while len(kinds) < faults:
+            more = list(self.stack.faults)
+            self.dice.shuffle(more)
+            kinds += more
+        return kinds[:faults]
+
+    def strikes(self) -> Iterator[Struck]:
+        """Each fault. Broken: the run does not survive one."""
+        self._train_whole()
+        with self._own_disk(), self._nodes() as nodes:
+            job = self.job = Job(self.run, self.stack, nodes)
+            try:
+                job.start()
+                for kind in self._kinds:
+                    yield self._strike(kind)
+                self._await_end()
+            except Exception as error:
+                raise Broken(f"{self.name}: {error}\n{job.said()[-6000:]}") from error
+            finally:
+                job.kill()
+            self._compare()
+
+    def _train_whole(self) -> None:
+        job = Job(self.whole, replace(self.stack, nodes=1), ())
+        try:
+            job.start()
+            until(job.has_ended)
+        finally:
+            job.kill()
+        if not job.is_well():
+            raise Broken(f"{self.name}: the run that nothing happens to: {job.said()[-3000:]}")
+
+    @contextmanager
+    def _own_disk(self) -> Iterator[None]:
+        self.disk.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={ROOM_BYTES}", "tmpfs", str(self.disk)], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["umount", "--lazy", str(self.disk)], check=False)
+
+    @contextmanager
+    def _nodes(self) -> Iterator[Sequence[netns.Node]]:
+        if self.stack.nodes == 1:
+            yield ()
+            return
+        with netns.nodes(self.stack.nodes) as found:
+            yield found
+
+    # -- one fault
+
+    def _strike(self, kind: str) -> Struck:
+        job, run, dice = self.job, self.run, self.dice
+        self._await_step(run.steps_done() + dice.randint(2, 4))
+        time.sleep(dice.uniform(0.0, 0.3))
+        self.place = ""
+        ranks, sitting, spoken = job.ranks(), job.sittings, job.spoken()
+        if len(ranks) != self.stack.ranks:
+            raise Broken(f"{len(ranks)} ranks, not {self.stack.ranks}")
+        struck = Struck(self.name, kind)
+        struck.step, whole = self._progress(), self._newest_whole()
+        began = time.time()
+        lives = self._hit(kind, ranks)
+        if not lives:
+            limit_s = WATCHDOG_S + SLACK_S + (5.0 if kind.startswith("bit in memory") else 0.0)
+            struck.ended_s = round(until(lambda: not set(ranks) & set(processes(job.mark)), limit_s), 2)
+            # Until it was found, or met the others, the run may have done more.
+            struck.step = self._progress()
+        if kind == "cut for good":
+            self._mend()
+        if kind == "bit on disk":
+            whole = -1
+        since = began if lives else time.time()
+        self._await_step(struck.step + 1, since)
+        struck.next_s = round(self._when(struck.step + 1, since) - began, 2)
+        struck.anew = job.sittings > sitting
+        told = job.said(spoken)
+        self._check_told(kind, ranks, told, lives)
+        if lives:
+            struck.went_on = "on"
+            if not set(ranks) <= set(job.ranks()):
+                raise Broken("ranks were ended by what they can live through")
+            return struck
+        memory, disk = MEMORY.findall(told), DISK.findall(told)
+        struck.place = self.place
+        struck.went_on = "memory" if memory else "disk" if disk else "the beginning"
+        struck.after = int((memory or disk or [0])[-1])
+        if struck.after < whole:
+            raise Broken(f"went on after step {struck.after}, though {whole} was on disk")
+        return struck
+
+    def _hit(self, kind: str, ranks: list[int]) -> bool:
+        """Strike; whether all ranks are to live on."""
+        job, dice = self.job, self.dice
+        if kind == "rank":
+            os.kill(dice.choice(ranks), signal.SIGKILL)
+        elif kind in ("parent", "agent"):
+            os.kill(dice.choice(job.commands).pid, signal.SIGKILL)
+        elif kind == "stop":
+            os.kill(dice.choice(ranks), signal.SIGSTOP)
+        elif kind == "pre-emption":
+            for each in job.commands:
+                each.terminate()
+        elif kind == "full disk":
+            # Steps go on, and checkpoints that are due cannot be written, nor can metrics.
+            ballast = filled(self.disk)
+            time.sleep(FULL_S)
+            ballast.unlink()
+            return True
+        elif kind == "bit on disk":
+            with suppress(FileNotFoundError):
+                newest = max(steps_in(self.run.checkpoints))[1]
+                changed_bit(dice.choice(sorted(newest.glob("tensors-*"))), dice)
+                self.place = newest.name
+            for pid in (*[each.pid for each in job.commands], *job.keepers()):
+                os.kill(pid, signal.SIGKILL)
+        elif kind == "bit in memory":
+            self._flip()
+        elif kind == "bit in a copy":
+            for keeper in job.keepers():
+                self._spoil(keeper)
+            os.kill(dice.choice(ranks), signal.SIGKILL)
+        elif kind == "node":
+            node = dice.choice(job.nodes)
+            inside = subprocess.run(["ip", "netns", "pids", node.name], capture_output=True, text=True, check=True)
+            for pid in map(int, inside.stdout.split()):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        elif kind == "cut":
+            cut = dice.choice(job.nodes)
+            cut.unplug()
+            time.sleep(CUT_S)
+            cut.plug()
+            return True
+        elif kind == "cut for good":
+            dice.choice(job.nodes).unplug()
+        return False
+
+    def _flip(self) -> None:
+        places = ("parameter", "optimizer", "gradient")
+        self.place = f"{self.dice.randrange(self.stack.ranks)} {self.dice.choice(places)}"
+        draft = self.job.flip.with_suffix(".draft")
+        draft.write_text(self.place)
+        draft.rename(self.job.flip)
+        until(lambda: not self.job.flip.exists(), 30)
+
+    def _spoil(self, keeper: int) -> None:
+        for file in Path(f"/proc/{keeper}/fd").iterdir():
+            with suppress(OSError):
+                if "meshwright-copy" in os.readlink(file) and file.stat().st_size > 10_000:
+                    changed_bit(file, self.dice)
+
+    def _mend(self) -> None:
+        for node in self.job.nodes:
+            node.plug()
+
+    def _check_told(self, kind: str, ranks: list[int], told: str, lives: bool) -> None:
+        if "Traceback" in told and not self.job.nodes:
+            raise Broken("a traceback where an error should be")
+        if kind == "stop" and "hangs" not in told:
+            raise Broken("who hangs was not named")
+        if kind == "bit in memory" and f"rank {self.place.split()[0]} on " not in told:
+            raise Broken(f"the rank whose bit has flipped ({self.place}) was not named")
+
+    def _await_step(self, step: int, since: float = 0.0) -> None:
+        """Wait until a step is done, and see to it that the run is begun again where its command has ended."""
+
+        def look() -> bool:
+            self._restart_ended()
+            return self._when(step, since) > 0
+
+        until(look, PATIENCE_S)
+
+    def _restart_ended(self) -> None:
+        job = self.job
+        if not job.has_ended():
+            return
+        if job.is_well():
+            raise Broken("it has ended before its faults have")
+        if job.nodes:
+            # All ranks of the others are told, and end; their agents wait for a node that does not come.
+            until(lambda: not job.ranks(), WATCHDOG_S + SLACK_S)
+        job.end()
+        job.start()
+
+    def _await_end(self) -> None:
+        def look() -> bool:
+            if all(each.poll() == 0 for each in self.job.commands):
+                return True
+            if any(each.poll() for each in self.job.commands):
+                self._restart_ended()
+            return False
+
+        until(look)
+        until(lambda: not processes(self.job.mark), SLACK_S)
+
+    def _lines(self) -> list[dict[str, Any]]:
+        found = []
+        with suppress(OSError):
+            for line in (self.run.directory / "metrics.jsonl").read_text().splitlines():
+                with suppress(ValueError):
+                    found.append(json.loads(line))
+        return found
+
+    def _progress(self) -> int:
+        return max((int(line["step"]) for line in self._lines()), default=0)
+
+    def _when(self, step: int, since: float) -> float:
+        """When a step was first done since then; 0: it was not."""
+        return next((each["time"] for each in self._lines() if each["step"] >= step and each["time"] > since), 0.0)
+
+    def _newest_whole(self) -> int:
+        return max((step for step, _ in steps_in(self.run.checkpoints)), default=-1) if self._has_saved() else -1
+
+    def _has_saved(self) -> bool:
+        return self.run.checkpoints.is_dir()
+
+    # -- the end
+
+    def _compare(self) -> None:
+        struck, whole = self.run.numbers(), self.whole.numbers()
+        for one, other in zip(struck, whole, strict=True):
+            if one != other:
+                raise Broken(f"{self.name}: other metrics: {one} instead of {other}")
+        if fingerprint(self.run.directory / "model") != fingerprint(self.whole.directory / "model"):
+            raise Broken(f"{self.name}: other weights")
+        for _, place in steps_in(self.run.checkpoints):
+            manifest = read_manifest(place)
+            verify(place, manifest, [*manifest.files])
+        # What a run does not go on from, since it was altered, it moves aside, and says so.
+        beside = [path for path in self.run.checkpoints.iterdir() if not path.name[-1].isdigit()]
+        beside += [path for path in self.run.directory.iterdir() if path.name.startswith("model.")]
+        if beside:
+            raise Broken(f"{self.name}: {[path.name for path in beside]} are left")
+
+
+def told(struck: Sequence[Struck]) -> dict[str, Any]:
+    """Median and worst of the seconds until the next completed step, by what the run went on from."""
+    found: dict[str, Any] = {}
+    for where in ("memory", "disk", "the beginning", "on"):
+        for anew in (False, True):
+            times = [each.next_s for each in struck if each.went_on == where and each.anew == anew]
+            if times:
+                name = f"{where}{', by a new command' if anew else ''}"
+                found[name] = {"faults": len(times), "median_s": statistics.median(times), "worst_s": max(times)}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=24)
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--stacks", nargs="+", choices=list(STACKS), default=list(STACKS))
+    options = parser.parse_args()
+    if reason := why_not():
+        sys.exit(reason)
+    report: dict[str, Any] = {
+        "command": f"python tests/faults/chain.py --faults {options.faults} --seed {options.seed}",
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "watchdog_s": WATCHDOG_S,
+        "stacks": {},
+        "faults": [],
+    }
+    every: list[Struck] = []
+    with tempfile.TemporaryDirectory(prefix="meshwright-faults-") as workplace:
+        for index, name in enumerate(options.stacks):
+            count = len(options.stacks)
+            faults = options.faults * (index + 1) // count - options.faults * index // count
+            result = "metrics and weights of a run that nothing has happened to, bit for bit"
+            try:
+                for struck in chain(Path(workplace), name, faults, options.seed):
+                    every.append(struck)
+                    sys.stderr.write(f"{len(every):3} {struck}\n")
+            except Broken as broken:
+                result = f"failed: {broken}"
+            sys.stderr.write(f"{name}: {result}\n")
+            report["stacks"][name] = result
+            report["faults"] = [asdict(each) for each in every]
+            report["times"] = told(every)
+            if options.json is not None:
+                options.json.write_text(json.dumps(report, indent=1) + "\n")
+    sys.stderr.write(f"{json.dumps(report['times'], indent=1)}\n")
+    sys.exit(any(each.startswith("failed") for each in report["stacks"].values()))
+
+
+def chain(workplace: Path, name: str, faults: int, seed: int) -> Iterator[Struck]:
+    """The faults of one stack; see `Chain.strikes`."""
+    return Chain(workplace, name, STACKS[name], faults, random.Random(f"{seed} {name}")).strikes()
+
+
+def why_not() -> str:
+    """Why there can be no chain here; empty if there can."""
+    with tempfile.TemporaryDirectory() as place:
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", place], capture_output=True, check=False)
+        if mounted.returncode:
+            return f"no disk of its own can be mounted: {mounted.stderr.decode().strip()}"
+        subprocess.run(["umount", place], check=True)
+    return netns.why_not()
+
+
+if __name__ == "__main__":
+    main()

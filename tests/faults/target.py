@@ -1,0 +1,98 @@
+"""`meshwright train` in which a bit flips where a file says so, as a cosmic ray has it.
+
+    python -c "import target; target.main()" RUN.yaml FILE
+
+FILE, "RANK PLACE", has that rank flip one bit after its next step, and remove the file. PLACE is parameter, optimizer,
+or gradient: that one between clipping and the optimizer's step. Started by torchrun, this is a rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshwright.checkpoint.values import flat
+from meshwright.events.step import StepResult
+from meshwright.launch.rank import leave
+from meshwright.strategy.contract import StrategyManager
+from meshwright.strategy.hooks import hookimpl
+from meshwright.strategy.registry import get_registry
+from meshwright.train import run
+from meshwright.train import start as starting
+from meshwright.train.run_file import load_run
+
+FILE = "MESHWRIGHT_TEST_FLIP"
+RUN_RANK, FIT = run.run_rank, run.fit
+
+
+def flip(tensor: Tensor) -> None:
+    """Flip one bit of the last element, in place."""
+    words = tensor.detach().view(-1)[-1:].view(torch.uint8)
+    words[0] ^= 1 << 3
+
+
+class Flips:
+    """Flips bits of what this rank holds."""
+
+    def __init__(self, manager: StrategyManager) -> None:
+        self._manager, self._read = manager, manager.read
+        manager.read = self.read  # type: ignore[method-assign]
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        place = self._wanted()
+        if place in ("parameter", "optimizer"):
+            prefix = {"parameter": "model.", "optimizer": "optimizer."}[place]
+            named = flat(self._manager.sharded_state()).items()
+            held = [p for name, each in named if name.startswith(prefix) for p in each.pieces if p.tensor.numel()]
+            self._flip(next(piece.tensor for piece in held if piece.tensor.is_floating_point()))
+
+    def read(self, *values: Tensor) -> list[float]:
+        """What a step reads after it has clipped, before the optimizer steps."""
+        found = self._read(*values)
+        if self._wanted() == "gradient":
+            gradients = [p.grad for group in self._manager.optimizer.param_groups for p in group["params"]]
+            whole = [each.to_local() if isinstance(each, DTensor) else each for each in gradients if each is not None]
+            if whole:
+                self._flip(next(each for each in whole if each.numel()))
+        return found
+
+    def _wanted(self) -> str:
+        """Where this rank is to flip a bit now; empty: nowhere."""
+        try:
+            rank, place = Path(os.environ[FILE]).read_text().split()
+        except (OSError, ValueError):
+            return ""
+        return place if rank == os.environ["RANK"] else ""
+
+    def _flip(self, tensor: Tensor) -> None:
+        Path(os.environ[FILE]).unlink()
+        flip(tensor)
+
+
+def flipping_fit(manager: StrategyManager, *arguments: Any) -> Any:
+    with get_registry().observing(Flips(manager)):
+        return FIT(manager, *arguments)
+
+
+def flipping_rank(*arguments: Any) -> None:
+    """What each rank does."""
+    run.fit = flipping_fit  # type: ignore[attr-defined]
+    RUN_RANK(*arguments)
+
+
+def main() -> None:
+    run_file, file = sys.argv[1:]
+    os.environ[FILE] = file
+    starting.run_rank = flipping_rank  # type: ignore[attr-defined]
+    leave(starting.start(load_run(run_file)))
+
+
+if __name__ == "__main__":
+    main()
