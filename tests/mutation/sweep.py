@@ -91,7 +91,7 @@ REASONS: dict[str, str] = {
 }
 """Why an option may survive, by `Class.option`."""
 REFUSES = re.compile(
-    r"refus|error|invalid|cannot|must|bad_|wrong|unknown|schema|on_nothing|no_value|/test_(\w+_)?configs?\.py"
+    r"refus|error|invalid|cannot|must|bad_(?!steps)|wrong|unknown|schema|on_nothing|no_value|/test_(\w+_)?configs?\.py"
 )
 """Tests of errors and of configs alone: they do not show that an option acts."""
 ELSEWHERE = re.compile("parity|conformance|one_process|loop_by_hand|files_are_data|readme|architecture|_back_as")
