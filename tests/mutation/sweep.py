@@ -67,23 +67,7 @@ OWNERS = {
 }
 """Configs, and functions with options as arguments."""
 _PER_TOKEN = "nothing hangs on it: under every strategy the loss is per token of the global batch"
-_LATER = "not settled yet: the sweep has to be run again"
 REASONS: dict[str, str] = {
-    "RunConfig.verify_every": _LATER,
-    "StragglersConfig.over": _LATER,
-    "StragglersConfig.deviations": _LATER,
-    "CheckpointConfig.retries": _LATER,
-    "CheckpointConfig.to": _LATER,
-    "CheckpointConfig.key_file": _LATER,
-    "CheckpointConfig.replicate": _LATER,
-    "OnSignalConfig.grace_s": _LATER,
-    "ReplicateConfig.to": _LATER,
-    "ReplicateConfig.every": _LATER,
-    "ReplicateConfig.bandwidth": _LATER,
-    "BadStepConfig.do": _LATER,
-    "BadStepConfig.deviations": _LATER,
-    "BadStepConfig.window": _LATER,
-    "BadStepConfig.limit": _LATER,
     "MegatronFSDPConfig.calculate_per_token_loss": _PER_TOKEN,
     "nvfsdp_strategy_parallelize.calculate_per_token_loss": _PER_TOKEN,
     "RunConfig.plan": "each of its options is tried by itself",
