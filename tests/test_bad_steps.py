@@ -1,4 +1,7 @@
-"""Steps that are not made: every stack leaves them out, or goes back, as one process that never saw their batches."""
+"""Steps that are not made: every stack leaves them out, or goes back, as one process that never saw their batches.
+
+What is bad, and what is done then, is told by `BadStepConfig`.
+"""
 
 from __future__ import annotations
 
@@ -296,6 +299,16 @@ def test_what_is_far_follows_from_the_good_steps_before_alone() -> None:
     assert _judged(config, [1.0] * LEAST_KNOWN + [1e9])[0][-1]
     # Values that hardly differ are no reason to find a hair's breadth far.
     assert not any(_judged(config, [1.0] * LEAST_KNOWN + [1.005])[0])
+
+
+@pytest.mark.parametrize(("window", "is_far"), [(LEAST_KNOWN, True), (50, False)], ids=["window=20", "window=50"])
+def test_what_is_far_is_told_by_as_many_good_steps_as_the_window_holds(window: int, is_far: bool) -> None:
+    """Losses that have halved: what is as before is a leap for whom remembers the lower ones alone."""
+    noise = [0.05 * math.sin(step) for step in range(LEAST_KNOWN + 30)]
+    losses = [2 + each for each in noise[:30]] + [1 + each for each in noise[30:]]
+    found, judge = _judged(BadStepConfig(do="skip", deviations=8, window=window), [*losses, 2.0])
+    assert found == [False] * len(losses) + [is_far]
+    assert len(judge.state()["bad_steps"]["losses"]) == (window if is_far else len(losses))
 
 
 def test_deviations_are_those_of_a_normal_distribution() -> None:

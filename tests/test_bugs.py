@@ -21,8 +21,9 @@ AT_LEAST = {
     **dict.fromkeys(("objectives", "fsdp2", "ddp", "pipeline", "plan"), 5),
     **dict.fromkeys(("base", "files", "launch", "mesh", "tensors", "model", "strategy", "cli", "clusters"), 2),
     **dict.fromkeys(("parallel.expert", "megatron_fsdp", "guide.doctor", "events", "profile", "watch"), 2),
+    **dict.fromkeys(("memory", "replay"), 2),
 }
-WITHOUT = {"_compat", "single", "testing", "memory", "replay"}
+WITHOUT = {"_compat", "single", "testing"}
 """What is held by canaries, is not more than what it inherits, or is itself a test."""
 
 

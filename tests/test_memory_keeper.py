@@ -1,8 +1,12 @@
-"""Keepers and what they hold: who is let in, what is kept and let go, and what is read of it."""
+"""Keepers and what they hold: who is let in, what is kept and let go, and what is read of it.
+
+What a run has copied is told by `ReplicateConfig`.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import socket
 import subprocess
@@ -10,23 +14,27 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from test_cli import write_run
+from test_run_directory import Place, _rank
 
 from meshwright.base.errors import ConfigError
 from meshwright.checkpoint.manifest import Manifest, StoredFile, read_manifest, sealed, verify
 from meshwright.checkpoint.places import DEFAULT
 from meshwright.launch.process_identity import identity_of
-from meshwright.memory import wire
+from meshwright.memory import keepers, wire
 from meshwright.memory.copier import Copier
 from meshwright.memory.keeper import Keeper
 from meshwright.memory.keepers import Keepers, Node
 from meshwright.memory.place import places_of
 from meshwright.memory.room import Rooms
 from meshwright.memory.wire import Link
+from meshwright.testing import pool
 from meshwright.train.checkpoint_section import CheckpointConfig
 from meshwright.train.fate import check_restarts
 from meshwright.train.restarts import rank_counts
@@ -316,6 +324,30 @@ def test_bytes_are_sent_within_the_bandwidth(bandwidth: Any, seconds: float) -> 
     began = time.monotonic()
     assert sum(part.nbytes for part in paced) == 200_000
     assert seconds * 0.8 <= time.monotonic() - began < seconds + 2
+
+
+def _copied_here(path: str) -> tuple[str, int]:
+    """The error of a run whose keeper is in the process of its rank, and its exit code."""
+    local = Local()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keepers, "_own_link", local.connected)
+        _, error, code = _rank(path, None)
+    local.near.close()
+    local.far.close()
+    return error, code
+
+
+@pytest.mark.parametrize(("every", "due"), [(1, 8), (3, 2)], ids=["every=1", "every=3"])
+def test_state_is_copied_after_every_so_many_steps(every: int, due: int, tmp_path: Path) -> None:
+    write_run(tmp_path)
+    place = Place(tmp_path, tmp_path)
+    file = place.file(steps=8, max_restarts=1, checkpoint={"every": 1000, "replicate": {"every": every}})
+    assert pool(1).run(_copied_here, str(file)) == [("", 0)]
+    events = [json.loads(line) for line in (place.out / "events.jsonl").read_text().splitlines()]
+    # The last of them, when the run ends; others are of steps that were due before the last copy was done.
+    told = [event for event in events if event["event"] == "copies"][-1]
+    assert told["copied"] >= 1
+    assert told["copied"] + told["left_out"] == due
 
 
 # -- what is asked for

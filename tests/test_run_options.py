@@ -1,7 +1,7 @@
 """Each option that changes a run acts: a run under another value is told from one under the values below.
 
 Options of RunConfig, OptimizerConfig, OptimizerGroup, EMAConfig, ScheduleConfig, EvalConfig, EarlyStoppingConfig,
-SampleConfig, CheckpointConfig, KeepBestConfig, SaveOnConfig and DataConfig.
+SampleConfig, CheckpointConfig, KeepBestConfig and DataConfig.
 """
 
 from __future__ import annotations
@@ -233,6 +233,18 @@ def test_threads_waiting_saving_and_directory_are_as_the_file_says(workplace: Pa
     file = Place(workplace, tmp_path).file(**BASE | options | {"output_dir": str(tmp_path / "other")})
     assert pool(1).run(_handed_on, str(file)) == [(3, 41.0, False, "continue")]
     assert (tmp_path / "other" / "metrics.jsonl").is_file()
+
+
+def test_checkpoints_go_to_the_directory_that_is_named_and_the_run_goes_on_from_there(
+    workplace: Path, tmp_path: Path
+) -> None:
+    place, elsewhere = Place(workplace, tmp_path), tmp_path / "elsewhere"
+    options = BASE | _inside("checkpoint", keep_last=None, to=str(elsewhere))
+    assert place.run(kill_after=3, **options)[1] == "killed"
+    assert place.steps(elsewhere) == [2, 1]
+    assert f"going on from {elsewhere}" in place.runs(**options)
+    assert place.steps(elsewhere) == [4, 3, 2, 1]
+    assert not place.root.exists()
 
 
 def test_resume_and_its_source_say_whether_a_run_goes_on(workplace: Path, tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""A run that a signal asks to stop saves, leaves with the code that was asked for, and goes on as if it had not."""
+"""A run that a signal asks to stop saves, leaves with the code that was asked for, and goes on as if it had not.
+
+Which signals do so in a run, and how much time they leave it, is told by `OnSignalConfig`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from typing import Any
 import pytest
 import torch
 from kill_sweep import Run, end_session, fingerprint, finish, make_run, members
-from test_cli import LAUNCHER_VARIABLES
+from test_cli import LAUNCHER_VARIABLES, write_run
+from test_run_directory import Place, _rank
 
 from meshwright import Checkpointer, ConfigError, Loop, Stopped, StopSignals, fit, load_checkpoint
 from meshwright.checkpoint.manifest import step_directory, steps_in
@@ -466,3 +470,28 @@ def test_signals_save_where_checkpoints_are_saved_or_where_they_are_asked_for() 
     assert off.stops_on.signals == []
     with pytest.raises(ValueError, match="SIGKILL"):
         CheckpointConfig.model_validate({"on_signal": {"signals": ["SIGKILL"]}})
+
+
+def _signalled(path: str) -> tuple[Any, int, bool, bool]:
+    """How a run ends that a signal reaches after its fourth step."""
+    with get_registry().observing(_SignalAt(4)):
+        try:
+            _rank(path, None)
+        except Stopped as stopped:
+            return stopped.code, stopped.step, stopped.saved, stopped.too_late
+    return None, -1, False, False
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "is_saved"), [(1e-3, False), (1e3, True), (None, True)], ids=["grace_s=1ms", "grace_s=1000", "no end"]
+)
+def test_grace_s_of_a_run_file_says_whether_there_is_time_to_save(
+    grace_s: float | None, is_saved: bool, tmp_path: Path
+) -> None:
+    write_run(tmp_path)
+    place = Place(tmp_path, tmp_path)
+    on_signal = {"signals": ["SIGUSR1"], "exit_code": 9, "grace_s": grace_s}
+    # How long a save takes is known from that of step 4.
+    file = place.file(checkpoint={"every": 4, "keep_last": None, "asynchronous": False, "on_signal": on_signal})
+    assert pool(1).run(_signalled, str(file)) == [(9, 5, is_saved, not is_saved)]
+    assert place.steps() == ([5, 4] if is_saved else [4])

@@ -1,4 +1,7 @@
-"""Bits that change by themselves: found within an interval, with the rank, under every stack; none where none did."""
+"""Bits that change by themselves: found within an interval, with the rank, under every stack; none where none did.
+
+How often replicas are compared in a run is told by `RunConfig.verify_every`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from test_cli import write_run
+from test_run_directory import Place, _rank
 from test_stopping import STACKS
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from meshwright import Checkpointer, Loop, StepResult, TrainingError, fit
 from meshwright.checkpoint.manifest import steps_in
@@ -128,6 +134,55 @@ def test_no_corrupted_state_is_saved(tmp_path: Path) -> None:
         assert f"found after step {FLIPPED_AFTER}" in said
         assert done == FLIPPED_AFTER
         assert saved == [1]
+
+
+# -- the run file
+
+
+class _FlipsWhatWasStepped:
+    """Flips a bit of what the optimizer of a run steps."""
+
+    def __init__(self) -> None:
+        self.stepped: list[Tensor] = []
+
+    def note(self, optimizer: Optimizer, *_: Any) -> None:
+        self.stepped = [p for group in optimizer.param_groups for p in group["params"]]
+
+    @hookimpl
+    def on_step_end(self, result: StepResult) -> None:
+        if result.step == FLIPPED_AFTER:
+            _flip(self.stepped[0])
+
+
+def _flipped(path: str) -> tuple[str, int]:
+    """The error of a run of which a parameter changes between two steps, and its exit code."""
+    flips = _FlipsWhatWasStepped()
+    hook = register_optimizer_step_post_hook(flips.note)
+    try:
+        with get_registry().observing(flips):
+            _, error, code = _rank(path, None)
+    finally:
+        hook.remove()
+    return error, code
+
+
+@pytest.mark.parametrize(("every", "found_after"), [(3, 3), (5, 5), (4, 4), (None, None)])
+def test_verify_every_of_a_run_file_says_after_which_steps_bits_are_looked_at(
+    every: int | None, found_after: int | None, tmp_path: Path
+) -> None:
+    write_run(tmp_path)
+    place = Place(tmp_path, tmp_path)
+    file = place.file(steps=STEPS, verify_every=every, checkpoint={}, log_every=1)
+    error, code = pool(1).run(_flipped, str(file))[0]
+    if found_after is None:
+        assert (error, code) == ("", 0)
+        assert len(place.metrics()) == STEPS
+        return
+    assert f"silent corruption, found after step {found_after}:" in error
+    assert "rank 0 on " in error
+    assert code != 0
+    # The step that was just done is no longer told.
+    assert [line["step"] for line in place.metrics()] == [*range(1, found_after)]
 
 
 # -- fingerprints, and who is right

@@ -1,4 +1,7 @@
-"""A rank that hangs is named soon, by what it does, and a run in which none does goes on; stragglers are named."""
+"""A rank that hangs is named soon, by what it does, and a run in which none does goes on; stragglers are named.
+
+Who is a straggler is told by `StragglersConfig`.
+"""
 
 from __future__ import annotations
 
@@ -317,6 +320,7 @@ def owns(*seconds: float, steps: int = 20) -> dict[int, Sign]:
         (owns(0.01, 0.01, 0.01, 0.018), {}, []),
         (owns(0.01, 0.011, 0.06), {}, []),
     ],
+    ids=["slow", "few steps", "over=5", "deviations=100", "little of a step", "three ranks"],
 )
 def test_stragglers_are_judged_by_the_signs_of_all_ranks(signs, config, named):
     progress = Progress()

@@ -84,6 +84,22 @@ def _bug(name: str, module: str, old: str, new: str, *caught_by: str, kind: str)
 
 # -- replay
 
+_bug(
+    "shares_are_compared_with_the_wrong_rank",
+    "meshwright.replay.peers",
+    "own, other = by_place[share, stage, place], by_place[(share - 1) % data_size, stage, place]",
+    "own, other = by_place[share, stage, place], by_place[(share + 1) % data_size, stage, place]",
+    f"{_REPLAY}::test_healthy_ranks_give_no_alarm[ddp]",
+    kind="ranks that compute right are named as wrong",
+)
+_bug(
+    "one_process_draws_for_the_first_rank_alone",
+    "meshwright.replay.single",
+    "torch.manual_seed(step_seed(self._seed, self._step, share))",
+    "torch.manual_seed(step_seed(self._seed, self._step, 0))",
+    f"{_REPLAY}::test_one_process_agrees_in_float64_with_the_random_numbers_of_all_data_ranks[ddp]",
+    kind="what is done again draws other random numbers",
+)
 
 # -- base, files, launch, cli
 
@@ -1077,6 +1093,38 @@ _bug(
     "tests/test_export.py::test_an_export_that_is_cut_off_leaves_nothing_under_its_name",
     kind="an export has its name before it is whole",
 )
+_bug(
+    "saved_while_it_trains",
+    "meshwright.checkpoint.content",
+    'each.to("cpu", copy=True, memory_format=torch.contiguous_format)',
+    'each.to("cpu", copy=False)',
+    f"{_FAULTS}::test_an_asynchronous_checkpoint_is_of_the_step_it_was_asked_for",
+    kind="a checkpoint holds weights of a later step",
+)
+_bug(
+    "unsigned_ones_pass",
+    "meshwright.checkpoint.manifest",
+    "    if key is not None and not key.has_signed(version, checksum, signature):",
+    "    if key is not None and signature is not None and not key.has_signed(version, checksum, signature):",
+    "tests/test_checkpoint_verify.py::test_a_foreign_one_is_not_passed_over_as_a_torn_one_is",
+    kind="a checkpoint without a signature is loaded where a key is asked for",
+)
+_bug(
+    "retention_of_foreign_ones",
+    "meshwright.checkpoint.directory",
+    "            if not is_foreign(LocalFolder(path, access)):\n                shutil.rmtree(path, ignore_errors=True)",
+    "            shutil.rmtree(path, ignore_errors=True)",
+    "tests/test_checkpoint_verify.py::test_what_is_foreign_is_never_removed_nor_replaced",
+    kind="what another has signed is removed with the leftovers",
+)
+_bug(
+    "half_an_object_appears",
+    "meshwright.checkpoint.remote",
+    "            with suppress(Exception):\n                file.discard()\n            file.closed = True\n            raise",
+    "            file.close()\n            raise",
+    "tests/test_remote_checkpoints.py::test_objects_are_read_in_parts_and_a_write_that_fails_leaves_none",
+    kind="a file whose writing has failed is closed, which makes a half of it appear",
+)
 
 # -- data
 
@@ -1814,6 +1862,46 @@ _bug(
     "if False:",
     f"{_RUN}::test_other_data_begin_at_their_start_and_the_position_is_remembered",
     kind="the beginning of new data is skipped",
+)
+_bug(
+    "rate_stands_still",
+    "meshwright.train.one_step",
+    "        scheduler.step()\n",
+    "        pass\n",
+    f"{_TRAIN}::test_observers_see_every_step_while_they_are_registered",
+    kind="the learning rate does not follow its schedule",
+)
+_bug(
+    "rate_of_the_next_step_is_told",
+    "meshwright.train.one_step",
+    "learning_rate=float(scheduled[0]),",
+    "learning_rate=float(loop.scheduler.get_last_lr()[0] if loop.scheduler else 0.0),",
+    f"{_TRAIN}::test_observers_see_every_step_while_they_are_registered",
+    kind="the rate that is reported is not the one that was used",
+)
+_bug(
+    "nan_is_trained_on",
+    "meshwright.train.bad_steps",
+    "if not (math.isfinite(loss) and math.isfinite(norm)):",
+    "if False:",
+    f"{_TRAIN}::test_a_loss_that_is_not_finite_stops_all_ranks_before_the_parameters_change",
+    kind="a loss that is not finite reaches the parameters",
+)
+_bug(
+    "state_of_what_was_drawn_ahead",
+    "meshwright.train.ahead",
+    "        self._drawn = self._begun(step)\n",
+    "        self._drawn = self._begun(step)\n        self.state = self._drawn.state\n",
+    f"{_FIT}::test_the_state_of_a_loader_is_in_the_checkpoint_and_no_row_is_read_again",
+    kind="a checkpoint tells of a loader that is a step ahead, so that a batch is skipped",
+)
+_bug(
+    "patience_with_another_measure",
+    "meshwright.train.resume",
+    'if "objective" not in sections:',
+    "if sections is not None:",
+    f"{_FIT_RUN}::test_a_run_that_another_has_stopped_early_is_not_begun",
+    kind="losses under one objective are compared with those under another",
 )
 
 # -- fsdp2
@@ -4373,6 +4461,30 @@ _bug(
 
 # -- plan.fleet
 
+_bug(
+    "a_save_is_there_before_it_is_written",
+    "meshwright.plan.fleet.simulation",
+    "written = saves - ((saves > 0) & (since < rhythm.write))",
+    "written = saves",
+    "tests/test_fleet.py::test_a_simulated_run_is_one_that_goes_step_by_step[as it is]",
+    kind="what is reported is not what was done",
+)
+_bug(
+    "copies_outlive_the_node_that_has_them",
+    "meshwright.plan.fleet.simulation",
+    "(second < 2 * self.lost_nodes / self.others)",
+    "(second < 0 * self.lost_nodes / self.others)",
+    "tests/test_fleet.py::test_a_simulated_run_is_one_that_goes_step_by_step[copied on two nodes, down for long]",
+    kind="a case that seldom occurs is left out",
+)
+_bug(
+    "each_copy_of_a_state_is_saved",
+    "meshwright.plan.fleet.costs",
+    "hold, write = whole / world / asked.copy_bandwidth, on_disk(whole / world)",
+    "hold, write = own / asked.copy_bandwidth, on_disk(own)",
+    "tests/test_fleet_plan.py::test_a_save_holds_up_by_a_copy_and_takes_what_the_disks_need",
+    kind="a part for the whole, or the whole for a part",
+)
 
 # -- the watchdog
 
@@ -4437,7 +4549,87 @@ _bug(
     "tests/test_stopping.py::test_a_save_that_would_outlast_the_time_that_is_left_is_not_begun_on_any_rank",
     kind="a signal that is not heeded",
 )
+_bug(
+    "left_out_batches_come_again",
+    "meshwright.train.bad_steps",
+    "self.left_out += bad.step - to",
+    "self.left_out += bad.step - to - 1",
+    f"{_BAD}::test_every_stack_goes_back_and_leaves_out_the_batches_since_then[pp2 fsdp2]",
+    kind="off by one in the order of the data",
+)
+_bug(
+    "rate_stays_behind_after_a_step_that_was_left_out",
+    "meshwright.train.one_step",
+    "    if scheduler is not None:\n        scheduler.step()\n    return scheduled",
+    "    if scheduler is not None and bad is None:\n        scheduler.step()\n    return scheduled",
+    f"{_BAD}::test_every_stack_leaves_out_a_step_that_is_not_a_number[megatron_fsdp]",
+    kind="a schedule that is not where the run is",
+)
+_bug(
+    "going_back_leaves_the_schedule_where_it_was",
+    "meshwright.train.rewinding",
+    "self._loop.scheduler.load_state_dict(copy.deepcopy(schedule))",
+    "pass",
+    f"{_BAD}::test_every_stack_goes_back_and_leaves_out_the_batches_since_then[pp2 fsdp2]",
+    kind="a schedule that is not where the run is",
+)
+_bug(
+    "what_was_left_out_is_forgotten_in_a_resume",
+    "meshwright.train.bad_steps",
+    'self.left_out, self.count = int(known.get("left_out", 0)), int(known.get("count", 0))',
+    'self.left_out, self.count = 0, int(known.get("count", 0))',
+    f"{_BAD}::test_a_course_goes_on_as_it_would_have_after_it_was_stopped[4-function]",
+    kind="a resumed run is another run",
+)
+_bug(
+    "bits_are_looked_at_after_the_save",
+    "meshwright.train.loop",
+    "        if self.verifier is not None:\n            self.verifier.verify(result.step)\n        if loop.on",
+    "        if loop.on",
+    f"{_VERIFY}::test_no_corrupted_state_is_saved",
+    kind="a corrupted state is saved",
+)
+_bug(
+    "wrong_input_is_begun_anew",
+    "meshwright.train.restarts",
+    "if code != FAILED or not limit:",
+    "if code == 0 or not limit:",
+    "tests/test_restarts.py::test_a_run_is_begun_anew_until_it_has_been_so_often",
+    kind="a failure that comes again",
+)
 
 # -- copies in memory
 
 _KEEPER = "tests/test_memory_keeper.py"
+_bug(
+    "a_step_is_let_go_before_the_next_is_sealed",
+    "meshwright.memory.keeper",
+    "self._steps[step] = kept\n",
+    "self._steps = {step: kept}\n",
+    f"{_KEEPER}::test_the_last_sealed_step_is_kept_and_the_one_that_is_written",
+    kind="what is needed if the next thing fails is given up before it is done",
+)
+_bug(
+    "half_a_step_is_a_step",
+    "meshwright.memory.place",
+    "if not all(holding.values()):",
+    "if not any(holding.values()):",
+    f"{_KEEPER}::test_a_step_is_whole_where_some_keeper_has_each_file[[{{'tensors-00000.bin': 10}}, {{}}]-[]]",
+    kind="what is incomplete is taken for whole",
+)
+_bug(
+    "anybody_is_let_in",
+    "meshwright.memory.wire",
+    'if not hmac.compare_digest(_proof(token, "rank", mine, theirs), str(answer.get("proof"))):',
+    "if not answer:",
+    f"{_KEEPER}::test_who_has_not_the_token_is_refused[another]",
+    kind="a check of who asks that passes all",
+)
+_bug(
+    "each_rank_reads_the_copy_that_is_nearest",
+    "meshwright.memory.place",
+    "first = {name: near[name] if near.get(name) in nodes else nodes[0] for name, nodes in holding.items()}",
+    "first = {name: keepers.here if keepers.here in nodes else nodes[0] for name, nodes in holding.items()}",
+    f"{_KEEPER}::test_all_ranks_read_a_file_from_the_same_keeper",
+    kind="one thing is verified, and another one used",
+)
