@@ -317,7 +317,7 @@ def test_the_memory_of_another_node_has_the_state_of_one_that_is_lost(
         ranks = [pid for pid in children_of(agents[1].pid) if pid != keeper]
         for pid in (*ranks, keeper):
             os.kill(pid, signal.SIGKILL)
-        done = run.steps_done()
+        done, told = run.steps_done(), events(run, "copies")
         for agent in agents:
             agent.ended()
         assert all(nothing_is_left(agent.pid) for agent in agents)
@@ -325,7 +325,9 @@ def test_the_memory_of_another_node_has_the_state_of_one_that_is_lost(
         for agent in agents:
             end_session(agent)
     (step,) = MEMORY.findall(agents[0].said)
-    assert done - 2 <= int(step) <= done + 1
+    # Steps of a tiny model may be shorter than copies, of which some are left out then, as is told at powers of two.
+    left_out = max((2 * each["left_out"] for each in told), default=0)
+    assert max(1, done - 2 - left_out) <= int(step) <= done + 1
     assert_same(run, whole("fsdp2"))
 
 

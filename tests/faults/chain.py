@@ -24,7 +24,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ SLACK_S = 5.0
 """Beyond `watchdog_s`, until no rank is left that a fault has broken."""
 PATIENCE_S = 240.0
 CUT_S, FULL_S = 5.0, 2.0
-STEPS_A_FAULT, STEPS_WHILE_FULL = 5, 100
+STEPS_A_FAULT, STEPS_WHILE_FULL = 12, 150
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=60"
 """Of torchrun's agents: a node that is silent for 5 s is gone."""
 MARK = "MESHWRIGHT_TEST_CHAIN"
@@ -303,7 +303,7 @@ class Chain:
         self.whole = make_run(workplace, f"{short}-whole", settings)
         checkpoint: dict[str, Any] = {"every": 4, "keep_last": 3, "on_error": "continue"}
         if stack.copies:
-            checkpoint |= {"replicate": "neighbour", "every": 6}
+            checkpoint |= {"replicate": "neighbour", "every": 25}
         self.disk = workplace / f"{short}-disk"
         self.run = make_run(workplace, f"{short}-struck", settings | {"checkpoint": checkpoint})
         # On a disk of its own, which can be filled.
@@ -390,7 +390,7 @@ class Chain:
             self._mend()
         if kind == "bit on disk":
             whole = -1
-        since = began if lives else time.time()
+        since = time.time()
         self._await_step(struck.step + 1, since)
         struck.next_s = round(self._when(struck.step + 1, since) - began, 2)
         struck.anew = job.sittings > sitting
@@ -428,7 +428,7 @@ class Chain:
             ballast.unlink()
             return True
         elif kind == "bit on disk":
-            with suppress(FileNotFoundError):
+            if self._newest_whole() > 0:
                 newest = max(steps_in(self.run.checkpoints))[1]
                 changed_bit(dice.choice(sorted(newest.glob("tensors-*"))), dice)
                 self.place = newest.name
@@ -571,6 +571,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=24)
     parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--keep", type=Path, help="directory for the runs, which stay there")
     parser.add_argument("--stacks", nargs="+", choices=list(STACKS), default=list(STACKS))
     options = parser.parse_args()
     if reason := why_not():
@@ -584,7 +585,8 @@ def main() -> None:
         "faults": [],
     }
     every: list[Struck] = []
-    with tempfile.TemporaryDirectory(prefix="meshwright-faults-") as workplace:
+    passing = tempfile.TemporaryDirectory(prefix="meshwright-faults-")
+    with nullcontext(options.keep) if options.keep else passing as workplace:
         for index, name in enumerate(options.stacks):
             count = len(options.stacks)
             faults = options.faults * (index + 1) // count - options.faults * index // count

@@ -84,14 +84,12 @@ def loop_of(
     if not plan.rows_tried:
         _try_rows(manager, config, plan, place)
     feed = _feed(config, plan, place, source, version, origin)
+    draw_from = draw or (lambda feed, drawn: feed.microbatches(drawn))
     named = None if source is None else source.named
     extra = {"identity": {**plan.identity, "order": version}, "run": as_plain(config), "named": named}
     loop = Loop(
         steps=plan.steps,
-        batches=lambda drawn: [
-            as_asked(plan.objective, batch)
-            for batch in (feed.microbatches(drawn) if draw is None else draw(feed, drawn))
-        ],
+        batches=lambda drawn: [as_asked(plan.objective, batch) for batch in draw_from(feed, drawn)],
         scheduler=scheduler,
         max_grad_norm=config.max_grad_norm,
         grad_norm_type=config.grad_norm_type,

@@ -1,0 +1,127 @@
+"""Ranks that torchrun begins anew meet only each other, though its store keeps what those before them have left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from cluster.starts import TORCHRUN
+from kill_sweep import Run, await_moment, end_session, finish, make_run, members
+from test_memory_copies import Training, after, assert_same, children_of, said_of
+
+from meshwright.base.errors import RankError
+from meshwright.launch.same_world import agreed_prefix
+
+
+def _side_by_side(works: list[Callable[[], str]]) -> list[str]:
+    """What each returns, or the error, in threads."""
+    found = [""] * len(works)
+
+    def run(number: int) -> None:
+        try:
+            found[number] = works[number]()
+        except RankError as error:
+            found[number] = f"error: {error}"
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def _asking(store: dist.Store, rank: int, size: int, late_s: float = 0.0, timeout_s: float = 20.0) -> Callable[[], str]:
+    def ask() -> str:
+        time.sleep(late_s)
+        return agreed_prefix(store, rank, size, timeout_s=timeout_s)
+
+    return ask
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_each_world_has_a_prefix_of_its_own_whoever_comes_last(late: int) -> None:
+    store = dist.HashStore()
+    worlds = [
+        _side_by_side([_asking(store, rank, 3, late_s=0.2 if rank == late else 0.0) for rank in range(3)])
+        for _ in range(3)
+    ]
+    assert all(len(set(found)) == 1 and not found[0].startswith("error") for found in worlds)
+    assert len({found[0] for found in worlds}) == 3
+
+
+def test_who_died_while_it_asked_holds_up_nobody() -> None:
+    store = dist.HashStore()
+    (told,) = _side_by_side([_asking(store, 1, 2, timeout_s=0.2)])
+    assert told.startswith("error: rank 0 has not come within 0.2 s")
+    # The first rank answers the word of the dead, too, and is confirmed by the one that lives.
+    first, second = _side_by_side([_asking(store, 0, 2), _asking(store, 1, 2, late_s=0.3)])
+    assert first == second
+    assert not first.startswith("error")
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    store = dist.HashStore()
+    told = _side_by_side([_asking(store, 0, 4, timeout_s=0.5), _asking(store, 2, 4, timeout_s=0.5)])
+    assert told[0] == "error: ranks 1, 3 of 4 have not come within 0.5 s."
+    assert not told[1].startswith("error")
+
+
+def test_a_rank_alone_waits_for_nobody() -> None:
+    store = dist.HashStore()
+    assert agreed_prefix(store, 0, 1, timeout_s=0.0) != agreed_prefix(store, 0, 1, timeout_s=0.0)
+
+
+# -- runs under torchrun
+
+
+def _train(run: Run) -> Training:
+    started = (*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3", "-m", "meshwright", "train")
+    return Training((*started, str(run.file)), said_of(run))
+
+
+def _run(workplace: Path, name: str, **settings: object) -> Run:
+    return make_run(workplace, name, {"strategy": "fsdp2", "nproc": 2, **settings})
+
+
+def test_who_begins_anew_after_a_hang_is_not_told_of_it_again(tmp_path: Path) -> None:
+    whole = _run(tmp_path, "whole")
+    finish("train", str(whole.file))
+    run = _run(tmp_path, "hung", watchdog_s=4)
+    process = _train(run)
+    try:
+        for step in (5, 13):
+            assert await_moment(process, after(run, step)), process.said
+            os.kill(children_of(process.pid)[1], signal.SIGSTOP)
+            steps = run.steps_done()
+            assert await_moment(process, lambda at=steps: process.said.count("hangs: no sign of life") >= 1 + (at > 12))
+        process.ended()
+    finally:
+        end_session(process)
+    assert_same(run, whole)
+    lines = map(json.loads, (run.directory / "events.jsonl").read_text().splitlines())
+    # Twice, and by what has happened to each world, not by what is left of the one before.
+    assert [line["event"] for line in lines if line["event"] in ("hang", "start")] == ["start", *["hang", "start"] * 2]
+
+
+def test_ranks_end_with_an_agent_that_is_killed(tmp_path: Path) -> None:
+    run = _run(tmp_path, "alone", steps=2000)
+    process = _train(run)
+    try:
+        assert await_moment(process, after(run, 3)), process.said
+        assert len(children_of(process.pid)) == 2
+        process.kill()
+        until_s = time.monotonic() + 3
+        while members(process) and time.monotonic() < until_s:
+            process.poll()
+            time.sleep(0.02)
+        assert not members(process)
+    finally:
+        end_session(process)
