@@ -1,8 +1,7 @@
-"""What copies in memory cost a step, and how soon a run that has lost a rank is where it was: from memory, from disk.
+"""What copies in memory cost a step.
 
 Steps after which state is copied take turns with steps after which it is not, in one run: of each step the time since
-the one before it has ended, so that what the copying thread does meanwhile counts. Kills are of one rank of two, by
-SIGKILL, at the same steps with copies and without.
+the one before it has ended, so that what the copying thread does meanwhile counts.
 
     python benchmarks/copies.py --json benchmarks/results/copies-cpu.json
 """
@@ -13,7 +12,6 @@ import argparse
 import json
 import os
 import platform
-import signal
 import statistics
 import subprocess
 import sys
@@ -26,7 +24,7 @@ import torch
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from kill_sweep import Run, end_session, ranks_of
+from kill_sweep import Run, end_session
 from test_cli import LAUNCHER_VARIABLES, write_run
 
 MODEL = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
@@ -89,55 +87,21 @@ def steps(workplace: Path, count: int) -> dict[str, Any]:
     }
 
 
-def kills(workplace: Path, *, from_memory: bool, count: int, every: int) -> list[dict[str, float]]:
-    """Of each kill: seconds until a step is done again, and until the run is further than it was; steps done again."""
-    copies = {"every": every, "replicate": "neighbour" if from_memory else None}
-    run = made(workplace, f"kills-{from_memory}", steps=every * (count + 1), checkpoint=copies)
-    process, found = started(run), []
-    try:
-        for number in range(1, count + 1):
-            at = number * every + every - 3
-            while run.steps_done() < at:
-                assert process.poll() is None, run.directory.with_suffix(".said").read_text()
-                time.sleep(0.01)
-            os.kill(ranks_of(process)[1], signal.SIGKILL)
-            killed = time.time()
-            done, first = run.steps_done(), None
-            while True:
-                time.sleep(0.01)
-                last = (lines_of(run) or [{"time": 0.0, "step": 0}])[-1]
-                if last["time"] > killed + 1.0:
-                    first = first or last
-                    if last["step"] > done:
-                        break
-            found.append({"next_s": first["time"] - killed, "further_s": last["time"] - killed})
-            found[-1]["again"] = done + 1 - first["step"]
-        assert process.wait(900) == 0
-    finally:
-        end_session(process)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=66)
-    parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--every", type=int, default=20, help="steps between checkpoints on disk")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="meshwright-copies-") as workplace:
         report = {
-            "command": f"python benchmarks/copies.py --steps {options.steps} --kills {options.kills}",
+            "command": f"python benchmarks/copies.py --steps {options.steps}",
             "date": time.strftime("%Y-%m-%d"),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "cores": os.cpu_count(),
             "load": os.getloadavg()[0],
             "model": MODEL,
             "steps": steps(Path(workplace), options.steps),
-            "checkpoint_every": options.every,
         }
-        for name, from_memory in (("memory", True), ("disk", False)):
-            report[name] = kills(Path(workplace), from_memory=from_memory, count=options.kills, every=options.every)
         report["load_at_end"] = os.getloadavg()[0]
     text = json.dumps(report, indent=1) + "\n"
     if options.json is not None:

@@ -174,6 +174,30 @@ def test_a_run_that_saves_by_the_clock_saves_so_often(planned):
     assert _row(both, OWN)["every"] == 100
 
 
+def test_a_run_that_copies_is_taken_as_it_copies(planned):
+    plain = _failures(planned, SLOW, checkpoint={"every": 2000})
+    for given, every in (({"every": 100}, 100), ({"every": 50, "bandwidth": "1GB/s"}, 50)):
+        own = _row(_failures(planned, SLOW, checkpoint={"every": 2000, "replicate": given}, max_restarts=1), OWN)
+        assert own["copied_every"] == every
+        assert own["every"] == pytest.approx(2000, abs=every)
+        assert own["parts"]["useful"] > _row(plain, OWN)["parts"]["useful"] + 0.1
+    # What is sent slowly is copied as often as it can be.
+    slow = plain["rank_bytes"] / (2.5 * STEP_S)
+    found = _failures(planned, SLOW, checkpoint={"every": 2000, "replicate": {"bandwidth": slow}}, max_restarts=1)
+    assert _row(found, OWN)["copied_every"] == 3
+    assert OWN_COPIED not in {each["name"] for each in found["rows"]}
+
+
+@pytest.mark.parametrize(
+    ("asked", "more", "expected"),
+    [({}, {}, 60), ({}, {"watchdog_s": 120.0}, 120), ({"detection_s": 7.0}, {"watchdog_s": 120.0}, 7)],
+)
+def test_a_failure_is_noticed_as_soon_as_the_watchdog_says(planned, asked, more, expected):
+    parts = _row(_failures(planned, {**SLOW, **asked}, **more), RECOMMENDED)["parts"]
+    # Of the time between two failures.
+    assert parts["detection"] == pytest.approx(expected / (54 * 24 * HOUR / 419), rel=0.05)
+
+
 @pytest.mark.parametrize(("option", "part"), [("detection_s", "detection"), ("restart_s", "restart")])
 def test_what_a_failure_takes_is_lost(planned, option, part):
     some, more = (_row(_failures(planned, {**SLOW, option: each}), RECOMMENDED)["parts"] for each in (50.0, 100.0))

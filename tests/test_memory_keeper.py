@@ -22,6 +22,7 @@ import pytest
 import torch
 from test_cli import write_run
 from test_run_directory import Place, _rank
+from test_verify import FLIPPED_AFTER, _flipped
 
 from meshwright.base.errors import ConfigError
 from meshwright.checkpoint.manifest import Manifest, StoredFile, read_manifest, sealed, verify
@@ -326,12 +327,16 @@ def test_bytes_are_sent_within_the_bandwidth(bandwidth: Any, seconds: float) -> 
     assert seconds * 0.8 <= time.monotonic() - began < seconds + 2
 
 
-def _copied_here(path: str) -> tuple[str, int]:
-    """The error of a run whose keeper is in the process of its rank, and its exit code."""
+def _copied_here(path: str, flips: bool = False) -> tuple[str, int]:
+    """The error of a run whose keeper is in the process of its rank, and its exit code.
+
+    Args:
+        flips: whether a bit of a parameter changes after a step.
+    """
     local = Local()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keepers, "_own_link", local.connected)
-        _, error, code = _rank(path, None)
+        error, code = _flipped(path) if flips else _rank(path, None)[1:]
     local.near.close()
     local.far.close()
     return error, code
@@ -348,6 +353,17 @@ def test_state_is_copied_after_every_so_many_steps(every: int, due: int, tmp_pat
     told = [event for event in events if event["event"] == "copies"][-1]
     assert told["copied"] >= 1
     assert told["copied"] + told["left_out"] == due
+
+
+@pytest.mark.parametrize(("every", "found_after"), [(1, FLIPPED_AFTER), (3, 3)], ids=["every=1", "every=3"])
+def test_what_a_bit_has_changed_is_not_copied(every: int, found_after: int, tmp_path: Path) -> None:
+    write_run(tmp_path)
+    place = Place(tmp_path, tmp_path)
+    checkpoint = {"every": 1000, "replicate": {"every": every}}
+    file = place.file(steps=8, max_restarts=1, checkpoint=checkpoint, verify_every=1000)
+    ((error, code),) = pool(1).run(_copied_here, str(file), True)
+    assert f"silent corruption, found after step {found_after}:" in error
+    assert code == 1
 
 
 # -- what is asked for

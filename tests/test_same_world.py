@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from cluster.starts import TORCHRUN
-from kill_sweep import Run, await_moment, end_session, finish, make_run, members
+from cluster import netns
+from cluster.starts import TORCHRUN, free_port
+from kill_sweep import Run, await_moment, end_session, finish, make_run
 from test_memory_copies import Training, after, assert_same, children_of, said_of
 
 from meshwright.base.errors import RankError
@@ -111,17 +112,83 @@ def test_who_begins_anew_after_a_hang_is_not_told_of_it_again(tmp_path: Path) ->
     assert [line["event"] for line in lines if line["event"] in ("hang", "start")] == ["start", *["hang", "start"] * 2]
 
 
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def test_ranks_end_with_an_agent_that_is_killed(tmp_path: Path) -> None:
     run = _run(tmp_path, "alone", steps=2000)
     process = _train(run)
     try:
         assert await_moment(process, after(run, 3)), process.said
-        assert len(children_of(process.pid)) == 2
+        ranks = children_of(process.pid)
+        assert len(ranks) == 2
         process.kill()
+        process.wait()
         until_s = time.monotonic() + 3
-        while members(process) and time.monotonic() < until_s:
-            process.poll()
+        while any(map(_lives, ranks)) and time.monotonic() < until_s:
             time.sleep(0.02)
-        assert not members(process)
+        left = [pid for pid in ranks if _lives(pid)]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left
     finally:
         end_session(process)
+
+
+# -- nodes that are lost
+
+
+def _on(node: netns.Node, meets_at: netns.Node, port: int, run: Run, said: str, nodes: str) -> Training:
+    """An agent with one rank, which goes on with fewer nodes where others are lost."""
+    rendezvous = f"is_host={int(node is meets_at)},keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2"
+    options = (f"--nnodes={nodes}", "--nproc-per-node=1", "--max-restarts=9", f"--local-addr={node.address}")
+    meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint={meets_at.address}:{port}", f"--rdzv-conf={rendezvous}")
+    command = (*TORCHRUN, *options, *meeting, "--rdzv-id=run", "-m", "meshwright", "train", str(run.file))
+    return Training(node.command(*command), said_of(run).with_suffix(f".{said}"), GLOO_SOCKET_IFNAME=netns.CARD)
+
+
+def _end(node: netns.Node) -> None:
+    """All that runs there is gone at once."""
+    for pid in node.pids():
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_nodes_that_are_left_go_on_whichever_is_lost(tmp_path: Path) -> None:
+    """Two of three go on by themselves. The node where they meet is lost, and the last one is where they meet."""
+    if reason := netns.why_not():
+        pytest.skip(reason)
+    settings = {"strategy_config": {"reduce_dtype": "float64"}, "batch_size": 6, "micro_batch_size": 1, "steps": 40}
+    whole, run = _run(tmp_path, "whole", **settings), _run(tmp_path, "fewer", **settings)
+    for each in (whole, run):
+        # Dropout draws by data rank.
+        each.file.write_text(each.file.read_text().replace("attention_dropout: 0.2", "attention_dropout: 0.0"))
+    run.file.write_text(run.file.read_text().replace("nproc: 2\n", ""))
+    finish("train", str(whole.file))
+    with netns.nodes(3) as nodes:
+        first, second, third = nodes
+        port = free_port()
+        agents = [_on(node, first, port, run, name, "1:3") for node, name in zip(nodes, "abc", strict=True)]
+        try:
+            assert await_moment(agents[0], after(run, 5)), agents[0].said
+            _end(third)
+            # Those that are left meet again, and share the batch.
+            assert await_moment(agents[0], lambda: agents[0].said.count("going on from") == 1), agents[0].said
+            assert await_moment(agents[0], after(run, 12)), agents[0].said
+            _end(first)
+            agents[1].wait(120)
+            assert agents[1].returncode
+            agents.append(_on(second, second, port, run, "d", "1:3"))
+            agents[-1].ended()
+        finally:
+            for agent in agents:
+                end_session(agent)
+                agent.wait()
+    assert "on dp_shard=3" in agents[0].said
+    assert "on dp_shard=2" in agents[0].said
+    before, since = whole.numbers(), run.numbers()
+    for key in ("step", "loss", "learning_rate", "num_tokens"):
+        assert [each[key] for each in since] == [each[key] for each in before], key

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import statistics
 import sys
 import tempfile
 from collections import Counter
@@ -89,15 +90,83 @@ def _ratio(found: Mapping[str, float]) -> str:
 
 
 def faults() -> str:
-    """Runs that were killed, and what became of them: docs/faults.md."""
-    found = results("kill")
-    kills, versions = found["kills"], ", ".join(f"{name} {each}" for name, each in found["versions"].items())
-    lines = [
-        "# Runs that were killed",
-        "",
-        f"Generated from `benchmarks/results/kill.json`, which `{found['command']}` wrote",
+    """What has happened to runs, and what became of them: docs/faults.md."""
+    return "\n".join(["# Faults, and what became of the runs", "", *_chain(), "", *_restarts(), "", *_kills(), ""])
+
+
+def _written(name: str, found: Mapping[str, Any]) -> list[str]:
+    versions = ", ".join(f"{each} {version}" for each, version in found["versions"].items())
+    return [
+        f"Generated from `benchmarks/results/{name}.json`, which `{found['command']}` wrote",
         f"on {found['date']} ({versions}); not edited by hand.",
         "",
+    ]
+
+
+def _chain() -> list[str]:
+    found = results("faults")
+    every, of_stack = found["faults"], Counter(each["stack"] for each in found["faults"])
+    lines = [
+        f"## A chain of {len(every)} random faults",
+        "",
+        *_written("faults", found),
+        "Each stack trains a tiny model with dropout, with `verify_every: 3` and a `watchdog_s` of "
+        f"{found['watchdog_s']:g}. Its faults strike",
+        "one run, one after another; where its command ends, the same command is given again, as a scheduler would.",
+        "Two and three nodes are network namespaces on one machine, with an agent of torchrun in each, joined by c10d.",
+        "",
+        "| stack | faults | what it ended with |",
+        "|---|---:|---|",
+        *[f"| {stack} | {of_stack[stack]} | {told} |" for stack, told in found["stacks"].items()],
+        "",
+        "Checkpoints that are left are whole, no process and no half-written file is, and no run went on from before a",
+        "checkpoint that was whole. Seconds until no rank was left that had been there, and until a step further than",
+        "any before was completed:",
+        "",
+        "| fault | how often | ranks gone, worst | next step, median | worst | went on from |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for kind in sorted({each["kind"] for each in every}):
+        those = [each for each in every if each["kind"] == kind]
+        gone = [each["ended_s"] for each in those if each["ended_s"] is not None]
+        times = [each["next_s"] for each in those]
+        went = ", ".join(
+            f"{where} {count}" for where, count in Counter(each["went_on"] for each in those).most_common()
+        )
+        worst = f"{max(gone):.1f}" if gone else "live on"
+        lines.append(
+            f"| {kind} | {len(those)} | {worst} | {statistics.median(times):.1f} | {max(times):.1f} | {went} |"
+        )
+    lines += ["", "| went on from | faults | next step, median [s] | worst [s] |", "|---|---:|---:|---:|"]
+    for where, each in found["times"].items():
+        lines.append(f"| {where} | {each['faults']} | {each['median_s']:.1f} | {each['worst_s']:.1f} |")
+    return lines
+
+
+def _restarts() -> list[str]:
+    found = results("restarts")
+    return [
+        "## From the death of a rank to the next completed step",
+        "",
+        *_written("restarts", found),
+        f"Two ranks on {found['cores']} cores, a tiny model, in turns. Seconds.",
+        "",
+        "| | deaths | median | worst |",
+        "|---|---:|---:|---:|",
+        *[
+            f"| {name} | {each['deaths']} | {each['median']:.1f} | {each['worst']:.1f} |"
+            for name, each in found["seconds"].items()
+        ],
+    ]
+
+
+def _kills() -> list[str]:
+    found = results("kill")
+    kills = found["kills"]
+    lines = [
+        "## Runs that were killed",
+        "",
+        *_written("kill", found),
         f"Each layout trains a tiny model with dropout for {found['steps']} steps and saves as it goes. Its runs",
         "are killed with SIGKILL at random moments, each time started anew by the same command, and at last left to",
         "end. Then metrics and exported weights are compared with those of a run that nobody has killed.",
@@ -108,7 +177,7 @@ def faults() -> str:
     of_layout = Counter(kill["layout"] for kill in kills)
     for layout, ended in found["layouts"].items():
         lines.append(f"| {layout} | {of_layout[layout]} | {ended['runs']} | {ended['result']} |")
-    lines += ["", "## Moments", "", "| killed while | a rank | the parent | all |", "|---|---:|---:|---:|"]
+    lines += ["", "### Moments", "", "| killed while | a rank | the parent | all |", "|---|---:|---:|---:|"]
     moments = Counter((kill["moment"], kill["victim"]) for kill in kills)
     for moment in dict.fromkeys(kill["moment"] for kill in kills):
         counts = [str(moments[moment, victim]) for victim in ("rank", "parent", "all")]
@@ -119,7 +188,7 @@ def faults() -> str:
         "the next start removed; the slowest run took "
         f"{max(kill['ended_s'] for kill in kills):.1f} s until no process of it was left.",
         "",
-        "## Each kill",
+        "### Each kill",
         "",
         "| layout | while | victim | steps done | left behind | gone after [s] |",
         "|---|---|---|---:|---|---:|",
@@ -128,7 +197,7 @@ def faults() -> str:
         left = ", ".join(f"`{each}`" for each in kill["left"]) or "nothing"
         cells = (kill["layout"], kill["moment"], kill["victim"], kill["step"], left, f"{kill['ended_s']:.2f}")
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def coverage() -> str:

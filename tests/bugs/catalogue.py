@@ -4590,6 +4590,39 @@ _bug(
     kind="a corrupted state is saved",
 )
 _bug(
+    "what_is_copied_is_not_looked_at",
+    "meshwright.train.loop",
+    "            if self.verifier is not None:\n                self.verifier.verify(step)\n            return self.extra(step)",
+    "            return self.extra(step)",
+    "tests/test_memory_keeper.py::test_what_a_bit_has_changed_is_not_copied[every=1]",
+    kind="a corrupted state is saved",
+)
+_WORLDS = "tests/test_same_world.py"
+_bug(
+    "who_begins_anew_meets_the_dead",
+    "meshwright.launch.rank",
+    "    if not (is_of_torchrun() and started_elsewhere()):\n        return store",
+    "    if store is not None:\n        return store",
+    f"{_WORLDS}::test_who_begins_anew_after_a_hang_is_not_told_of_it_again",
+    kind="what another run or world has left is taken for one's own",
+)
+_bug(
+    "a_rank_that_asks_again_is_not_answered",
+    "meshwright.launch.same_world",
+    "                if answered.get(rank) != word:",
+    "                if rank not in answered:",
+    f"{_WORLDS}::test_who_died_while_it_asked_holds_up_nobody",
+    kind="what another run or world has left is taken for one's own",
+)
+_bug(
+    "ranks_outlive_their_agent",
+    "meshwright.launch.rank",
+    "        end_with_launcher()",
+    "        pass",
+    f"{_WORLDS}::test_ranks_end_with_an_agent_that_is_killed",
+    kind="a process that nobody ends",
+)
+_bug(
     "wrong_input_is_begun_anew",
     "meshwright.train.restarts",
     "if code != FAILED or not limit:",

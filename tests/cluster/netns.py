@@ -38,6 +38,11 @@ class Node:
         """What runs `command` in this node."""
         return ["ip", "netns", "exec", self.name, *command]
 
+    def pids(self) -> list[int]:
+        """Of the processes that run in it."""
+        inside = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False)
+        return [int(each) for each in inside.stdout.split()]
+
     def unplug(self) -> None:
         """Pull the cable: what is sent from now on is lost, and nobody is told."""
         _run("ip", "-n", self.switch, "link", "set", self.port, "down")
@@ -85,8 +90,7 @@ def nodes(count: int = 2) -> Iterator[tuple[Node, ...]]:
         yield found
     finally:
         for node in found:
-            inside = subprocess.run(["ip", "netns", "pids", node.name], capture_output=True, text=True, check=False)
-            for pid in map(int, inside.stdout.split()):
+            for pid in node.pids():
                 try:
                     os.kill(pid, 9)
                 except ProcessLookupError:

@@ -124,6 +124,16 @@ class Struck:
     place: str = ""
 
 
+def drawn(stack: Stack, faults: int, dice: random.Random) -> list[str]:
+    """Each kind as often as any other, in random order."""
+    kinds: list[str] = []
+    while len(kinds) < faults:
+        more = list(stack.faults)
+        dice.shuffle(more)
+        kinds += more
+    return kinds[:faults]
+
+
 class Broken(AssertionError):
     """A run did not survive a fault as it should."""
 
@@ -295,7 +305,7 @@ class Chain:
 
     def __init__(self, workplace: Path, name: str, stack: Stack, faults: int, dice: random.Random) -> None:
         self.name, self.stack, self.dice = name, stack, dice
-        self._kinds = self._drawn(faults)
+        self._kinds = drawn(stack, faults, dice)
         steps = STEPS_A_FAULT * faults + STEPS_WHILE_FULL * self._kinds.count("full disk") + 12
         short = "".join(letter if letter.isalnum() else "-" for letter in name)
         settings = stack.settings | {"nproc": stack.ranks, "steps": steps, "watchdog_s": WATCHDOG_S}
@@ -314,15 +324,6 @@ class Chain:
             if stack.nodes > 1 and made is self.run:
                 del more["nproc"], more["max_restarts"]
             made.file.write_text(yaml.safe_dump(more))
-
-    def _drawn(self, faults: int) -> list[str]:
-        """Each kind as often as any other, in random order."""
-        kinds: list[str] = []
-        while len(kinds) < faults:
-            more = list(self.stack.faults)
-            self.dice.shuffle(more)
-            kinds += more
-        return kinds[:faults]
 
     def strikes(self) -> Iterator[Struck]:
         """Each fault. Broken: the run does not survive one."""
@@ -441,9 +442,7 @@ class Chain:
                 self._spoil(keeper)
             os.kill(dice.choice(ranks), signal.SIGKILL)
         elif kind == "node":
-            node = dice.choice(job.nodes)
-            inside = subprocess.run(["ip", "netns", "pids", node.name], capture_output=True, text=True, check=True)
-            for pid in map(int, inside.stdout.split()):
+            for pid in dice.choice(job.nodes).pids():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         elif kind == "cut":
@@ -609,7 +608,16 @@ def main() -> None:
 
 def chain(workplace: Path, name: str, faults: int, seed: int) -> Iterator[Struck]:
     """The faults of one stack; see `Chain.strikes`."""
-    return Chain(workplace, name, STACKS[name], faults, random.Random(f"{seed} {name}")).strikes()
+    return Chain(workplace, name, STACKS[name], faults, _dice(name, seed)).strikes()
+
+
+def kinds_of(name: str, faults: int, seed: int) -> list[str]:
+    """The kinds of faults that `chain` does with these arguments."""
+    return drawn(STACKS[name], faults, _dice(name, seed))
+
+
+def _dice(name: str, seed: int) -> random.Random:
+    return random.Random(f"{seed} {name}")
 
 
 def why_not() -> str:

@@ -103,7 +103,9 @@ class PlanConfig(FrozenModel):
         description="Failures of a rank in an hour, each of which ends the run; see docs/fleet.md. Default: those of "
         "Llama 3's GPUs, 419 of 16,384 in 54 days (arXiv:2407.21783, section 3.3.4).",
     )
-    detection_s: Seconds = Field(default=60.0, description="Seconds until a failure is noticed. Default: assumed.")
+    detection_s: Seconds | None = Field(
+        default=None, description="Seconds until a failure is noticed. null: watchdog_s, or 60, assumed, without one."
+    )
     restart_s: Seconds = Field(
         default=300.0,
         description="Seconds from then until all ranks are there again, without reading. Default: assumed; MegaScale "

@@ -22,6 +22,8 @@ RARELY_H = 30 * 24.0
 """Mean hours between failures from which on they hardly matter."""
 FAILURES, RUNS = 200, 64
 """Of a simulated run, on the average, and how many of them there are."""
+ASSUMED_DETECTION_S = 60.0
+"""Without a watchdog."""
 MUCH = 0.01
 """A part of the time that is worth telling."""
 RECOMMENDED, OWN, COPIED, OWN_COPIED = "recommended", "this run", "recommended, copied", "this run, copied"
@@ -48,10 +50,17 @@ def failures_of(config: RunConfig, job: Job, device: Device, plan: Mapping[str, 
         plan["step_seconds"],
         each.saves,
         asked.failures_per_rank_hour,
-        asked.detection_s,
+        detection_s(config),
         asked.restart_s,
     )
-    return {**found, **asdict(each), "rows": rows(settings(fleet, each, own_every(config, fleet.step_s)))}
+    own, copies = own_every(config, fleet.step_s), own_copies(config, each, fleet.step_s)
+    return {**found, **asdict(each), "rows": rows(settings(fleet, each, own, copies))}
+
+
+def detection_s(config: RunConfig) -> float:
+    """Until a failure is noticed: as `plan.detection_s` says, or else the watchdog, or else what is assumed."""
+    asked = config.plan.detection_s
+    return asked if asked is not None else config.watchdog_s or ASSUMED_DETECTION_S
 
 
 def own_every(config: RunConfig, step_s: float) -> int | None:
@@ -61,16 +70,31 @@ def own_every(config: RunConfig, step_s: float) -> int | None:
     return min((each for each in (config.checkpoint.every_steps, clock) if each is not None), default=None)
 
 
-def settings(fleet: Fleet, found: Costs, own: int | None) -> dict[str, Fleet]:
+def own_copies(config: RunConfig, found: Costs, step_s: float) -> Copies | None:
+    """The copies in memory that a run makes; one that is due while the one before is sent is left out."""
+    asked = config.checkpoint.copies
+    if asked is None:
+        return None
+    send_s = found.copies.send_s
+    if asked.bytes_per_s is not None:
+        send_s = max(send_s, found.rank_bytes / asked.bytes_per_s)
+    every = asked.every * max(1, math.ceil(send_s / (asked.every * step_s)))
+    return replace(found.copies, every=every, send_s=send_s)
+
+
+def settings(fleet: Fleet, found: Costs, own: int | None, own_copies: Copies | None = None) -> dict[str, Fleet]:
     """The fleet as it should save and as it does, without and with copies on other nodes, by name."""
     best = best_every(fleet)
     made = {RECOMMENDED: _saving(fleet, best)}
-    if own is not None:
+    has_copies = own_copies is not None and fleet.nodes > 1
+    if own is not None and own_copies is not None and has_copies:
+        made[OWN] = _saving(fleet, math.ceil(own / own_copies.every) * own_copies.every, own_copies)
+    elif own is not None:
         made[OWN] = _saving(fleet, own)
     if fleet.nodes > 1:
         copies, rare = copied(fleet, found.copies)
         made[COPIED] = _saving(fleet, rare, copies)
-        if own is not None:
+        if own is not None and not has_copies:
             every = min(copies.every, own)
             if found.copies.send_s <= every * fleet.step_s:
                 made[OWN_COPIED] = _saving(fleet, round(own / every) * every, replace(copies, every=every))
@@ -149,10 +173,9 @@ def _remarks(found: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
         yield f"That leaves {more:.1%} more of the time than every {row[OWN]['every']:,} steps."
     if COPIED in row:
         yield "Copied: with checkpoint.replicate: neighbour."
-    asked = config.plan
     yield (
-        f"A failure is noticed after {time_text(asked.detection_s)}, and ranks are there again after "
-        f"{time_text(asked.restart_s)}; see docs/fleet.md."
+        f"A failure is noticed after {time_text(detection_s(config))}, and ranks are there again after "
+        f"{time_text(config.plan.restart_s)}; see docs/fleet.md."
     )
 
 
