@@ -49,6 +49,10 @@ BOARD_TIMEOUT_S = 5.0
 ECHO_WAIT_S = 6.0
 """An echo waits this long for the cause; longer than a launcher takes to end the peers of a rank that was killed."""
 
+LOST_WAIT_S = 1.5
+"""The same where a peer's connections have closed, and nobody here ends the others: who fails by an error posts it
+before."""
+
 _PREFIX: list[str] = []
 """Of this world's keys, once it is known."""
 _PREFIX_LOCK = threading.Lock()
@@ -246,7 +250,9 @@ def _settle(failure: Failure) -> int:
         board = _Board()
         if failure.timed_out and (hangs := board.who_hangs()):
             failure = Failure(1, f"{said(RankError(hangs))}\n")
-        first = board.first(failure.exit_code, patience_s=ECHO_WAIT_S if failure.echo else 0.0)
+        is_lost = started_elsewhere() and not failure.timed_out
+        patience_s = (LOST_WAIT_S if is_lost else ECHO_WAIT_S) if failure.echo else 0.0
+        first = board.first(failure.exit_code, patience_s=patience_s)
     except (RankError, RuntimeError):
         # The store went away with the rank that hosted it. Twice told is better than never, but need not be long.
         _say(f"rank {_rank()} lost its peers and their store: {failure.echo}\n" if failure.echo else failure.text)
