@@ -101,7 +101,7 @@ class Contestant:
 
 
 def bare(workplace: Path, name: str, more: str = "") -> Contestant:
-    script, lines = workplace / f"{name}.py", workplace / f"{name}.lines"
+    script, lines = workplace / f"{name}_alone.py", workplace / f"{name}.lines"
     script.write_text(BARE.format(more=more))
     lines.unlink(missing_ok=True)
 

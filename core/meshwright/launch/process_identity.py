@@ -32,9 +32,8 @@ def launcher_pid() -> int:
     return os.getppid() if parent is None or parent.pid is None else parent.pid
 
 
-def await_end(pid: int) -> None:
-    """Return when a process has ended, which this one has seen alive."""
-    identity = identity_of(pid)
+def await_end(pid: int, identity: str) -> None:
+    """Return when the process of that number and identity has ended."""
     try:
         ended = os.pidfd_open(pid)
     except (OSError, AttributeError):
@@ -60,7 +59,8 @@ def _follow() -> None:
     if parent is not None:
         parent.join()
     else:
-        await_end(os.getppid())
+        parent_pid = os.getppid()
+        await_end(parent_pid, identity_of(parent_pid))
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..launch.process_identity import await_end, identity_of
+from ..launch.process_identity import await_end
 from . import wire
 
 _LOOK_S = 0.5
@@ -249,8 +249,7 @@ def main(name: str, pid: int, identity: str) -> None:
         return
     listener.listen(128)
     Keeper().listen(listener, is_local=True)
-    if identity_of(pid) == identity:
-        await_end(pid)
+    await_end(pid, identity)
     os._exit(0)
 
 
