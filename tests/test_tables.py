@@ -33,7 +33,7 @@ def test_a_page_that_is_not_is_told_and_written(
             tables.main()
         assert (end.value.code or 0) == code
         assert said in capsys.readouterr().out
-    assert (tmp_path / "faults.md").read_text(encoding="utf-8").count("| fsdp2 |") == 9
+    assert (tmp_path / "faults.md").read_text(encoding="utf-8").count("| fsdp2 |") == 10
 
 
 def test_every_kill_of_the_sweep_is_in_the_table_of_faults() -> None:
