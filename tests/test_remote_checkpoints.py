@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -261,3 +262,16 @@ def test_objects_are_read_in_parts_and_a_write_that_fails_leaves_none(server: Se
     assert folder.sizes() == {"a/b.bin": 200}
     folder.move(RemoteFolder(f"{BUCKET}/moved"))
     assert (folder.sizes(), RemoteFolder(f"{BUCKET}/moved").sizes()) == (None, {"a/b.bin": 200})
+
+
+def test_what_a_broken_connection_leaves_behind_is_no_traceback_and_what_else_fails_is(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    files, _ = RemoteFolder(f"{BUCKET}/tasks")._opened()
+    done = threading.Event()
+    for error in (ConnectionResetError("Cannot write to closing transport"), KeyError("x")):
+        context = {"message": "never retrieved", "exception": error}
+        files.loop.call_soon_threadsafe(files.loop.call_exception_handler, context)
+    files.loop.call_soon_threadsafe(done.set)
+    assert done.wait(10)
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]

@@ -173,6 +173,8 @@ class RemoteFolder:
         """The file system, and the path there. What it remembers of other processes' files is out of date."""
         files, path = importlib.import_module("fsspec.core").url_to_fs(self.url)
         files.invalidate_cache()
+        if loop := getattr(files, "loop", None):
+            loop.set_exception_handler(_passed_over)
         return files, path
 
     def _retried(self, work: Any, what: str) -> Any:
@@ -181,6 +183,12 @@ class RemoteFolder:
                 return work()
 
         return retried(attempt, self.access, f"{what} {self}")
+
+
+def _passed_over(loop: Any, context: dict[str, Any]) -> None:
+    """A connection that breaks fails several tasks of a client, of which it waits for one. That one is told of."""
+    if not isinstance(context.get("exception"), OSError):
+        loop.default_exception_handler(context)
 
 
 class _File:
