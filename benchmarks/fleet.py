@@ -27,7 +27,7 @@ from PIL import Image
 
 from meshwright.base.validation import validated
 from meshwright.plan.device import find_device
-from meshwright.plan.fleet.advice import copied
+from meshwright.plan.fleet.advice import ASSUMED_DETECTION_S, copied
 from meshwright.plan.fleet.costs import SHARE_OF_LINK, costs
 from meshwright.plan.fleet.fleet import HOUR, Copies, Fleet, Saves
 from meshwright.plan.fleet.interval import best_every, daly, goodput
@@ -107,7 +107,7 @@ def published_fleet() -> tuple[Fleet, Copies]:
 
 
 def _fleet(ranks: int, step_s: float, saves: Saves) -> Fleet:
-    rate, seconds = ASKED.failures_per_rank_hour, (ASKED.detection_s, ASKED.restart_s)
+    rate, seconds = ASKED.failures_per_rank_hour, (ASSUMED_DETECTION_S, ASKED.restart_s)
     return Fleet(ranks, DEVICE.node.ranks, step_s, saves, rate, *seconds)
 
 
