@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import sys
 import tempfile
 import time
@@ -25,11 +24,11 @@ from typing import Any
 import step as steps
 import torch.distributed as dist
 from contestants import MAX_GRAD_NORM, Step, Work, built
+from one_contest import compete
 from rich.console import Console
 
 from meshwright.events.run import RunInfo
 from meshwright.events.step import StepResult
-from meshwright.launch.local import launch
 from meshwright.mesh.world import World
 from meshwright.step.agreement import count_tokens
 from meshwright.strategy.contract import StrategyManager
@@ -148,17 +147,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path)
     options, others = parser.parse_known_args(arguments)
     trackers = tuple(filter(None, options.trackers.split(",")))
-    sizes = ["--hidden", "512", "--layers", "8", "--seq", "256", "--rounds", "36"]
-    json_file = ["--json", str(options.json)] if options.json else []
-    plan = steps.parse([*sizes, *others, "--strategies", "fsdp2", *json_file])
-    plan = replace(plan, strategies=("eyes",), command=" ".join(["python benchmarks/eyes.py", *arguments]))
-    code = launch(_run_rank, (plan, trackers), nproc=plan.ranks)
-    costs = call_cost(trackers)
-    print("microseconds of one record on the first rank:", ", ".join(f"{key} {value}" for key, value in costs.items()))
-    if options.json is not None and code == 0:
-        report = json.loads(options.json.read_text(encoding="utf-8")) | {"benchmark": "eyes", "record_us": costs}
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return code
+
+    def tell() -> dict[str, Any]:
+        costs = call_cost(trackers)
+        told = ", ".join(f"{key} {value}" for key, value in costs.items())
+        print("microseconds of one record on the first rank:", told)
+        return {"record_us": costs}
+
+    return compete("eyes", "eyes", arguments, others, _run_rank, (trackers,), options.json, tell)
 
 
 def _run_rank(store: dist.Store, plan: Any, trackers: tuple[str, ...]) -> None:

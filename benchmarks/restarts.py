@@ -32,7 +32,7 @@ import transformers  # noqa: E402
 import yaml  # noqa: E402
 from cluster.starts import TORCHRUN, clean  # noqa: E402
 from kill_sweep import Run, end_session, make_run, ranks_of  # noqa: E402
-from test_memory_copies import keepers_of  # noqa: E402
+from test_memory_copies import ranks_of_agent  # noqa: E402
 
 BARE = """
 import sys, time
@@ -66,10 +66,7 @@ class Contestant:
         )
 
     def _ranks(self) -> list[int]:
-        pid = self._process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        keepers = keepers_of(pid)
-        return ranks_of(self._process) or [int(each) for each in children if int(each) not in keepers]
+        return ranks_of(self._process) or ranks_of_agent(self._process.pid)
 
     def run(self, rounds: int, dice: random.Random) -> list[float]:
         """Seconds from each death to the next completed step."""

@@ -10,18 +10,17 @@ clipping and before it; every `--every` steps ranks also compare what several ho
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import step as steps
 import torch.distributed as dist
 from contestants import Step, Work, built
+from one_contest import compete
 
-from meshwright.launch.local import launch
 from meshwright.mesh.world import World
 from meshwright.tensors.accelerator import moments_of
 from meshwright.train.loop import train_step
@@ -66,16 +65,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--json", type=Path)
     options, others = parser.parse_known_args(arguments)
-    sizes = ["--hidden", "512", "--layers", "8", "--seq", "256", "--rounds", "36"]
-    json_file = ["--json", str(options.json)] if options.json else []
-    plan = steps.parse([*sizes, *others, "--strategies", "fsdp2", *json_file])
-    plan = replace(plan, strategies=("verified",), command=" ".join(["python benchmarks/verifying.py", *arguments]))
-    code = launch(_run_rank, (plan, options.strategy, options.every), nproc=plan.ranks)
-    if options.json is not None and code == 0:
-        report = json.loads(options.json.read_text(encoding="utf-8"))
-        report |= {"benchmark": "verifying", "verify_every": options.every, "strategy": options.strategy}
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return code
+    given = (options.strategy, options.every)
+    about = {"verify_every": options.every, "strategy": options.strategy}
+    return compete("verifying", "verified", arguments, others, _run_rank, given, options.json, lambda: about)
 
 
 def _run_rank(store: dist.Store, plan: Any, strategy: str, every: int) -> None:

@@ -11,20 +11,19 @@ whose README says how to read it.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import step as steps
 import torch.distributed as dist
 from contestants import Step, Work, built
+from one_contest import compete
 
-from meshwright.launch.local import launch
 from meshwright.launch.position import At
 from meshwright.launch.progress import Progress
 from meshwright.launch.pulse import SIGNS, Pulse, write_sign
@@ -120,18 +119,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--watchdog", type=float, default=2.0, help="seconds")
     parser.add_argument("--json", type=Path)
     options, others = parser.parse_known_args(arguments)
-    sizes = ["--hidden", "512", "--layers", "8", "--seq", "256", "--rounds", "36"]
-    json_file = ["--json", str(options.json)] if options.json else []
-    plan = steps.parse([*sizes, *others, "--strategies", "fsdp2", *json_file])
-    plan = replace(plan, strategies=("watched",), command=" ".join(["python benchmarks/watchdog.py", *arguments]))
-    code = launch(_run_rank, (plan, options.watchdog), nproc=plan.ranks)
-    costs = call_cost()
-    print("microseconds of one:", ", ".join(f"{key} {value}" for key, value in costs.items()))
-    if options.json is not None and code == 0:
-        report = json.loads(options.json.read_text(encoding="utf-8"))
-        report |= {"benchmark": "watchdog", "watchdog_s": options.watchdog, "call_us": costs}
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return code
+
+    def tell() -> dict[str, Any]:
+        costs = call_cost()
+        print("microseconds of one:", ", ".join(f"{key} {value}" for key, value in costs.items()))
+        return {"watchdog_s": options.watchdog, "call_us": costs}
+
+    return compete("watchdog", "watched", arguments, others, _run_rank, (options.watchdog,), options.json, tell)
 
 
 def _run_rank(store: dist.Store, plan: Any, watchdog_s: float) -> None:

@@ -145,10 +145,8 @@ def members(process: subprocess.Popen[bytes]) -> dict[int, bytes]:
     found = {}
     for path in Path("/proc").iterdir():
         try:
-            if path.name.isdigit() and os.getsid(int(path.name)) == process.pid:
-                is_dead = (path / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-                if not is_dead:
-                    found[int(path.name)] = (path / "environ").read_bytes()
+            if path.name.isdigit() and os.getsid(int(path.name)) == process.pid and lives(int(path.name)):
+                found[int(path.name)] = (path / "environ").read_bytes()
         except (OSError, ProcessLookupError):
             continue
     return found
@@ -158,12 +156,12 @@ def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
     """The living ranks that `meshwright train` has started, in their order: the processes that its fork server has
     made. (What a process puts into its own environment is not seen from outside.)"""
     living = members(process)
-    parents = {pid: int(_stat(pid)[1]) for pid in living if _stat(pid)}
-    servers = {pid for pid, parent in parents.items() if parent == process.pid and b"forkserver" in _command(pid)}
+    parents = {pid: int(stat[1]) for pid in living if (stat := stat_of(pid))}
+    servers = {pid for pid, parent in parents.items() if parent == process.pid and b"forkserver" in command_of(pid)}
     return sorted(pid for pid, parent in parents.items() if parent in servers)
 
 
-def _stat(pid: int) -> list[str]:
+def stat_of(pid: int) -> list[str]:
     """State, parent and more of a process; nothing where it has gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -171,7 +169,13 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def _command(pid: int) -> bytes:
+def lives(pid: int) -> bool:
+    """Whether a process is there, and no zombie."""
+    stat = stat_of(pid)
+    return bool(stat) and stat[0] not in "ZX"
+
+
+def command_of(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -301,8 +301,10 @@ def on_nodes(nodes: Sequence[netns.Node], run: Run, *settings: str) -> list[Trai
     ]
 
 
-def children_of(pid: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def ranks_of_agent(pid: int) -> list[int]:
+    """The ranks that an agent of torchrun has started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return sorted({int(each) for each in children} - {*keepers_of(pid)})
 
 
 def test_the_memory_of_another_node_has_the_state_of_one_that_is_lost(
@@ -314,8 +316,7 @@ def test_the_memory_of_another_node_has_the_state_of_one_that_is_lost(
     try:
         assert await_moment(agents[0], after(run, 6)), agents[0].said
         (keeper,) = keepers_of(agents[1].pid)
-        ranks = [pid for pid in children_of(agents[1].pid) if pid != keeper]
-        for pid in (*ranks, keeper):
+        for pid in (*ranks_of_agent(agents[1].pid), keeper):
             os.kill(pid, signal.SIGKILL)
         done, told = run.steps_done(), events(run, "copies")
         for agent in agents:

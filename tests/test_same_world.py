@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 from cluster import netns
 from cluster.starts import TORCHRUN, free_port
-from kill_sweep import Run, await_moment, end_session, finish, make_run
-from test_memory_copies import Training, after, assert_same, children_of, said_of
+from kill_sweep import Run, await_moment, end_session, finish, lives, make_run
+from test_memory_copies import Training, after, assert_same, ranks_of_agent, said_of
 
 from meshwright.base.errors import RankError
 from meshwright.launch.same_world import agreed_prefix
@@ -61,7 +61,7 @@ def test_each_world_has_a_prefix_of_its_own_whoever_comes_last(late: int) -> Non
 def test_who_died_while_it_asked_holds_up_nobody() -> None:
     store = dist.HashStore()
     (told,) = _side_by_side([_asking(store, 1, 2, timeout_s=0.2)])
-    assert told.startswith("error: rank 0 has not come within 0.2 s")
+    assert told.startswith("error: the rendezvous store is gone, or rank 0 has not come within 0.2 s")
     # The first rank answers the word of the dead, too, and is confirmed by the one that lives.
     first, second = _side_by_side([_asking(store, 0, 2), _asking(store, 1, 2, late_s=0.3)])
     assert first == second
@@ -73,6 +73,15 @@ def test_ranks_that_do_not_come_are_named() -> None:
     told = _side_by_side([_asking(store, 0, 4, timeout_s=0.5), _asking(store, 2, 4, timeout_s=0.5)])
     assert told[0] == "error: ranks 1, 3 of 4 have not come within 0.5 s."
     assert not told[1].startswith("error")
+
+
+def test_a_store_that_has_gone_is_an_error_of_ours() -> None:
+    for rank in (0, 1):
+        host = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore("localhost", host.port, is_master=False)
+        del host
+        with pytest.raises(RankError, match="the rendezvous store is gone"):
+            agreed_prefix(store, rank, 2, timeout_s=5.0)
 
 
 def test_a_rank_alone_waits_for_nobody() -> None:
@@ -100,7 +109,7 @@ def test_who_begins_anew_after_a_hang_is_not_told_of_it_again(tmp_path: Path) ->
     try:
         for step in (5, 13):
             assert await_moment(process, after(run, step)), process.said
-            os.kill(children_of(process.pid)[1], signal.SIGSTOP)
+            os.kill(ranks_of_agent(process.pid)[1], signal.SIGSTOP)
             steps = run.steps_done()
             assert await_moment(process, lambda at=steps: process.said.count("hangs: no sign of life") >= 1 + (at > 12))
         process.ended()
@@ -112,26 +121,19 @@ def test_who_begins_anew_after_a_hang_is_not_told_of_it_again(tmp_path: Path) ->
     assert [line["event"] for line in lines if line["event"] in ("hang", "start")] == ["start", *["hang", "start"] * 2]
 
 
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def test_ranks_end_with_an_agent_that_is_killed(tmp_path: Path) -> None:
     run = _run(tmp_path, "alone", steps=2000)
     process = _train(run)
     try:
         assert await_moment(process, after(run, 3)), process.said
-        ranks = children_of(process.pid)
+        ranks = ranks_of_agent(process.pid)
         assert len(ranks) == 2
         process.kill()
         process.wait()
         until_s = time.monotonic() + 3
-        while any(map(_lives, ranks)) and time.monotonic() < until_s:
+        while any(map(lives, ranks)) and time.monotonic() < until_s:
             time.sleep(0.02)
-        left = [pid for pid in ranks if _lives(pid)]
+        left = [pid for pid in ranks if lives(pid)]
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         assert not left

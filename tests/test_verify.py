@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from faults.flips import first_gradient, first_held, flip
 from test_cli import write_run
 from test_run_directory import Place, _rank
 from test_stopping import STACKS
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from meshwright import Checkpointer, Loop, StepResult, TrainingError, fit
@@ -35,12 +35,6 @@ CASE = Case(microbatches=2, sequences=16)
 STEPS, EVERY, FLIPPED_AFTER, VICTIM = 6, 2, 2, 2
 
 
-def _flip(tensor: Tensor, bit: int = 3) -> None:
-    """Flip one bit of one element, in place."""
-    words = tensor.detach().view(-1)[-1:].view(torch.uint8)
-    words[0] ^= 1 << bit
-
-
 class _Flips:
     """Flips a bit of a rank's state right after a step."""
 
@@ -50,9 +44,7 @@ class _Flips:
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
         if self._prefix and result.step == FLIPPED_AFTER and result.rank == VICTIM:
-            named = flat(self._manager.sharded_state()).items()
-            held = [p for name, each in named if name.startswith(self._prefix) for p in each.pieces if p.tensor.numel()]
-            _flip(next(piece.tensor for piece in held if piece.tensor.is_floating_point()))
+            flip(first_held(self._manager, self._prefix))
 
 
 def _trained(
@@ -74,7 +66,7 @@ def _trained(
         steps += 1
         if where == "replica" and steps == FLIPPED_AFTER + 1 and mesh.rank == VICTIM:
             named = flat(manager.sharded_state())
-            _flip(named["model.model.norm.weight"].pieces[0].tensor)
+            flip(named["model.model.norm.weight"].pieces[0].tensor)
 
     optimizer.register_step_post_hook(after_step)
     if where == "gradient" and mesh.rank == VICTIM:
@@ -95,9 +87,9 @@ def _flip_gradients(manager: StrategyManager, is_now: Callable[[], bool]) -> Non
     def flipping(*values: Tensor) -> list[float]:
         found = read(*values)
         if is_now():
-            gradients = [p.grad for group in manager.optimizer.param_groups for p in group["params"]]
-            whole = [each.to_local() if isinstance(each, DTensor) else each for each in gradients if each is not None]
-            _flip(next(each for each in whole if each.numel()))
+            gradient = first_gradient(manager)
+            assert gradient is not None
+            flip(gradient)
         return found
 
     manager.read = flipping  # type: ignore[method-assign]
@@ -151,7 +143,7 @@ class _FlipsWhatWasStepped:
     @hookimpl
     def on_step_end(self, result: StepResult) -> None:
         if result.step == FLIPPED_AFTER:
-            _flip(self.stepped[0])
+            flip(self.stepped[0])
 
 
 def _flipped(path: str) -> tuple[str, int]:

@@ -4601,7 +4601,7 @@ _WORLDS = "tests/test_same_world.py"
 _bug(
     "who_begins_anew_meets_the_dead",
     "meshwright.launch.rank",
-    "    if not (is_of_torchrun() and started_elsewhere()):\n        return store",
+    "    if not started_by_torchrun():\n        return store",
     "    if store is not None:\n        return store",
     f"{_WORLDS}::test_who_begins_anew_after_a_hang_is_not_told_of_it_again",
     kind="what another run or world has left is taken for one's own",
@@ -4613,6 +4613,39 @@ _bug(
     "                if rank not in answered:",
     f"{_WORLDS}::test_who_died_while_it_asked_holds_up_nobody",
     kind="what another run or world has left is taken for one's own",
+)
+_bug(
+    "a_store_that_has_gone_is_torch_s_error",
+    "meshwright.launch.same_world",
+    "    except RuntimeError as error:",
+    "    except ZeroDivisionError as error:",
+    f"{_WORLDS}::test_a_store_that_has_gone_is_an_error_of_ours",
+    kind="a traceback from the depths of a library",
+)
+_bug(
+    "tasks_that_nobody_waits_for_are_told",
+    "meshwright.checkpoint.remote",
+    '    if not isinstance(context.get("exception"), OSError):',
+    "    if loop is not None:",
+    "tests/test_remote_checkpoints.py::"
+    "test_what_a_broken_connection_leaves_behind_is_no_traceback_and_what_else_fails_is",
+    kind="a traceback from the depths of a library",
+)
+_bug(
+    "a_watchdog_changes_no_plan",
+    "meshwright.plan.fleet.advice",
+    "config.watchdog_s or ASSUMED_DETECTION_S",
+    "ASSUMED_DETECTION_S",
+    "tests/test_fleet_plan.py::test_a_failure_is_noticed_as_soon_as_the_watchdog_says[asked1-more1-120]",
+    kind="an option that is read and does nothing",
+)
+_bug(
+    "own_copies_are_sent_at_any_rate",
+    "meshwright.plan.fleet.advice",
+    "send_s = max(send_s, found.rank_bytes / asked.bytes_per_s)",
+    "pass",
+    "tests/test_fleet_plan.py::test_a_run_that_copies_is_taken_as_it_copies",
+    kind="an option that is read and does nothing",
 )
 _bug(
     "ranks_outlive_their_agent",

@@ -26,6 +26,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ import transformers  # noqa: E402
 import yaml  # noqa: E402
 from cluster import netns  # noqa: E402
 from cluster.starts import TORCHRUN, clean, free_port  # noqa: E402
-from kill_sweep import Run, fingerprint, make_run  # noqa: E402
+from kill_sweep import Run, command_of, fingerprint, lives, make_run, ranks_of  # noqa: E402
+from test_memory_copies import ranks_of_agent, spoil  # noqa: E402
 
 from meshwright.checkpoint import read_manifest, steps_in  # noqa: E402
 from meshwright.checkpoint.manifest import verify  # noqa: E402
@@ -145,15 +147,9 @@ def processes(mark: str) -> dict[int, list[bytes]]:
         with suppress(OSError):
             if not path.name.isdigit() or wanted not in (path / "environ").read_bytes().split(b"\0"):
                 continue
-            if (path / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                found[int(path.name)] = (path / "cmdline").read_bytes().split(b"\0")
+            if lives(pid := int(path.name)):
+                found[pid] = command_of(pid).split(b"\0")
     return found
-
-
-def parent_of(pid: int) -> int:
-    with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
 
 
 def until(has_come: Callable[[], Any], limit_s: float = PATIENCE_S, look_s: float = 0.02) -> float:
@@ -224,17 +220,9 @@ class Job:
 
     def ranks(self) -> list[int]:
         """The living ranks, in the order in which they were started."""
-        living = processes(self.mark)
         if not self.nodes:
-            starters = {
-                pid
-                for pid, command in living.items()
-                if parent_of(pid) == self.commands[0].pid and any(b"forkserver" in word for word in command)
-            }
-        else:
-            starters = {each.pid for each in self.commands}
-        found = [pid for pid, command in living.items() if parent_of(pid) in starters]
-        return sorted(pid for pid in found if b"meshwright.memory.keeper" not in living[pid])
+            return ranks_of(self.commands[0])
+        return [pid for each in self.commands if each.poll() is None for pid in ranks_of_agent(each.pid) if lives(pid)]
 
     def keepers(self) -> list[int]:
         return [pid for pid, command in processes(self.mark).items() if b"meshwright.memory.keeper" in command]
@@ -379,25 +367,23 @@ class Chain:
         if len(ranks) != self.stack.ranks:
             raise Broken(f"{len(ranks)} ranks, not {self.stack.ranks}")
         struck = Struck(self.name, kind)
-        struck.step, whole = self._progress(), self._newest_whole()
+        struck.step, saved = self._progress(), self._saved()
         began = time.time()
-        lives = self._hit(kind, ranks)
-        if not lives:
-            limit_s = WATCHDOG_S + SLACK_S + (5.0 if kind.startswith("bit in memory") else 0.0)
-            struck.ended_s = round(until(lambda: not set(ranks) & set(processes(job.mark)), limit_s), 2)
+        lives_on = self._hit(kind, ranks)
+        if not lives_on:
+            gone = until(lambda: not any(map(lives, ranks)), WATCHDOG_S + SLACK_S)
+            struck.ended_s = round(gone, 2)
             # Until it was found, or met the others, the run may have done more.
             struck.step = self._progress()
         if kind == "cut for good":
             self._mend()
-        if kind == "bit on disk":
-            whole = -1
         since = time.time()
         self._await_step(struck.step + 1, since)
         struck.next_s = round(self._when(struck.step + 1, since) - began, 2)
         struck.anew = job.sittings > sitting
         told = job.said(spoken)
-        self._check_told(kind, ranks, told, lives)
-        if lives:
+        self._check_told(kind, told)
+        if lives_on:
             struck.went_on = "on"
             if not set(ranks) <= set(job.ranks()):
                 raise Broken("ranks were ended by what they can live through")
@@ -406,6 +392,7 @@ class Chain:
         struck.place = self.place
         struck.went_on = "memory" if memory else "disk" if disk else "the beginning"
         struck.after = int((memory or disk or [0])[-1])
+        whole = max((step for step in saved if not self.place.endswith(f"-{step:08d}")), default=0)
         if struck.after < whole:
             raise Broken(f"went on after step {struck.after}, though {whole} was on disk")
         return struck
@@ -429,8 +416,8 @@ class Chain:
             ballast.unlink()
             return True
         elif kind == "bit on disk":
-            if self._newest_whole() > 0:
-                newest = max(steps_in(self.run.checkpoints))[1]
+            if self._saved():
+                newest = steps_in(self.run.checkpoints)[0][1]
                 changed_bit(dice.choice(sorted(newest.glob("tensors-*"))), dice)
                 self.place = newest.name
             for pid in (*[each.pid for each in job.commands], *job.keepers()):
@@ -439,7 +426,9 @@ class Chain:
             self._flip()
         elif kind == "bit in a copy":
             for keeper in job.keepers():
-                self._spoil(keeper)
+                with suppress(OSError):
+                    # What is let go of meanwhile needs none.
+                    spoil(keeper)
             os.kill(dice.choice(ranks), signal.SIGKILL)
         elif kind == "node":
             for pid in dice.choice(job.nodes).pids():
@@ -463,17 +452,11 @@ class Chain:
         draft.rename(self.job.flip)
         until(lambda: not self.job.flip.exists(), 30)
 
-    def _spoil(self, keeper: int) -> None:
-        for file in Path(f"/proc/{keeper}/fd").iterdir():
-            with suppress(OSError):
-                if "meshwright-copy" in os.readlink(file) and file.stat().st_size > 10_000:
-                    changed_bit(file, self.dice)
-
     def _mend(self) -> None:
         for node in self.job.nodes:
             node.plug()
 
-    def _check_told(self, kind: str, ranks: list[int], told: str, lives: bool) -> None:
+    def _check_told(self, kind: str, told: str) -> None:
         if "Traceback" in told and not self.job.nodes:
             raise Broken("a traceback where an error should be")
         if kind == "stop" and "hangs" not in told:
@@ -528,11 +511,9 @@ class Chain:
         """When a step was first done since then; 0: it was not."""
         return next((each["time"] for each in self._lines() if each["step"] >= step and each["time"] > since), 0.0)
 
-    def _newest_whole(self) -> int:
-        return max((step for step, _ in steps_in(self.run.checkpoints)), default=-1) if self._has_saved() else -1
-
-    def _has_saved(self) -> bool:
-        return self.run.checkpoints.is_dir()
+    def _saved(self) -> list[int]:
+        """The steps of which there are checkpoints, the newest first."""
+        return [step for step, _ in steps_in(self.run.checkpoints)] if self.run.checkpoints.is_dir() else []
 
     # -- the end
 
@@ -584,8 +565,8 @@ def main() -> None:
         "faults": [],
     }
     every: list[Struck] = []
-    passing = tempfile.TemporaryDirectory(prefix="meshwright-faults-")
-    with nullcontext(options.keep) if options.keep else passing as workplace:
+    temporary = partial(tempfile.TemporaryDirectory, prefix="meshwright-faults-")
+    with nullcontext(options.keep) if options.keep else temporary() as workplace:
         for index, name in enumerate(options.stacks):
             count = len(options.stacks)
             faults = options.faults * (index + 1) // count - options.faults * index // count

@@ -13,11 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
+from flips import first_gradient, first_held, flip
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from meshwright.checkpoint.values import flat
 from meshwright.events.step import StepResult
 from meshwright.launch.rank import leave
 from meshwright.strategy.contract import StrategyManager
@@ -31,12 +29,6 @@ FILE = "MESHWRIGHT_TEST_FLIP"
 RUN_RANK, FIT = run.run_rank, run.fit
 
 
-def flip(tensor: Tensor) -> None:
-    """Flip one bit of the last element, in place."""
-    words = tensor.detach().view(-1)[-1:].view(torch.uint8)
-    words[0] ^= 1 << 3
-
-
 class Flips:
     """Flips bits of what this rank holds."""
 
@@ -48,19 +40,13 @@ class Flips:
     def on_step_end(self, result: StepResult) -> None:
         place = self._wanted()
         if place in ("parameter", "optimizer"):
-            prefix = {"parameter": "model.", "optimizer": "optimizer."}[place]
-            named = flat(self._manager.sharded_state()).items()
-            held = [p for name, each in named if name.startswith(prefix) for p in each.pieces if p.tensor.numel()]
-            self._flip(next(piece.tensor for piece in held if piece.tensor.is_floating_point()))
+            self._flip(first_held(self._manager, {"parameter": "model.", "optimizer": "optimizer."}[place]))
 
     def read(self, *values: Tensor) -> list[float]:
         """What a step reads after it has clipped, before the optimizer steps."""
         found = self._read(*values)
-        if self._wanted() == "gradient":
-            gradients = [p.grad for group in self._manager.optimizer.param_groups for p in group["params"]]
-            whole = [each.to_local() if isinstance(each, DTensor) else each for each in gradients if each is not None]
-            if whole:
-                self._flip(next(each for each in whole if each.numel()))
+        if self._wanted() == "gradient" and (gradient := first_gradient(self._manager)) is not None:
+            self._flip(gradient)
         return found
 
     def _wanted(self) -> str:

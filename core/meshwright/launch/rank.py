@@ -31,7 +31,7 @@ from .hang import Hang, who_hangs
 from .process_identity import end_process, end_with_launcher
 from .progress import Progress
 from .pulse import Pulse
-from .same_world import agreed_prefix, is_of_torchrun
+from .same_world import agreed_prefix
 from .stopping import Stopped
 
 if TYPE_CHECKING:
@@ -71,6 +71,11 @@ def started_elsewhere() -> bool:
     return started_by_launcher() and multiprocessing.parent_process() is None
 
 
+def started_by_torchrun() -> bool:
+    """Say whether this process is a rank that an agent of torchrun started, which may begin it anew."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and started_elsewhere()
+
+
 def connect_store(timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
     """Open a connection to the rendezvous store of the world that the environment describes.
 
@@ -98,7 +103,7 @@ def connect_store(timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
             "Start the ranks with `meshwright train` or torchrun, which set these, or set them to an address that "
             "every rank can reach."
         ) from error
-    if not (is_of_torchrun() and started_elsewhere()):
+    if not started_by_torchrun():
         return store
     with _PREFIX_LOCK:
         if not _PREFIX:
@@ -127,7 +132,7 @@ def guarded(
     Returns:
         The exit code: 0, that of the failure which was reported (on whatever rank), or INTERRUPTED.
     """
-    if is_of_torchrun() and started_elsewhere():
+    if started_by_torchrun():
         # `local` has seen to it already, and other launchers do so themselves.
         end_with_launcher()
     try:

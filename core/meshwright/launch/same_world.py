@@ -13,7 +13,6 @@ Source: `torch.distributed.elastic.rendezvous.dynamic_rendezvous`, which shares 
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 from datetime import timedelta
@@ -28,11 +27,6 @@ _LOOK_S = 0.01
 _ROOT = "meshwright/same-world"
 
 
-def is_of_torchrun() -> bool:
-    """Say whether an agent of torchrun has started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
 def agreed_prefix(store: Store, rank: int, size: int, *, timeout_s: float) -> str:
     """A prefix for keys in a store that no other world has used; see [Note: worlds in one store]. Collective.
 
@@ -44,14 +38,19 @@ def agreed_prefix(store: Store, rank: int, size: int, *, timeout_s: float) -> st
     Raises:
         RankError: a rank does not ask, or the first one does not answer.
     """
-    return _answer(store, size, timeout_s) if rank == 0 else _ask(store, rank, timeout_s)
+    try:
+        return _answer(store, size, timeout_s) if rank == 0 else _ask(store, rank, timeout_s)
+    except RuntimeError as error:
+        raise RankError(
+            f"the rendezvous store is gone, or rank 0 has not come within {timeout_s:g} s: {type(error).__name__}."
+        ) from error
 
 
 def _answer(store: Store, size: int, timeout_s: float) -> str:
     prefix, missing = uuid.uuid4().hex, list(range(1, size))
     answered: dict[int, str] = {}
     until = time.monotonic() + timeout_s
-    while missing:
+    while True:
         for rank in missing:
             if store.check([f"{_ROOT}/asked/{rank}"]):
                 word = store.get(f"{_ROOT}/asked/{rank}").decode()
@@ -59,21 +58,19 @@ def _answer(store: Store, size: int, timeout_s: float) -> str:
                     store.set(f"{_ROOT}/answered/{rank}/{word}", prefix)
                     answered[rank] = word
         missing = [rank for rank in missing if not store.check([f"{_ROOT}/confirmed/{prefix}/{rank}"])]
-        if missing and time.monotonic() > until:
+        if not missing:
+            return prefix
+        if time.monotonic() > until:
             some = ", ".join(map(str, missing[:10])) + (f" and {len(missing) - 10} more" if missing[10:] else "")
             raise RankError(f"ranks {some} of {size} have not come within {timeout_s:g} s.")
-        time.sleep(_LOOK_S if missing else 0.0)
-    return prefix
+        time.sleep(_LOOK_S)
 
 
 def _ask(store: Store, rank: int, timeout_s: float) -> str:
     word = uuid.uuid4().hex
     store.set(f"{_ROOT}/asked/{rank}", word)
     key = f"{_ROOT}/answered/{rank}/{word}"
-    try:
-        store.wait([key], timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise RankError(f"rank 0 has not come within {timeout_s:g} s, or the rendezvous store is gone.") from error
+    store.wait([key], timedelta(seconds=timeout_s))
     prefix = store.get(key).decode()
     store.set(f"{_ROOT}/confirmed/{prefix}/{rank}", "")
     return prefix

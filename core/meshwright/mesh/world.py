@@ -30,8 +30,7 @@ from ..launch.background import in_background
 from ..launch.gloo_threads import settle_at_exit
 from ..launch.join import join, local_rank
 from ..launch.progress import Progress
-from ..launch.rank import connect_store, started_by_launcher, started_elsewhere
-from ..launch.same_world import is_of_torchrun
+from ..launch.rank import connect_store, started_by_launcher, started_by_torchrun
 from ..launch.slurm import devices_of_step
 
 T = TypeVar("T")
@@ -263,7 +262,7 @@ def open_world(
     # Bound to its device, NCCL makes the groups of an axis by one split, instead of one group after the other.
     bound = chosen if on_device == "nccl" else None
     timeout = timedelta(seconds=timeout_s)
-    if store is None and is_of_torchrun() and started_elsewhere():
+    if store is None and started_by_torchrun():
         # Its own store may have what ranks before this world have left.
         store = dist.PrefixStore("meshwright/world", connect_store())
     if store is not None and started_by_launcher():

@@ -86,15 +86,14 @@ def settings(fleet: Fleet, found: Costs, own: int | None, own_copies: Copies | N
     """The fleet as it should save and as it does, without and with copies on other nodes, by name."""
     best = best_every(fleet)
     made = {RECOMMENDED: _saving(fleet, best)}
-    has_copies = own_copies is not None and fleet.nodes > 1
-    if own is not None and own_copies is not None and has_copies:
-        made[OWN] = _saving(fleet, math.ceil(own / own_copies.every) * own_copies.every, own_copies)
-    elif own is not None:
-        made[OWN] = _saving(fleet, own)
+    given = own_copies if fleet.nodes > 1 else None
+    if own is not None:
+        every = 1 if given is None else given.every
+        made[OWN] = _saving(fleet, math.ceil(own / every) * every, given)
     if fleet.nodes > 1:
         copies, rare = copied(fleet, found.copies)
         made[COPIED] = _saving(fleet, rare, copies)
-        if own is not None and not has_copies:
+        if own is not None and given is None:
             every = min(copies.every, own)
             if found.copies.send_s <= every * fleet.step_s:
                 made[OWN_COPIED] = _saving(fleet, round(own / every) * every, replace(copies, every=every))
