@@ -84,7 +84,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     directory = tmp_path_factory.mktemp("tracked")
     run_file = write_run(directory)
     values = yaml.safe_load(run_file.read_text())
-    values |= {"steps": STEPS, "sample": None, "eval": {"every": 2, "sequences": 4}, "checkpoint": {"every": SAVED}}
+    # A save that was not done yet when the first sitting fails would be another run.
+    checkpoint = {"every": SAVED, "asynchronous": False}
+    values |= {"steps": STEPS, "sample": None, "eval": {"every": 2, "sequences": 4}, "checkpoint": checkpoint}
     values["objective"] = "told.objective"
     values["trackers"] = [
         "tensorboard",
