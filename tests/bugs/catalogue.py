@@ -4699,3 +4699,11 @@ _bug(
     f"{_KEEPER}::test_all_ranks_read_a_file_from_the_same_keeper",
     kind="one thing is verified, and another one used",
 )
+_bug(
+    "copies_have_a_name",
+    "meshwright.memory.room",
+    'os.memfd_create("meshwright-copy", os.MFD_CLOEXEC)',
+    'os.open(f"/dev/shm/meshwright-copy-{os.getpid()}-{os.urandom(4).hex()}", os.O_CREAT | os.O_RDWR)',
+    "tests/test_memory_copies.py::test_ranks_that_are_killed_go_on_from_the_step_before[fsdp2-1]",
+    kind="memory that outlives those who use it",
+)
