@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_cli import write_run
 from typer.testing import CliRunner
 
 from meshwright import Checkpointer, CheckpointError, load_checkpoint, save_checkpoint
@@ -20,6 +21,9 @@ from meshwright.checkpoint.places import Access, LocalFolder
 from meshwright.cli import main as cli
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, train_steps
+from meshwright.train.checkpoint_section import CheckpointConfig
+from meshwright.train.run_file import load_run
+from meshwright.train.saved import check_same_key
 
 CASE = Case(steps=1, layers=1, dtype="float32")
 OURS, THEIRS = b"a secret of ours, of 32 bytes or so", b"a secret of theirs, of 32 bytes also"
@@ -215,3 +219,33 @@ def test_a_key_is_a_file_of_enough_bytes_and_is_shown_and_sent_nowhere(tmp_path:
         read_key(path, where="checkpoint.key_file")
     with pytest.raises(ConfigError, match=r"checkpoint\.key_file=.*No such file"):
         read_key(tmp_path / "none", where="checkpoint.key_file")
+
+
+def _with_keys_of(root: str, files: list[str | None]) -> str:
+    world = build_manager("fsdp2", {}, {}, CASE).mesh.world
+    file = files[world.rank]
+    section = {"every": 1, "key_file": None if file is None else str(Path(root, file))}
+    config = load_run(Path(root, "run.yaml")).model_copy(update={"checkpoint": CheckpointConfig(**section)})
+    try:
+        check_same_key(config, world)
+    except ConfigError as error:
+        return str(error)
+    return "the same"
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (["ours", "ours", "ours"], "the same"),
+        ([None, None, None], "the same"),
+        (["ours", "theirs", "ours"], "holds another key on some nodes than on others. Give all of them the same file"),
+        (["ours", "ours", None], "holds another key on some nodes than on others"),
+        (["ours", "none", "ours"], "cannot be read: No such file or directory"),
+    ],
+)
+def test_ranks_with_different_keys_are_refused_on_all(files: list[str | None], told: str, tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / "ours").write_bytes(OURS)
+    (tmp_path / "theirs").write_bytes(THEIRS)
+    found = pool(3).run(_with_keys_of, str(tmp_path), files)
+    assert all(told in each for each in found), found

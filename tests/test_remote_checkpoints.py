@@ -19,6 +19,7 @@ import yaml
 from test_cli import LAUNCHER_VARIABLES, write_run
 from typer.testing import CliRunner
 
+from meshwright.base.errors import ConfigError
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.opening import place_of
 from meshwright.checkpoint.places import Access
@@ -161,7 +162,7 @@ def test_a_killed_run_goes_on_from_the_server_bit_for_bit(runs: Runs, local: str
     assert (out / "tokenizer.json").exists()
 
     # From an earlier one, named by its URL; the later one is set aside.
-    for name in ("metrics.jsonl", "summary.json", "model"):
+    for name in ("summary.json", "model"):
         (runs.directory / "killed" / name).rename(tmp_path / name)
     code, output = runs("killed", "--set", f"resume={url}/step-00000004", keep_last=2)
     assert code == 0, output
@@ -169,6 +170,41 @@ def test_a_killed_run_goes_on_from_the_server_bit_for_bit(runs: Runs, local: str
     assert runs.weights("killed") == runs.weights(local)
     assert "abandoned-1" in _steps("killed")
     assert _command("checkpoint", "verify", f"{url}/abandoned-1")[0] == 0
+
+    # And back to what was set aside, with its metrics.
+    for name in ("metrics.jsonl", "summary.json"):
+        (runs.directory / "killed" / name).unlink()
+    back = f"resume={url}/abandoned-1/step-00000006"
+    code, output = runs("killed", "--set", back, "--set", f"steps={STEPS + 1}", keep_last=2)
+    assert code == 0, output
+    assert f"going on from {url}/abandoned-1/step-00000006, after step 6" in output
+    numbers = runs.numbers("killed")
+    assert ([each["step"] for each in numbers], numbers[:STEPS]) == ([*range(1, STEPS + 2)], runs.numbers(local))
+
+
+def test_what_another_run_has_saved_is_neither_gone_on_from_nor_replaced_unasked(
+    runs: Runs, local: str, tmp_path: Path
+) -> None:
+    assert runs("first")[0] == 0
+    to = f"{BUCKET}/first"
+    RemoteFolder(to).put("notes/of.txt", [b"of somebody"])
+    before = {name: place_of(f"{to}/{name}").sizes() for name in _steps("first")}
+    anew = ("--set", "resume=never")
+    for more, told in (
+        (anew, "holds step-00000006 of an earlier run. Name another place, or set overwrite=true"),
+        ((*anew, "--set", "overwrite=true"), "step-00000006 is of the run with output_dir="),
+    ):
+        code, output = runs("second", *more, to=to)
+        assert (code, told in output, "Traceback" in output) == (2, True, False), output
+        assert {name: place_of(f"{to}/{name}").sizes() for name in _steps("first")} == before
+        assert not (runs.directory / "second" / "metrics.jsonl").exists()
+
+    # Its own it replaces when told to, and nothing else that is there.
+    code, output = runs("first", *anew, "--set", "overwrite=true", every=3)
+    assert code == 0, output
+    assert "going on" not in output
+    assert _steps("first") == ["notes", "step-00000003", "step-00000006"]
+    assert runs.weights("first") == runs.weights(local)
 
 
 def test_torn_and_foreign_objects_are_found(runs: Runs, local: str, tmp_path: Path) -> None:
@@ -207,6 +243,34 @@ def test_torn_and_foreign_objects_are_found(runs: Runs, local: str, tmp_path: Pa
     assert {name: place_of(f"{url}/{name}").sizes() for name in _steps("signed")} == before
 
 
+def test_adapters_are_exported_and_merged_from_a_url(runs: Runs, local: str, tmp_path: Path) -> None:
+    file = runs.write("adapted")
+    values = yaml.safe_load(file.read_text())
+    values["data"].pop("vocab_size")
+    base = runs.directory / local / "model"
+    values["model"] = {"path": str(base), "peft": {"type": "lora", "r": 2, "target_modules": "all-linear"}}
+    file.write_text(yaml.safe_dump(values))
+    process = runs.begin(file)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    url = f"{BUCKET}/adapted/step-00000006"
+    adapter, written = (
+        (place / "adapter_model.safetensors").read_bytes()
+        for place in (runs.directory / "adapted" / "model", _exported(url, tmp_path / "adapter"))
+    )
+    assert adapter == written
+    merged = _exported(url, tmp_path / "merged", "--merge")
+    of_directory = _exported(str(runs.directory / "adapted" / "model"), tmp_path / "other", "--merge")
+    weights = [(place / "model.safetensors").read_bytes() for place in (merged, of_directory, base)]
+    assert weights[0] == weights[1] != weights[2]
+
+
+def _exported(source: str, output: Path, *more: str) -> Path:
+    code, told = _command("export", *more, source, str(output))
+    assert code == 0, told
+    return output
+
+
 @pytest.mark.parametrize("on_error", ["continue", "stop"])
 def test_a_server_that_goes_away_is_told_and_tried_again(on_error: str, runs: Runs, local: str, server: Server) -> None:
     name = f"lost-{on_error}"
@@ -241,6 +305,13 @@ def test_bad_urls_are_refused_before_anything_starts(runs: Runs) -> None:
         code, output = _command("train", str(runs.write("bad", to=to)))
         assert (code, told in output, "Traceback" in output) == (2, True, False), output
         assert not (runs.directory / "bad").exists()
+
+
+def test_without_fsspec_a_url_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    for url, extra in (("s3://bucket/x", "s3"), ("sftp://host/x", "remote")):
+        with pytest.raises(ConfigError, match=rf"needs the package fsspec.* pip install -e '\.\[{extra}\]' in a clone"):
+            place_of(url)
 
 
 def test_objects_are_read_in_parts_and_a_write_that_fails_leaves_none(server: Server) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -18,13 +20,17 @@ from test_run_directory import _KillAfter, _Killed
 from torch import nn
 
 from meshwright.base.errors import CheckpointError, ConfigError
+from meshwright.events.step import StepResult
 from meshwright.replay.order import Order
 from meshwright.replay.peers import GRADIENT, OUTPUT, Work, judged
 from meshwright.replay.rank import replay_rank
+from meshwright.replay.record import Beginning, Recorded
 from meshwright.replay.start import Replayed, replay
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import pool
 from meshwright.train import assembly
+from meshwright.train.plan import data_and_model_config
+from meshwright.train.report import as_record
 from meshwright.train.run import run_rank
 from meshwright.train.run_file import load_run
 
@@ -228,6 +234,101 @@ def test_a_step_of_an_earlier_sitting_is_done_by_its_own_run_file(workplace: Pat
     directory = trained(run_file(workplace, "changed", nproc=2, optimizer={"lr": 0.03}, resume=changed))
     for step in (4, 5, STEPS):
         assert again(directory, step).is_same
+
+
+JUDGED = {"deviations": 1.2, "window": 20, "limit": 50}
+"""Noise of a high rate leaps beyond this now and then."""
+
+
+def _bad_steps(directory: Path) -> list[tuple[int, int | None]]:
+    """The steps that were bad, and where the run went back to."""
+    events = map(json.loads, (directory / "events.jsonl").read_text().splitlines())
+    return [(event["step"], event["back_to"]) for event in events if event["event"] == "bad step"]
+
+
+def test_steps_behind_one_that_has_taken_the_run_back_come_to_the_same(workplace: Path) -> None:
+    """From checkpoints before it went back and behind, after a kill in between, and where no checkpoint is left."""
+    settings = {"nproc": 2, "steps": 40, "optimizer": {"lr": 0.003}, "on_bad_step": {"do": "rewind", **JUDGED}}
+    path = run_file(workplace, "rewinding", **settings, checkpoint={"every": 4, "keep_last": None})
+    directory = trained(path, kill_after=30)
+    trained(path)
+    bad = _bad_steps(directory)
+    assert len({to for _, to in bad}) > 1, "choose other settings: this run went back to one step alone"
+    once = [(step, to) for step, to in bad if to is not None]
+    # The last step that was done before it went back, which was done again; and those behind.
+    asked = {step - 1 for step, to in once if step - 1 > to} | {step for step, _ in once} | {to + 1 for _, to in once}
+    assert {again(directory, step).is_same for step in sorted(asked)} == {True}
+    compared = again(directory, once[-1][0], compare_rank=1)
+    assert (compared.is_same, compared.is_sound) == (True, True)
+    alone = again(directory, once[-1][0], single=True)
+    assert alone.is_same, alone.values
+    shutil.rmtree(directory / "checkpoints")
+    for step in (max(step for step, _ in once), 40):
+        found = again(directory, step)
+        assert (found.beginning[0], found.is_same) == (0, True)
+
+
+def test_steps_whose_batch_was_skipped_are_skipped_again(workplace: Path) -> None:
+    settings = {"nproc": 2, "steps": 40, "optimizer": {"lr": 0.003}, "on_bad_step": {"do": "skip", **JUDGED}}
+    directory = trained(run_file(workplace, "skipping", **settings, checkpoint={"every": 30}))
+    skipped = [step for step, _ in _bad_steps(directory)]
+    assert skipped, "choose other settings: no step of this run was bad"
+    for step in (skipped[0], skipped[0] + 1, 40):
+        assert again(directory, step).is_same
+
+
+def test_a_step_of_preferences_is_done_beside_the_reference_that_the_run_had(workplace: Path) -> None:
+    odd = ("odd", "even")
+    lines = [{"prompt": f"{n} is ", "chosen": odd[n % 2 - 1], "rejected": odd[n % 2]} for n in range(40)]
+    pairs = workplace / "pairs" / "pairs.jsonl"
+    pairs.parent.mkdir()
+    pairs.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    path = run_file(workplace, "preferences", nproc=2, objective={"name": "dpo", "beta": 1.0}, micro_batch_size=2)
+    values = yaml.safe_load(path.read_text())
+    tokenizer = data_and_model_config(load_run(path))[0].tokenizer_dir
+    kept = {key: values["data"][key] for key in ("cache_dir", "seq_len")}
+    sources = [{"files": str(pairs), "format": "preference"}]
+    values["data"] = kept | {"tokenizer": str(tokenizer), "sources": sources, "eval_fraction": 0.2}
+    path.write_text(yaml.safe_dump(values))
+    directory = trained(path)
+    for step in (1, 4, STEPS):
+        found = again(directory, step)
+        assert "sum rewards/margins" in {each.name for each in found.values}
+        assert found.is_same, found.values
+    # What was computed when it began is what counts, and not what would be computed now.
+    reference = directory / "reference.npz"
+    with np.load(reference) as stored:
+        changed = {name: each + 1.0 if each.dtype.kind == "f" else each for name, each in stored.items()}
+    np.savez(reference, **changed)
+    assert not again(directory, 4).is_same
+    # Where it has gone, it is computed with what the run began with.
+    reference.unlink()
+    assert again(directory, 4).is_same
+    assert not reference.exists()
+
+
+def test_where_the_run_went_back_is_read_in_the_order_of_its_sittings(workplace: Path) -> None:
+    directory = workplace / "told"
+    directory.mkdir()
+    shutil.copy(workplace / "run.yaml", directory)
+    result = StepResult(1, 9, 1.0, 1.0, 1e-3, 10, 0.1, 0, ended=5.0)
+    (directory / "metrics.jsonl").write_text(json.dumps(as_record(result)) + "\n")
+    done: list[dict[str, Any]] = [
+        {"event": "start", "start": 0},
+        {"event": "bad step", "step": 9, "back_to": 6},
+        {"event": "bad step", "step": 12, "back_to": None},
+        {"event": "bad step", "step": 10, "back_to": 3},
+        {"event": "bad step", "step": 8, "back_to": 6},
+        {"event": "bad step", "step": 20, "back_to": 15},
+        # What was done behind step 12 is forgotten.
+        {"event": "start", "start": 12},
+        {"event": "bad step", "step": 14, "back_to": 12},
+    ]
+    (directory / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in done) + '{"event": "bad')
+    run = Recorded(directory)
+    assert run.sittings == (0, 12)
+    told = {begin: [(each.to, each.batches) for each in run.went_back(Beginning(begin, None))] for begin in (0, 6, 12)}
+    assert told == {0: [(3, 3), (3, 7), (6, 2), (12, 2)], 6: [(6, 2), (12, 2)], 12: [(12, 2)]}
 
 
 def test_other_numbers_than_were_written_are_told(workplace: Path) -> None:

@@ -4707,3 +4707,47 @@ _bug(
     "tests/test_memory_copies.py::test_ranks_that_are_killed_go_on_from_the_step_before[fsdp2-1]",
     kind="memory that outlives those who use it",
 )
+
+# -- runs that went back, and places that others have
+
+_REPLAY = "tests/test_replay.py"
+_bug(
+    "what_was_left_out_is_drawn_again",
+    "meshwright.replay.rank",
+    "bad_steps.left_out += sum(each.batches for each in order.went_back if each.to == step)",
+    "bad_steps.left_out += sum(each.batches for each in order.went_back if each.to == step and each is order.went_back[0])",
+    f"{_REPLAY}::test_steps_behind_one_that_has_taken_the_run_back_come_to_the_same",
+    kind="a history of which only the first turn is followed",
+)
+_bug(
+    "what_an_earlier_sitting_did_in_vain_counts",
+    "meshwright.replay.record",
+    'left = [each for each in left if each[0] < event["start"]]',
+    "left = list(left)",
+    f"{_REPLAY}::test_where_the_run_went_back_is_read_in_the_order_of_its_sittings",
+    kind="what was undone is taken for done",
+)
+_bug(
+    "a_run_begins_amid_the_checkpoints_of_another",
+    "meshwright.train.fate",
+    "if is_elsewhere(config) and (there := all_in(saved_by(config))):",
+    "if is_elsewhere(config) and held and (there := all_in(saved_by(config))):",
+    "tests/test_remote_checkpoints.py::test_what_another_run_has_saved_is_neither_gone_on_from_nor_replaced_unasked",
+    kind="what is there is overwritten unasked",
+)
+_bug(
+    "checkpoints_of_others_are_replaced",
+    "meshwright.train.fate",
+    "whose is not None and Path(whose).resolve() != Path(config.output_dir).resolve()",
+    "whose is None and Path(config.output_dir).resolve()",
+    "tests/test_remote_checkpoints.py::test_what_another_run_has_saved_is_neither_gone_on_from_nor_replaced_unasked",
+    kind="who may remove is not asked whose it is",
+)
+_bug(
+    "each_node_has_a_key_of_its_own",
+    "meshwright.train.saved",
+    "number = 0 if key is None else key.fingerprint",
+    "number = 0 if key is None else 1",
+    "tests/test_checkpoint_verify.py::test_ranks_with_different_keys_are_refused_on_all[files2-holds another key on some nodes than on others. Give all of them the same file]",
+    kind="ranks that differ are not asked whether they do",
+)

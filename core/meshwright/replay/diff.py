@@ -231,7 +231,9 @@ def _again(
         mode = []
         if float64:
             # Rounded apart they would begin apart.
-            orders = [in_float64(replace(order, beginning=orders[0].beginning)) for order in orders]
+            first = orders[0].beginning
+            begun = [(order, run.went_back(first)) for order, run in zip(orders, runs, strict=True)]
+            orders = [in_float64(replace(order, beginning=first, went_back=back)) for order, back in begun]
             mode.append("in float64, both from what the first began with")
             precision = "float64"
         draws = [_draws(order) for order in orders]

@@ -25,7 +25,7 @@ from ..train.files import REFERENCE
 from ..train.plan import processes
 from ..train.run_file import RunConfig
 from ..train.run_sections import ResumeConfig
-from .record import Beginning, Recorded
+from .record import Beginning, Recorded, WentBack
 
 HALF = ("float16", "bfloat16")
 DROPOUT = ("drop", "pdrop", "drop_rate")
@@ -41,6 +41,7 @@ class Order:
         step: the last that is done, from 1.
         beginning: what it begins with.
         out: where the first rank, or all, leave what they find.
+        went_back: where the run went back to, behind its beginning.
         layout: of one process that does the work of several data ranks: the run file of these, and how many ranks they
             are; None: each rank does its own.
         changed: keys of the model that are not those of the run.
@@ -54,6 +55,7 @@ class Order:
     step: int
     beginning: Beginning
     out: Path
+    went_back: tuple[WentBack, ...] = ()
     layout: tuple[RunConfig, int] | None = None
     changed: tuple[str, ...] = ()
     compares: bool = False
@@ -100,7 +102,7 @@ def order_of(run: Recorded, step: int, out: Path, *, world_size: int | None = No
             "launch": None,
         }
     )
-    return Order(config, ranks, step, beginning, out, **options)
+    return Order(config, ranks, step, beginning, out, run.went_back(beginning), **options)
 
 
 def _check_can_start(config: RunConfig, ranks: int, directory: Path) -> None:

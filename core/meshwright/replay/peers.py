@@ -131,15 +131,16 @@ def hash_of(tensor: Tensor) -> str:
     return hashlib.blake2b(plain.numpy().tobytes(), digest_size=16).hexdigest()
 
 
-def compare_shares(manager: StrategyManager, loop: Loop, step: int, shared: Shared) -> dict[str, Any]:
-    """What `judged` finds of a step, counted from 0; see [Note: shares in a circle]. Collective.
+def compare_shares(manager: StrategyManager, loop: Loop, draw: int, shared: Shared) -> dict[str, Any]:
+    """What `judged` finds of a step's batches, by the number by which they are drawn, see [Note: draws] in
+    `train.bad_steps` and [Note: shares in a circle]. Collective.
 
     Nothing is trained, and no gradient remains.
     """
     passes = []
     for ahead in (0, 1, 0):
         shared.ahead = ahead
-        passes.append(_digests(manager, loop, step, shared))
+        passes.append(_digests(manager, loop, draw, shared))
     mesh = manager.mesh
     place = {axis: mesh.axis_rank(axis) for axis in ("pp", "cp", "tp")}
     mine = Work(mesh.rank, mesh.data_rank, place["pp"], (place["cp"], place["tp"]), *map(tuple, passes))
@@ -149,12 +150,12 @@ def compare_shares(manager: StrategyManager, loop: Loop, step: int, shared: Shar
     return judged(found, mesh.data_size)
 
 
-def _digests(manager: StrategyManager, loop: Loop, step: int, shared: Shared) -> list[Digest]:
-    if not callable(draw := loop.batches):
+def _digests(manager: StrategyManager, loop: Loop, draw: int, shared: Shared) -> list[Digest]:
+    if not callable(batches := loop.batches):
         return []
-    microbatches = draw(step)
+    microbatches = batches(draw)
     num_tokens = manager.announce(microbatches, objective=loop.objective)
-    shared.begin(step)
+    shared.begin(draw)
     with _Digests(manager.model_parts) as digests:
         loss = manager.forward_backward(microbatches, num_tokens=num_tokens, objective=loop.objective)
         manager.read(loss)

@@ -77,9 +77,11 @@ def _replayed(order: Order, plan: Plan, world: World) -> dict[str, Any]:
         if setting.shares is not None:
             held.enter_context(setting.shares.drawing(manager.model_parts[0]))
         for step in range(loop.start, last):
+            _leave_out(order, step, bad_steps)
             results.append(_done(manager, loop, step, bad_steps))
+        _leave_out(order, last, bad_steps)
         if setting.shared is not None:
-            found["shares"] = compare_shares(manager, loop, last, setting.shared)
+            found["shares"] = compare_shares(manager, loop, last + bad_steps.left_out, setting.shared)
         if order.keeps:
             results.append(_kept(order, setting, last, bad_steps))
         else:
@@ -87,18 +89,23 @@ def _replayed(order: Order, plan: Plan, world: World) -> dict[str, Any]:
     return {**found, "results": [as_values(each) for each in results]}
 
 
+def _leave_out(order: Order, step: int, bad_steps: BadSteps) -> None:
+    """Leave out the batches that the run has left out when it went back there."""
+    bad_steps.left_out += sum(each.batches for each in order.went_back if each.to == step)
+
+
 def _done(manager: StrategyManager, loop: Loop, step: int, bad_steps: BadSteps, **options: Any) -> StepResult:
     """A step, as `fit` makes it.
 
     Raises:
-        ConfigError: the run went back there, to what it had after other batches.
+        ConfigError: it takes the run back, and events.jsonl has nothing of it.
     """
     try:
         return train_step(manager, loop, step, bad_steps=bad_steps, **options)
     except Rewinds as rewinds:
         raise ConfigError(
-            f"step {rewinds.bad.step} took this run back: {rewinds.bad.reason}. What it did from there on, without the "
-            f"batches since step {loop.start}, is done again from a checkpoint saved later. Give a step behind one."
+            f"step {rewinds.bad.step} takes the run back: {rewinds.bad.reason}. By events.jsonl it did not, so steps "
+            f"from there on cannot be done again from here. Give a step behind a checkpoint that was saved later."
         ) from None
 
 

@@ -2,6 +2,11 @@
 
 [Note: whose run file] A directory has the run file of its last sitting. A step that was done in an earlier one is done
 again by the run file that the first checkpoint behind it has kept.
+
+[Note: ways that were left] Where a bad step has taken a run back, `metrics.jsonl` has what it did afterwards. What it
+did before it went back has changed nothing but which batches are drawn, so it is not done again: where the run came
+back to, the batches that it has left out since are left out. A sitting that goes on from an earlier checkpoint has
+forgotten what was done behind that one.
 """
 
 from __future__ import annotations
@@ -39,6 +44,19 @@ class Beginning:
     checkpoint: Folder | None
 
 
+@dataclass(frozen=True)
+class WentBack:
+    """The run went back, and left out the batches since then.
+
+    Attributes:
+        to: steps done before; from there the batches are left out.
+        batches: how many.
+    """
+
+    to: int
+    batches: int
+
+
 class Recorded:
     """A run that has been done, or is being done.
 
@@ -67,8 +85,8 @@ class Recorded:
         return LocalFolder(self.directory / CHECKPOINTS, access_of(self.config))
 
     @cached_property
-    def sittings(self) -> Sequence[int]:
-        """The steps that were done before each sitting: 0 for the first, and then where the run went on."""
+    def events(self) -> Sequence[Mapping[str, Any]]:
+        """The lines of its events that are whole, in their order."""
         try:
             lines = (self.directory / EVENTS).read_text(encoding="utf-8").splitlines()
         except OSError:
@@ -77,11 +95,33 @@ class Recorded:
         for line in lines:
             try:
                 event = parse_json(line)
-                if event["event"] == "start":
-                    found.append(int(event["start"]))
-            except (ValueError, KeyError, TypeError):
+            except ValueError:
                 continue
+            if isinstance(event, dict) and "event" in event:
+                found.append(event)
         return tuple(found)
+
+    @cached_property
+    def sittings(self) -> Sequence[int]:
+        """The steps that were done before each sitting: 0 for the first, and then where the run went on."""
+        return tuple(event["start"] for event in self.events if event["event"] == "start")
+
+    def went_back(self, beginning: Beginning) -> tuple[WentBack, ...]:
+        """Where the run went back to behind a beginning, as those who go straight on come by there; see
+        [Note: ways that were left]."""
+        left: list[tuple[int, int]] = []
+        for event in self.events:
+            if event["event"] == "start":
+                left = [each for each in left if each[0] < event["start"]]
+            elif event["event"] == "bad step" and event["back_to"] is not None:
+                left.append((event["back_to"], event["step"] - event["back_to"]))
+        found: list[WentBack] = []
+        for to, batches in reversed(left):
+            if to < beginning.step:
+                break
+            # Who went back further later has come by there with all that was left out till then.
+            found.append(WentBack(min(to, found[-1].to) if found else to, batches))
+        return tuple(reversed(found))
 
     def went_on_before(self, step: int) -> int | None:
         """Where the sitting that has done a step began, if it went on from an earlier one."""

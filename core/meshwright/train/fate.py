@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import CheckpointError, ConfigError
+from ..base.errors import CheckpointError, ConfigError, TornCheckpointError
 from ..checkpoint import read_manifest
 from ..checkpoint.manifest import all_in
 from ..checkpoint.places import Folder, LocalFolder
@@ -16,7 +16,7 @@ from ..launch.rank import started_elsewhere
 from .files import AVERAGED_MODEL, MODEL, RUN, SUMMARY
 from .run_file import RunConfig, load_run
 from .run_sections import EvalConfig, MetricsConfig
-from .saved import named_place, saved_by
+from .saved import is_elsewhere, named_place, saved_by
 
 NEVER, AUTO = "never", "auto"
 _WATCH: dict[str, Any] = {"eval": EvalConfig()}
@@ -81,6 +81,7 @@ def check_output(config: RunConfig, steps: int | None) -> Fate:
     fate = _fate(config, directory, steps)
     if fate is Fate.REPLACE:
         _check_not_needed(config, directory)
+        _check_own(config)
     return fate
 
 
@@ -104,14 +105,16 @@ def _fate(config: RunConfig, directory: Path, steps: int | None) -> Fate:
         fate = _fate_of_finished(config, directory, steps)
         if fate is not None:
             return fate
-    if not _holds_something(directory):
-        return Fate.BEGIN
-    if not config.overwrite:
-        raise ConfigError(
-            f"output_dir={config.output_dir!r} holds the results of an earlier run. Name another directory, or set "
-            f"overwrite=true to replace them."
+    held = []
+    if _holds_something(directory):
+        held.append(f"output_dir={config.output_dir!r} holds the results of an earlier run. Name another directory")
+    if is_elsewhere(config) and (there := all_in(saved_by(config))):
+        held.append(
+            f"checkpoint.to={config.checkpoint.to!r} holds {there[0].name} of an earlier run. Name another place"
         )
-    return Fate.REPLACE
+    if held and not config.overwrite:
+        raise ConfigError(f"{held[0]}, or set overwrite=true to replace them.")
+    return Fate.REPLACE if held else Fate.BEGIN
 
 
 def _fate_of_finished(config: RunConfig, directory: Path, steps: int | None) -> Fate | None:
@@ -224,3 +227,17 @@ def _check_not_needed(config: RunConfig, directory: Path) -> None:
         ):
             if path is not None and replaced in (source := Path(path).expanduser().resolve(), *source.parents):
                 raise ConfigError(f"{key}={path!r} lies in what this run replaces ({name}). Name another output_dir.")
+
+
+def _check_own(config: RunConfig) -> None:
+    """Refuse to replace checkpoints of another run, or such that are signed with another key."""
+    for place in all_in(saved_by(config)):
+        try:
+            whose = read_manifest(place).extra.get("run", {}).get("output_dir")
+        except TornCheckpointError:
+            continue
+        if is_elsewhere(config) and whose is not None and Path(whose).resolve() != Path(config.output_dir).resolve():
+            raise ConfigError(
+                f"{place} is of the run with output_dir={whose!r}, and overwrite=true replaces what is of the run in "
+                f"output_dir={config.output_dir!r} alone. Name another place in checkpoint.to, or remove it yourself."
+            )
