@@ -28,6 +28,7 @@ from kill_sweep import Run, end_session
 from test_cli import LAUNCHER_VARIABLES, write_run
 
 MODEL = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
+SEQ_LEN = 64
 FIRST = 6
 """Steps before it are not counted: they compile, fill caches, and make the optimizer's state."""
 
@@ -36,8 +37,8 @@ def made(workplace: Path, name: str, **changes: Any) -> Run:
     if not (workplace / "run.yaml").exists():
         write_run(workplace)
     values = yaml.safe_load((workplace / "run.yaml").read_text())
-    values["model"] |= {**MODEL, "num_key_value_heads": 6}
-    values["data"]["seq_len"] = 64
+    values["model"] |= {**MODEL, "num_key_value_heads": 6, "max_position_embeddings": SEQ_LEN}
+    values["data"]["seq_len"] = SEQ_LEN
     values |= {"output_dir": str(workplace / name), "sample": None, "max_restarts": 9, "plan": {"enabled": False}}
     path = workplace / f"{name}.yaml"
     path.write_text(yaml.safe_dump(values | changes))
