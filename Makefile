@@ -30,7 +30,7 @@ sft: .venv/trains
 	$(BIN)/meshwright train examples/sft.yaml
 	$(BIN)/python examples/ask.py runs/sft 'What does os.path.join do?'
 
-# Three tiers, see tests/tiers.py; PART=2/12 makes it the third of twelve parts.
+# Three tiers, see tests/tiers.py; PART=2/20 makes it the third of twenty parts.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(if $(PART),--part=$(PART))
 
 test: .venv/installed

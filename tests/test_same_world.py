@@ -18,6 +18,7 @@ from kill_sweep import Run, await_moment, end_session, finish, lives, make_run
 from test_memory_copies import Training, after, assert_same, ranks_of_agent, said_of
 
 from meshwright.base.errors import RankError
+from meshwright.launch.rank import ECHO_WAIT_S
 from meshwright.launch.same_world import agreed_prefix
 
 
@@ -139,6 +140,30 @@ def test_ranks_end_with_an_agent_that_is_killed(tmp_path: Path) -> None:
         assert not left
     finally:
         end_session(process)
+
+
+def test_a_rank_whose_peer_was_killed_on_another_node_waits_for_no_word_of_it(tmp_path: Path) -> None:
+    run = _run(tmp_path, "two nodes", steps=2000)
+    run.file.write_text(run.file.read_text().replace("nproc: 2\n", ""))
+    port = free_port()
+    agents = []
+    for node in (0, 1):
+        options = ("--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", f"--master-port={port}")
+        command = (*TORCHRUN, *options, "--master-addr=127.0.0.1", "-m", "meshwright", "train", str(run.file))
+        agents.append(Training(command, said_of(run).with_suffix(f".{node}")))
+    try:
+        assert await_moment(agents[0], after(run, 3)), agents[0].said
+        (mine,), (other,) = (ranks_of_agent(agent.pid) for agent in agents)
+        os.kill(other, signal.SIGKILL)
+        # Nobody here ends it, and nobody will say why: it need not wait as for a peer that does.
+        until_s = time.monotonic() + ECHO_WAIT_S - 1
+        while lives(mine) and time.monotonic() < until_s:
+            time.sleep(0.02)
+        assert not lives(mine)
+        assert "no rank has said why: one may have been killed" in agents[0].said
+    finally:
+        for agent in agents:
+            end_session(agent)
 
 
 # -- nodes that are lost

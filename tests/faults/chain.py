@@ -416,7 +416,8 @@ class Chain:
             ballast.unlink()
             return True
         elif kind == "bit on disk":
-            if self._saved():
+            # Where it is the only one, nothing is left to go on from; the run says so, and awaits a copy of it.
+            if len(self._saved()) > 1:
                 newest = steps_in(self.run.checkpoints)[0][1]
                 changed_bit(dice.choice(sorted(newest.glob("tensors-*"))), dice)
                 self.place = newest.name
