@@ -231,6 +231,8 @@ def _check_not_needed(config: RunConfig, directory: Path) -> None:
 
 def _check_own(config: RunConfig) -> None:
     """Refuse to replace checkpoints of another run, or such that are signed with another key."""
+    if not is_elsewhere(config) and config.checkpoint.key_file is None:
+        return
     for place in all_in(saved_by(config)):
         try:
             whose = read_manifest(place).extra.get("run", {}).get("output_dir")
