@@ -184,6 +184,36 @@ def _end(node: netns.Node) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def test_a_node_that_is_cut_off_from_the_store_ends_by_itself(tmp_path: Path) -> None:
+    """Nobody on the other side can end it, and it would hold its accelerators until its collectives give up."""
+    if reason := netns.why_not():
+        pytest.skip(reason)
+    run = _run(tmp_path, "cut", steps=5000, watchdog_s=4)
+    run.file.write_text(run.file.read_text().replace("nproc: 2\n", ""))
+    with netns.nodes(2) as nodes:
+        first, second = nodes
+        port = free_port()
+        agents = [_on(node, first, port, run, str(number), "2") for number, node in enumerate(nodes)]
+        try:
+            assert await_moment(agents[0], after(run, 5)), agents[0].said
+            ranks = [rank for agent in agents for rank in ranks_of_agent(agent.pid)]
+            assert len(ranks) == 2
+            second.unplug()
+            until_s = time.monotonic() + 4 + 5
+            while any(map(lives, ranks)) and time.monotonic() < until_s:
+                time.sleep(0.02)
+            left = [rank for rank in ranks if lives(rank)]
+            told = [agent.said for agent in agents]
+        finally:
+            for node in nodes:
+                _end(node)
+            for agent in agents:
+                end_session(agent)
+    assert not left, told
+    cut, other = ("gets no answer from the rendezvous store for 4 s", "hangs: no sign of life for 4 s")
+    assert [cut in told[0], cut in told[1], other in told[0], other in told[1]] == [False, True, True, False]
+
+
 def test_nodes_that_are_left_go_on_whichever_is_lost(tmp_path: Path) -> None:
     """Two of three go on by themselves. The node where they meet is lost, and the last one is where they meet."""
     if reason := netns.why_not():

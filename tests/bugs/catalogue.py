@@ -4759,3 +4759,11 @@ _bug(
     "tests/test_same_world.py::test_a_rank_whose_peer_was_killed_on_another_node_waits_for_no_word_of_it",
     kind="a wait for what cannot come",
 )
+_bug(
+    "who_is_cut_off_waits",
+    "meshwright.launch.rank",
+    'return "launcher" if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE") else None',
+    "return None",
+    "tests/test_same_world.py::test_a_node_that_is_cut_off_from_the_store_ends_by_itself",
+    kind="a test whose nodes share what real ones do not",
+)

@@ -126,6 +126,15 @@ def tell_silent(ranks: Sequence[int], signs: Mapping[int, Sign], how_long: str, 
     )
 
 
+def tell_cut_off(rank: int, sign: Sign, how_long: str, option: str) -> str:
+    """What a rank says that gets no answer from a launcher's store; arguments as of `tell_silent`."""
+    return (
+        f"rank {rank} ({sign.process}) gets no answer from the rendezvous store for {how_long}: its machine is cut "
+        f"off from that of the launcher that hosts it, or that one is stopped. It ends, since others will go on "
+        f"without it. If such pauses are to be borne, raise {option}."
+    )
+
+
 def _position(sign: Sign) -> str:
     return f", in step {sign.at.step}, phase {sign.at.phase}" if sign.at.step else ""
 

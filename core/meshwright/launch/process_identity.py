@@ -15,11 +15,12 @@ _LOOK_S = 0.5
 
 def identity_of(pid: int) -> str:
     """What tells a process of this machine from all others, also from one that has its number later; "" if nothing
-    does. Processes that see each other's numbers are in one namespace of them."""
+    does. Processes that see each other's numbers are in one namespace of them; those of another network are taken for
+    another machine's."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        namespace = os.readlink("/proc/self/ns/pid")
+        namespace = f"{os.readlink('/proc/self/ns/pid')},{os.readlink('/proc/self/ns/net')}"
     except OSError:
         return ""
     # The name of the program is in parentheses, and may hold any. Of what is behind it, the 20th is when it began.

@@ -13,8 +13,9 @@ rank reads all signs, the others read the first one's. Three things can be seen:
 Each then writes down what it knows, and reports; from the same reports all judge alike, and say the same.
 
 [Note: a store that is silent] Where no launcher hosts the store, the first rank does, and if that is stopped, whoever
-asks waits for ever. So there the other ranks have a second thread, which asks nobody, and sees whether the first one
-still gets its answers.
+asks waits for ever; so does whoever is cut off from the machine of the launcher that hosts it. There a rank has a
+second thread, which asks nobody, and sees whether the first one still gets its answers. If the first rank hosts the
+store, that is the one that hangs. Else the rank ends by itself: those on the other side name it, and cannot end it.
 
 This module imports no torch; see `meshwright.launch.rank`, which uses it.
 """
@@ -30,9 +31,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from .hang import Counts, Hang, Report, culprits, standing, tell_silent, tell_standing
+from .hang import Counts, Hang, Report, culprits, standing, tell_cut_off, tell_silent, tell_standing
 from .progress import Progress
 from .signs import DONE, Sign, main_thread, read_signs
 
@@ -51,6 +52,8 @@ LONGEST_INTERVAL_S = 2.0
 REPORT_WAIT_S = 1.5
 """How long ranks that live wait for each other's reports."""
 _ALARM = "alarm"
+Host: TypeAlias = Literal["first rank", "launcher"]
+"""Whose process hosts the store."""
 
 
 def sign_now(count: int, interval_s: float, progress: Progress, still_s: float = 0.0) -> Sign:
@@ -95,8 +98,8 @@ class Pulse(threading.Thread):
         watchdog_s: how long a rank may be silent, or stand still, once it has done a step; None: as `timeout_s`, and
             standing still is not looked for.
         progress: of this rank's main thread.
-        is_hosted: whether the store is neither in a launcher nor in this process, but in the first rank's; see
-            [Note: a store that is silent].
+        host: who hosts the store, if not this process or a launcher of this machine; see [Note: a store that is
+            silent].
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class Pulse(threading.Thread):
         on_hang: Callable[[Hang], object],
         watchdog_s: float | None = None,
         progress: Progress | None = None,
-        is_hosted: bool = False,
+        host: Host | None = None,
     ) -> None:
         super().__init__(name="meshwright-pulse", daemon=True)
         self._store, self._rank, self._size = store, rank, size
@@ -120,7 +123,8 @@ class Pulse(threading.Thread):
         self._watches = watchdog_s is not None
         self._on_hang, self._progress = on_hang, progress or Progress()
         self._over, self._looks = threading.Event(), 0
-        self._guard = threading.Thread(target=self._mind, name="meshwright-guard", daemon=True) if is_hosted else None
+        self._host = host
+        self._guard = threading.Thread(target=self._mind, name="meshwright-guard", daemon=True) if host else None
         self._signs: dict[int, Sign] = {}
         self._silent_s = dict.fromkeys(self._watched, 0.0)
         self._at, self._still_s, self._settled_s = self._progress.at, 0.0, 0.0
@@ -188,16 +192,23 @@ class Pulse(threading.Thread):
             silent_s = silent_s + self._counted(elapsed_s) if looks == self._looks else 0.0
             looks = self._looks
             if silent_s > (self._limit_s if self._progress.at.settled else self._starting_s):
-                self._on_hang(self._witnessed(self._judged({0: silent_s}, self._signs, {})))
+                by_first = self._host == "first rank"
+                hang = self._judged({0: silent_s}, self._signs, {}) if by_first else self._cut_off(silent_s)
+                self._on_hang(self._witnessed(hang, tells=by_first and self._rank == 1))
                 return
 
-    def _witnessed(self, hang: Hang) -> Hang:
+    def _cut_off(self, silent_s: float) -> Hang:
+        mine = sign_now(0, self._interval_s, self._progress, self._still_s)
+        text = tell_cut_off(self._rank, mine, f"{silent_s:.0f} s", self._option)
+        return Hang((self._rank,), is_silent=False, since=time.time() - silent_s, signs=self._signs, text=text)
+
+    def _witnessed(self, hang: Hang, *, tells: bool) -> Hang:
         """The same, written down without a word from other ranks."""
         witness = self._progress.witness
         if witness is not None:
             with suppress(OSError):
                 witness.leave(sign_now(0, self._interval_s, self._progress, self._still_s))
-                if self._rank == 1:
+                if tells:
                     witness.tell(hang)
         return replace(hang, is_alone=True)
 
@@ -258,11 +269,14 @@ class Pulse(threading.Thread):
                 reports[rank] = Report(Sign.read(values["sign"]), counts)
         return reports
 
+    @property
+    def _option(self) -> str:
+        return "watchdog_s" if self._watches else "timeout_s"
+
     def _judged(self, silent: dict[int, float], signs: dict[int, Sign], reports: dict[int, Report]) -> Hang:
-        option = "watchdog_s" if self._watches else "timeout_s"
         if silent:
             ranks, how_long = list(silent), max(silent.values())
-            text = tell_silent(ranks, signs, f"{how_long:.0f} s", option)
+            text = tell_silent(ranks, signs, f"{how_long:.0f} s", self._option)
         else:
             ranks = culprits(reports)
             how_long = signs[ranks[0]].still_s

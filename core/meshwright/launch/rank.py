@@ -30,7 +30,7 @@ from .error_text import said
 from .hang import Hang, who_hangs
 from .process_identity import end_process, end_with_launcher
 from .progress import Progress
-from .pulse import Pulse
+from .pulse import Host, Pulse
 from .same_world import agreed_prefix
 from .stopping import Stopped
 
@@ -198,7 +198,7 @@ def signs_of_life(timeout_s: float, watchdog_s: float | None = None) -> Iterator
         on_hang=end,
         watchdog_s=watchdog_s,
         progress=progress,
-        is_hosted=size > 1 and _rank() != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        host=_host_of_store() if size > 1 else None,
     ):
         yield progress
 
@@ -333,6 +333,13 @@ def _pulse_store(timeout_s: float) -> Store:
     from torch.distributed import PrefixStore
 
     return PrefixStore(_PULSES, connect_store(timeout_s))
+
+
+def _host_of_store() -> Host | None:
+    """As of `Pulse`."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return "first rank" if _rank() != "0" else None
+    return "launcher" if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE") else None
 
 
 def _store_of_one() -> Store:
