@@ -1842,7 +1842,7 @@ _bug(
 _bug(
     "replaced_unasked",
     "meshwright.train.fate",
-    "    if not config.overwrite:\n",
+    "    if held and not config.overwrite:\n",
     "    if False:\n",
     "tests/test_cli.py::test_bad_input_is_one_error_before_anything_is_started_or_written[results in the way]",
     kind="results of an earlier run are replaced unasked",
