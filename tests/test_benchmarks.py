@@ -58,6 +58,6 @@ def test_the_time_from_a_death_to_the_next_step_is_told(tmp_path: Path) -> None:
     found = measured("restarts.py", "--rounds", "1", "--deaths", "1", file=tmp_path / "found.json")["seconds"]
     assert {"torchrun alone", "meshwright train, from memory", "meshwright train, from disk"} < found.keys()
     for told in found.values():
-        # Later than it is known that nothing under way is counted.
+        # What ends within 0.3 s of a death was under way, and is not counted.
         assert told["deaths"] == 1
         assert 0.3 < told["median"] == told["worst"]

@@ -4722,7 +4722,7 @@ _bug(
 _bug(
     "what_an_earlier_sitting_did_in_vain_counts",
     "meshwright.replay.record",
-    'left = [each for each in left if each[0] < event["start"]]',
+    "left = [each for each in left if each[0] < start]",
     "left = list(left)",
     f"{_REPLAY}::test_where_the_run_went_back_is_read_in_the_order_of_its_sittings",
     kind="what was undone is taken for done",

@@ -76,22 +76,16 @@ def _replayed(order: Order, plan: Plan, world: World) -> dict[str, Any]:
     with ExitStack() as held:
         if setting.shares is not None:
             held.enter_context(setting.shares.drawing(manager.model_parts[0]))
-        for step in range(loop.start, last):
-            _leave_out(order, step, bad_steps)
-            results.append(_done(manager, loop, step, bad_steps))
-        _leave_out(order, last, bad_steps)
-        if setting.shared is not None:
-            found["shares"] = compare_shares(manager, loop, last + bad_steps.left_out, setting.shared)
-        if order.keeps:
-            results.append(_kept(order, setting, last, bad_steps))
-        else:
-            results.append(_done(manager, loop, last, bad_steps))
+        for step in range(loop.start, order.step):
+            # Where the run went back to, it has left out batches.
+            bad_steps.left_out += sum(each.batches for each in order.went_back if each.to == step)
+            if step == last and setting.shared is not None:
+                found["shares"] = compare_shares(manager, loop, step + bad_steps.left_out, setting.shared)
+            if step == last and order.keeps:
+                results.append(_kept(order, setting, step, bad_steps))
+            else:
+                results.append(_done(manager, loop, step, bad_steps))
     return {**found, "results": [as_values(each) for each in results]}
-
-
-def _leave_out(order: Order, step: int, bad_steps: BadSteps) -> None:
-    """Leave out the batches that the run has left out when it went back there."""
-    bad_steps.left_out += sum(each.batches for each in order.went_back if each.to == step)
 
 
 def _done(manager: StrategyManager, loop: Loop, step: int, bad_steps: BadSteps, **options: Any) -> StepResult:

@@ -97,24 +97,25 @@ class Recorded:
                 event = parse_json(line)
             except ValueError:
                 continue
-            if isinstance(event, dict) and "event" in event:
+            if isinstance(event, dict):
                 found.append(event)
         return tuple(found)
 
     @cached_property
     def sittings(self) -> Sequence[int]:
         """The steps that were done before each sitting: 0 for the first, and then where the run went on."""
-        return tuple(event["start"] for event in self.events if event["event"] == "start")
+        return tuple(event["start"] for event in self.events if _begins(event))
 
     def went_back(self, beginning: Beginning) -> tuple[WentBack, ...]:
         """Where the run went back to behind a beginning, as those who go straight on come by there; see
         [Note: ways that were left]."""
         left: list[tuple[int, int]] = []
         for event in self.events:
-            if event["event"] == "start":
-                left = [each for each in left if each[0] < event["start"]]
-            elif event["event"] == "bad step" and event["back_to"] is not None:
-                left.append((event["back_to"], event["step"] - event["back_to"]))
+            match event:
+                case {"event": "start", "start": int(start)}:
+                    left = [each for each in left if each[0] < start]
+                case {"event": "bad step", "step": int(step), "back_to": int(to)}:
+                    left.append((to, step - to))
         found: list[WentBack] = []
         for to, batches in reversed(left):
             if to < beginning.step:
@@ -175,6 +176,10 @@ class Recorded:
             if manifest is not None and manifest.step >= step and "run" in manifest.extra:
                 return validated(RunConfig, manifest.extra["run"], where=f"the run file in {place}")
         return self.config
+
+
+def _begins(event: Mapping[str, Any]) -> bool:
+    return event.get("event") == "start" and isinstance(event.get("start"), int)
 
 
 def _manifest(checkpoint: Folder) -> Manifest | None:
