@@ -51,7 +51,7 @@ class GatedPulse(Pulse):
             watchdog_s=TIMEOUT_S,
             progress=world.progress,
         )
-        self._interval_s, self.gate = interval_s, threading.Event()
+        self.interval_s, self.gate = interval_s, threading.Event()
 
     def _beat(self, count: int, elapsed_s: float) -> Sign:
         self.gate.wait()

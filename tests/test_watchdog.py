@@ -27,7 +27,6 @@ from meshwright import ConfigError
 from meshwright.events.step import StepResult
 from meshwright.launch.hang import Report, culprits, standing
 from meshwright.launch.position import At
-from meshwright.launch.process_identity import end_process, identity_of
 from meshwright.launch.progress import Progress
 from meshwright.launch.signs import DONE, Sign
 from meshwright.train.report import NewStragglers, as_record, read_metrics
@@ -270,21 +269,8 @@ def test_progress_is_of_phases_and_microbatches_and_what_is_new_may_be_slow():
 
 
 def test_a_sign_says_the_same_when_it_is_read():
-    written = sign(stack=("a.py:1 in f", "b.py:2 in g"), identity="boot ns 1 2", own_s=0.5, step_s=1.0, steps=20)
+    written = sign(stack=("a.py:1 in f", "b.py:2 in g"), own_s=0.5, step_s=1.0, steps=20)
     assert Sign.read(written.written()) == written
-
-
-def test_only_the_very_process_that_is_meant_is_ended():
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]) as process:
-        identity = identity_of(process.pid)
-        process.send_signal(signal.SIGSTOP)
-        *others, began = identity.split()
-        for wrong in ("", " ".join([*others, str(int(began) + 1)]), "other-boot " + identity.split(" ", 1)[1]):
-            end_process(wrong)
-            time.sleep(0.1)
-            assert process.poll() is None
-        end_process(identity)
-        assert process.wait(timeout=10) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(

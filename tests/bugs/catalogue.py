@@ -4514,12 +4514,20 @@ _bug(
     kind="an alarm in a run that moves",
 )
 _bug(
-    "a_number_is_a_process",
-    "meshwright.launch.process_identity",
-    "if pid and identity_of(pid) == identity:",
-    "if pid:",
-    f"{_WATCHDOG}::test_only_the_very_process_that_is_meant_is_ended",
-    kind="a process is ended that only has the number of the one that is meant",
+    "who_is_stopped_is_waited_for",
+    "meshwright.launch.companion",
+    "silent_s = 0.0 if has_come else silent_s",
+    "silent_s = 0.0 if True else silent_s",
+    "tests/test_companion.py::test_who_is_stopped_is_ended_when_its_patience_is_over_and_who_tells_is_not",
+    kind="a process that nobody ends",
+)
+_bug(
+    "a_pause_of_all_is_silence",
+    "meshwright.launch.companion",
+    "min(elapsed_s, 2 * interval_s)",
+    "elapsed_s",
+    "tests/test_companion.py::test_what_stops_both_is_borne_for_as_long_as_it_takes",
+    kind="an alarm in a run that moves",
 )
 
 # -- runs that break

@@ -48,6 +48,11 @@ class Changed(Loader):
     def exec_module(self, module: ModuleType) -> None:
         self.load(self.loader, module)
 
+    def get_code(self, name: str) -> Any:
+        """For `python -m`, which executes no module."""
+        old, new = _bug_of(name)
+        return _planted_code(self.loader, name, old, new) if old else self.loader.get_code(name)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
 
@@ -57,9 +62,15 @@ def _change_of(name: str) -> Callable[[Any, ModuleType], None] | None:
     option = os.environ.get(OPTION, "")
     if option and name == option.partition(":")[0]:
         return _ignoring
+    old, new = _bug_of(name)
+    return (lambda loader, made: _planted(loader, made, old, new)) if old else None
+
+
+def _bug_of(name: str) -> tuple[str, str]:
+    """What of its source gives way to what; nothing: as ever."""
     text = Path(os.environ[BUG]).read_text(encoding="utf-8") if os.environ.get(BUG) else ""
     module, old, new = json.loads(text) if text else ("", "", "")
-    return (lambda loader, made: _planted(loader, made, old, new)) if name == module else None
+    return (old, new) if name == module else ("", "")
 
 
 def _ignoring(loader: Any, module: ModuleType) -> None:
@@ -70,10 +81,14 @@ def _ignoring(loader: Any, module: ModuleType) -> None:
 
 
 def _planted(loader: Any, module: ModuleType, old: str, new: str) -> None:
-    source = loader.get_source(module.__name__)
+    exec(_planted_code(loader, module.__name__, old, new), module.__dict__)
+
+
+def _planted_code(loader: Any, name: str, old: str, new: str) -> Any:
+    source = loader.get_source(name)
     if source.count(old) != 1:
-        raise ImportError(f"{module.__name__} holds {old!r} {source.count(old)} times, not once")
-    exec(compile(source.replace(old, new), loader.get_filename(module.__name__), "exec"), module.__dict__)
+        raise ImportError(f"{name} holds {old!r} {source.count(old)} times, not once")
+    return compile(source.replace(old, new), loader.get_filename(name), "exec")
 
 
 if os.environ.get(OPTION) or os.environ.get(BUG):

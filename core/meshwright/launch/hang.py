@@ -43,11 +43,6 @@ class Hang:
     text: str
     is_alone: bool = False
 
-    @property
-    def silent(self) -> list[Sign]:
-        """Signs of the ranks that cannot end themselves."""
-        return [self.signs[rank] for rank in self.ranks if rank in self.signs] if self.is_silent else []
-
 
 class Witness(Protocol):
     """Writes down on each rank what there is to know of a hang."""

@@ -1,4 +1,4 @@
-"""Which process of a machine is meant, beyond its number, and how one ends with another, or is ended by a peer."""
+"""Which process of a machine is meant, beyond its number, and how one ends with another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 _LOOK_S = 0.5
@@ -15,12 +14,11 @@ _LOOK_S = 0.5
 
 def identity_of(pid: int) -> str:
     """What tells a process of this machine from all others, also from one that has its number later; "" if nothing
-    does. Processes that see each other's numbers are in one namespace of them; those of another network are taken for
-    another machine's."""
+    does. Processes that see each other's numbers are in one namespace of them."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        namespace = f"{os.readlink('/proc/self/ns/pid')},{os.readlink('/proc/self/ns/net')}"
+        namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
     # The name of the program is in parentheses, and may hold any. Of what is behind it, the 20th is when it began.
@@ -63,12 +61,3 @@ def _follow() -> None:
         parent_pid = os.getppid()
         await_end(parent_pid, identity_of(parent_pid))
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def end_process(identity: str) -> None:
-    """End the process of that identity with SIGKILL, which reaches one that is stopped, too; nothing where it is of
-    another machine, or gone."""
-    pid = int(identity.split()[2]) if identity else 0
-    if pid and identity_of(pid) == identity:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from .position import PATIENT, At
-from .process_identity import identity_of
 
 if TYPE_CHECKING:
     from .hang import Witness
@@ -23,18 +21,18 @@ class Progress:
 
     Attributes:
         at: where the main thread is.
-        identity: of this process, see `process_identity`.
         steps: of the last steps, the rank's own seconds and those of the whole step.
         signs: of all ranks, as the first rank has read them last; each time a new mapping.
         witness: of this rank, once the run has a directory to write to.
+        on_settled: called when the second step begins, from where on less silence is borne.
     """
 
     def __init__(self) -> None:
         self.at = At()
-        self.identity = identity_of(os.getpid())
         self.steps: deque[tuple[float, float]] = deque(maxlen=MOST_STEPS)
         self.signs: Mapping[int, Sign] = {}
         self.witness: Witness | None = None
+        self.on_settled: Callable[[], object] = lambda: None
         self._step = self._part = self._begun = 0
         self._known: set[str] = set()
 
@@ -43,6 +41,8 @@ class Progress:
         self._step, self._part = step, 0
         self._begun += 1
         self.enter(phase)
+        if self._begun == 2:
+            self.on_settled()
 
     def enter(self, phase: str) -> None:
         """A phase begins."""

@@ -49,6 +49,9 @@ SIGNS = 10
 LONGEST_INTERVAL_S = 2.0
 """Between two signs of a rank; shorter where little time is given. `who_hangs` takes 2.5 of them, less than
 `rank.ECHO_WAIT_S`."""
+NAMING_SIGNS = 3
+"""So many intervals after a share of the time, at most, the others know: one passes until they have seen the last sign,
+one until they look, and one until they hear of it."""
 REPORT_WAIT_S = 1.5
 """How long ranks that live wait for each other's reports."""
 _ALARM = "alarm"
@@ -69,7 +72,6 @@ def sign_now(count: int, interval_s: float, progress: Progress, still_s: float =
         at=progress.at,
         still_s=still_s,
         stack=stack,
-        identity=progress.identity,
         own_s=statistics.median(own for own, _ in steps) if steps else 0.0,
         step_s=statistics.median(whole for _, whole in steps) if steps else 0.0,
         steps=len(steps),
@@ -117,7 +119,7 @@ class Pulse(threading.Thread):
         super().__init__(name="meshwright-pulse", daemon=True)
         self._store, self._rank, self._size = store, rank, size
         self._watched = [each for each in (range(size) if rank == 0 else [0]) if each != rank]
-        self._interval_s = min(LONGEST_INTERVAL_S, (watchdog_s or timeout_s) / SIGNS)
+        self.interval_s = min(LONGEST_INTERVAL_S, (watchdog_s or timeout_s) / SIGNS)
         self._starting_s = max(SILENT_SHARE * timeout_s, LEAST_SILENCE_S)
         self._limit_s = self._starting_s if watchdog_s is None else SILENT_SHARE * watchdog_s
         self._watches = watchdog_s is not None
@@ -151,10 +153,10 @@ class Pulse(threading.Thread):
                 if self._is_alarmed(silent, mine):
                     self._on_hang(self._settled())
                     return
-                if self._over.wait(self._interval_s):
+                if self._over.wait(self.interval_s):
                     break
                 count += 1
-            write_sign(self._store, self._rank, DONE, self._interval_s)
+            write_sign(self._store, self._rank, DONE, self.interval_s)
         except RuntimeError:
             # The store has gone with the process that hosts it. Who waits for a peer still has its own limit.
             return
@@ -185,20 +187,28 @@ class Pulse(threading.Thread):
         silent_s = self._silent_s[rank]
         return silent_s > self._starting_s or min(silent_s, self._settled_s) > self._limit_s
 
+    def named_after_s(self) -> float:
+        """For how long this rank may be silent from now on until all others have named it, however they look."""
+        return self._patience_s + NAMING_SIGNS * self.interval_s
+
+    @property
+    def _patience_s(self) -> float:
+        return self._limit_s if self._progress.at.settled else self._starting_s
+
     def _mind(self) -> None:
         looks, last_s, silent_s = 0, time.monotonic(), 0.0
-        while not self._over.wait(self._interval_s) and self.is_alive():
+        while not self._over.wait(self.interval_s) and self.is_alive():
             elapsed_s, last_s = time.monotonic() - last_s, time.monotonic()
             silent_s = silent_s + self._counted(elapsed_s) if looks == self._looks else 0.0
             looks = self._looks
-            if silent_s > (self._limit_s if self._progress.at.settled else self._starting_s):
+            if silent_s > self._patience_s:
                 by_first = self._host == "first rank"
                 hang = self._judged({0: silent_s}, self._signs, {}) if by_first else self._cut_off(silent_s)
                 self._on_hang(self._witnessed(hang, tells=by_first and self._rank == 1))
                 return
 
     def _cut_off(self, silent_s: float) -> Hang:
-        mine = sign_now(0, self._interval_s, self._progress, self._still_s)
+        mine = sign_now(0, self.interval_s, self._progress, self._still_s)
         text = tell_cut_off(self._rank, mine, f"{silent_s:.0f} s", self._option)
         return Hang((self._rank,), is_silent=False, since=time.time() - silent_s, signs=self._signs, text=text)
 
@@ -207,19 +217,19 @@ class Pulse(threading.Thread):
         witness = self._progress.witness
         if witness is not None:
             with suppress(OSError):
-                witness.leave(sign_now(0, self._interval_s, self._progress, self._still_s))
+                witness.leave(sign_now(0, self.interval_s, self._progress, self._still_s))
                 if tells:
                     witness.tell(hang)
         return replace(hang, is_alone=True)
 
     def _counted(self, elapsed_s: float) -> float:
-        return min(elapsed_s, 2 * self._interval_s)
+        return min(elapsed_s, 2 * self.interval_s)
 
     def _beat(self, count: int, elapsed_s: float) -> Sign:
         at = self._progress.at
         self._still_s = self._still_s + self._counted(elapsed_s) if at is self._at else 0.0
         self._at = at
-        return write_sign(self._store, self._rank, count, self._interval_s, self._progress, self._still_s)
+        return write_sign(self._store, self._rank, count, self.interval_s, self._progress, self._still_s)
 
     def _is_alarmed(self, silent: Sequence[int], mine: Sign) -> bool:
         """Whether there is an alarm, of this rank or another."""
@@ -238,7 +248,7 @@ class Pulse(threading.Thread):
         """What is to be said, after all that live have written down what they know."""
         silent = {int(rank): float(how_long) for rank, how_long in json.loads(self._store.get(_ALARM)).items()}
         witness = self._progress.witness
-        mine = sign_now(0, self._interval_s, self._progress, self._still_s)
+        mine = sign_now(0, self.interval_s, self._progress, self._still_s)
         counts: Counts = {}
         if witness is not None:
             # What is to be told is told, even where nothing can be written.

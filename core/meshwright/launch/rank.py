@@ -19,16 +19,17 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..base.errors import MeshwrightError, RankError
+from .companion import Companion
 from .echoes import TIMEOUT_TEXTS, is_echo, reads_like
 from .error_text import said
 from .hang import Hang, who_hangs
-from .process_identity import end_process, end_with_launcher
+from .process_identity import end_with_launcher
 from .progress import Progress
 from .pulse import Host, Pulse
 from .same_world import agreed_prefix
@@ -182,15 +183,10 @@ def signs_of_life(timeout_s: float, watchdog_s: float | None = None) -> Iterator
         failure = Failure(1, f"{said(RankError(hang.text))}\n")
         if hang.is_alone:
             _say(failure.text)
-        code = failure.exit_code if hang.is_alone else _settle(failure)
-        if multiprocessing.parent_process() is None:
-            # Not started by `local`, which does so itself; other launchers wait long for a process that is stopped.
-            for sign in hang.silent:
-                end_process(sign.identity)
-        leave(code)
+        leave(failure.exit_code if hang.is_alone else _settle(failure))
 
     store = _pulse_store(timeout_s) if size > 1 else _store_of_one()
-    with Pulse(
+    pulse = Pulse(
         store,
         int(_rank()) if size > 1 else 0,
         size,
@@ -199,7 +195,11 @@ def signs_of_life(timeout_s: float, watchdog_s: float | None = None) -> Iterator
         watchdog_s=watchdog_s,
         progress=progress,
         host=_host_of_store() if size > 1 else None,
-    ):
+    )
+    # Whom `local` has started, it ends.
+    with Companion(pulse.named_after_s, pulse.interval_s) if started_elsewhere() else nullcontext() as companion, pulse:
+        if companion is not None:
+            progress.on_settled = companion.tell
         yield progress
 
 

@@ -37,7 +37,6 @@ class Sign:
         at: where its main thread is in the run.
         still_s: for how long it has not moved from there.
         stack: its main thread's, the innermost frame first.
-        identity: of the process, see `process_identity`.
         own_s, step_s: medians over its last steps: what it takes by itself, and the whole; 0: not known.
         steps: over so many.
     """
@@ -50,7 +49,6 @@ class Sign:
     at: At = field(default_factory=At)
     still_s: float = 0.0
     stack: tuple[str, ...] = ()
-    identity: str = ""
     own_s: float = 0.0
     step_s: float = 0.0
     steps: int = 0

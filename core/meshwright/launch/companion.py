@@ -1,0 +1,111 @@
+"""A process beside a rank, which ends it once it is stopped: `python -m meshwright.launch.companion PID SECONDS`.
+
+[Note: a rank that is stopped] It cannot end itself, and its peers may all be on other machines. torchrun's agent and
+srun send SIGTERM, which it does not get, and wait for long. So a rank that another launcher than `local` has started
+tells a companion, with each of its signs, for how long it may be silent from then on; if it is silent for longer, the
+companion sends SIGKILL. What stops all processes of a job, as a scheduler does that suspends it, or Ctrl-Z, stops the
+companion too, and it does not count that. It ends with the rank.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+
+_WORD = struct.Struct("d")
+_MOST_WORDS = 512
+_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+"""What a rank may live through for a while."""
+
+
+class Companion(threading.Thread):
+    """This rank's; see [Note: a rank that is stopped]. A context manager. After an error in the context it goes on.
+
+    Args:
+        patience_s: for how long this rank may be silent from now on.
+        interval_s: between two words of it.
+    """
+
+    def __init__(self, patience_s: Callable[[], float], interval_s: float) -> None:
+        super().__init__(name="meshwright-companion", daemon=True)
+        self._patience_s, self._interval_s = patience_s, interval_s
+        self._over = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Companion:
+        command = [sys.executable, "-m", f"{__package__}.companion", str(os.getpid()), str(self._interval_s)]
+        nothing = subprocess.DEVNULL
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, bufsize=0)
+        except OSError as error:
+            warnings.warn(f"nothing would end this rank once it is stopped: no process started: {error}", stacklevel=2)
+            return self
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
+        self.tell()
+        self.start()
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is None and self._process is not None:
+            self._over.set()
+            self.join()
+            self._process.kill()
+            self._process.communicate()
+
+    def run(self) -> None:
+        while not self._over.wait(self._interval_s):
+            self.tell()
+
+    def tell(self) -> None:
+        """A word, from any thread."""
+        if self._process is not None and self._process.stdin is not None:
+            # Who does not read is stopped itself, or gone.
+            with suppress(OSError):
+                os.write(self._process.stdin.fileno(), _WORD.pack(self._patience_s()))
+
+
+def watch(rank: int, words: int, interval_s: float) -> None:
+    """End the process `rank`, the parent of this one, once it has been silent for longer than its last word allows;
+    return when it has gone.
+
+    Args:
+        words: where they are read, each a number of seconds.
+        interval_s: between two.
+    """
+    patience_s, silent_s, last_s = math.inf, 0.0, time.monotonic()
+    while os.getppid() == rank:
+        has_come = select.select([words], [], [], interval_s)[0]
+        elapsed_s, last_s = time.monotonic() - last_s, time.monotonic()
+        # More than two intervals: this process was stopped itself.
+        silent_s = 0.0 if has_come else silent_s + min(elapsed_s, 2 * interval_s)
+        if has_come:
+            read = os.read(words, _MOST_WORDS * _WORD.size)
+            if not read:
+                return
+            (patience_s,) = _WORD.unpack(read[-_WORD.size :])
+        if silent_s > patience_s:
+            os.kill(rank, signal.SIGKILL)
+            return
+
+
+def main() -> None:
+    for name in _IGNORED:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    watch(int(sys.argv[1]), sys.stdin.fileno(), float(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

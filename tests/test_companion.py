@@ -1,0 +1,182 @@
+"""A process that is stopped is ended by its companion, soon enough and for no other reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from cluster.starts import TORCHRUN, free_port
+from kill_sweep import await_moment, command_of, end_session, lives, make_run
+from test_memory_copies import Training, after, ranks_of_agent, said_of
+
+from meshwright.launch import companion
+
+INTERVAL_S, PATIENCE_S = 0.1, 1.0
+SLACK_S = 5.0
+"""For a busy machine."""
+IGNORED = [getattr(signal, name) for name in companion._IGNORED]
+RANK = f"""
+import os, sys, time
+from meshwright.launch.companion import Companion
+
+with Companion(lambda: {PATIENCE_S}, {INTERVAL_S}):
+    if "fork" in sys.argv and not os.fork():
+        time.sleep(1000)
+    print("begun", flush=True)
+    sys.stdin.readline()
+print("over", flush=True)
+sys.stdin.readline()
+"""
+
+
+def companions_of(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if companion.__name__.encode() in command_of(int(child)).split(b"\0")]
+
+
+def ignored_by(pid: int) -> Callable[[int], bool]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = next(int(line.split()[1], 16) for line in lines if line.startswith("SigIgn:"))
+    return lambda number: bool(mask >> (number - 1) & 1)
+
+
+class Rank(subprocess.Popen):
+    """A process in such a context, and its companion."""
+
+    def __init__(self, *options: str) -> None:
+        pipe = subprocess.PIPE
+        super().__init__(
+            [sys.executable, "-c", RANK, *options], stdin=pipe, stdout=pipe, text=True, start_new_session=True
+        )
+        assert self.stdout is not None
+        assert self.stdout.readline() == "begun\n"
+        (self.companion,) = companions_of(self.pid)
+        assert come(lambda: all(map(ignored_by(self.companion), IGNORED)), SLACK_S)
+        # It is told of a patience.
+        time.sleep(3 * INTERVAL_S)
+
+
+def come(what: Callable[[], bool], limit_s: float) -> bool:
+    until_s = time.monotonic() + limit_s
+    while not what():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen]]:
+    every: list[subprocess.Popen] = []
+    yield every
+    for each in every:
+        with suppress(ProcessLookupError):
+            os.killpg(each.pid, signal.SIGKILL)
+        each.communicate()
+
+
+def test_who_is_stopped_is_ended_when_its_patience_is_over_and_who_tells_is_not(started):
+    for _ in range(2):
+        started.append(Rank())
+    stopped, other = started
+    began = time.monotonic()
+    stopped.send_signal(signal.SIGSTOP)
+    assert stopped.wait(PATIENCE_S + SLACK_S) == -signal.SIGKILL
+    # The last word was up to an interval old.
+    assert time.monotonic() - began > PATIENCE_S - 2 * INTERVAL_S
+    time.sleep(2 * PATIENCE_S)
+    assert other.poll() is None
+    assert lives(other.companion)
+
+
+def test_who_is_stopped_for_less_goes_on(started):
+    started.append(rank := Rank())
+    for _ in range(4):
+        rank.send_signal(signal.SIGSTOP)
+        time.sleep(PATIENCE_S / 4)
+        rank.send_signal(signal.SIGCONT)
+        time.sleep(4 * INTERVAL_S)
+    assert rank.poll() is None
+    assert lives(rank.companion)
+
+
+def test_what_stops_both_is_borne_for_as_long_as_it_takes(started):
+    started.append(rank := Rank())
+    os.killpg(rank.pid, signal.SIGSTOP)
+    time.sleep(2 * PATIENCE_S)
+    # Whichever goes on first.
+    os.kill(rank.companion, signal.SIGCONT)
+    time.sleep(2 * INTERVAL_S)
+    rank.send_signal(signal.SIGCONT)
+    time.sleep(2 * PATIENCE_S)
+    assert rank.poll() is None
+    assert lives(rank.companion)
+
+
+def test_a_companion_heeds_no_signal_that_its_rank_may_live_through(started):
+    started.append(rank := Rank())
+    for number in IGNORED:
+        os.kill(rank.companion, number)
+    time.sleep(2 * INTERVAL_S)
+    assert lives(rank.companion)
+
+
+@pytest.mark.parametrize("options", [(), ("fork",)], ids=["", "its worker lives on and has all it had open"])
+def test_a_companion_ends_with_its_rank_however_that_ends(options, started):
+    started.append(rank := Rank(*options))
+    rank.kill()
+    rank.wait()
+    assert come(lambda: not lives(rank.companion), INTERVAL_S + SLACK_S)
+
+
+def test_a_companion_ends_with_its_context(started):
+    started.append(rank := Rank())
+    rank.stdin.write("\n")
+    rank.stdin.flush()
+    assert rank.stdout.readline() == "over\n"
+    assert not lives(rank.companion)
+    assert rank.poll() is None
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_rank_without_a_companion_goes_on_and_says_so(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with (
+        pytest.warns(UserWarning, match="nothing would end this rank once it is stopped: no process started"),
+        companion.Companion(lambda: PATIENCE_S, INTERVAL_S),
+    ):
+        pass
+
+
+# -- runs under torchrun
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_is_stopped_and_alone_on_its_node_is_ended_and_the_run_goes_on(number, tmp_path):
+    """Its peers cannot end it, and its agent would wait for 30 s."""
+    watchdog_s = 4.0
+    run = make_run(tmp_path, "two nodes", {"strategy": "fsdp2", "steps": 2000, "watchdog_s": watchdog_s})
+    meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=run")
+    options = (*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--max-restarts=1", *meeting)
+    command = (*options, "-m", "meshwright", "train", str(run.file))
+    agents = [Training(command, said_of(run).with_suffix(f".{node}")) for node in (0, 1)]
+    try:
+        assert await_moment(agents[0], after(run, 5)), agents[0].said
+        ranks = [pid for agent in agents for pid in ranks_of_agent(agent.pid)]
+        assert len(ranks) == 2
+        os.kill(ranks[number], signal.SIGSTOP)
+        assert come(lambda: not any(map(lives, ranks)), watchdog_s + SLACK_S), [agent.said for agent in agents]
+        said = "".join(agent.said for agent in agents)
+        assert said.count(f"hangs: no sign of life for {0.9 * watchdog_s:.0f} s") == 1, said
+        done = run.steps_done()
+        assert await_moment(agents[0], after(run, done + 5)), agents[0].said
+    finally:
+        for agent in agents:
+            end_session(agent)
