@@ -12,8 +12,9 @@ import time
 from datetime import timedelta
 
 from meshwright.base.errors import ModelError
+from meshwright.launch.environment import started_by_launcher
 from meshwright.launch.local import launch, warm_up
-from meshwright.launch.rank import guarded, leave, started_by_launcher
+from meshwright.launch.rank import guarded, leave
 
 GROUP_TIMEOUT_S = 300
 """Far longer than any test may take: a test that has to wait for it fails."""

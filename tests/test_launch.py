@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.base.errors import ConfigError, MeshwrightError, ModelError, RankError
+from meshwright.launch.environment import started_by_launcher
 from meshwright.launch.local import launch
-from meshwright.launch.rank import connect_store, guarded, started_by_launcher
+from meshwright.launch.rank import connect_store, guarded
 
 TARGETS = str(Path(__file__).with_name("launch_targets.py"))
 PROMPT_S = 30

@@ -4769,7 +4769,7 @@ _bug(
 )
 _bug(
     "who_is_cut_off_waits",
-    "meshwright.launch.rank",
+    "meshwright.launch.environment",
     'return "launcher" if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE") else None',
     "return None",
     "tests/test_same_world.py::test_a_node_that_is_cut_off_from_the_store_ends_by_itself",

@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
+from ..launch.environment import started_by_launcher
 from ..launch.join import join
-from ..launch.rank import leave, started_by_launcher
+from ..launch.rank import leave
 from .errors import told
 from .imports import uncollected
 

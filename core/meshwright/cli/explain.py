@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..launch.rank import started_by_launcher
+from ..launch.environment import started_by_launcher
 from ..train.run_file import load_run
 from .errors import told
 from .imports import uncollected

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from ..launch.environment import started_by_launcher
 from ..launch.join import join
-from ..launch.rank import leave, started_by_launcher
+from ..launch.rank import leave
 from ..strategy.registry import get_registry
 from ..train.early import check_model
 from ..train.run_file import RunConfig, load_run

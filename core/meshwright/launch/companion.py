@@ -2,8 +2,8 @@
 
 [Note: a rank that is stopped] It cannot end itself, and its peers may all be on other machines. torchrun's agent and
 srun send SIGTERM, which it does not get, and wait for long. So a rank that another launcher than `local` has started
-tells a companion, with each of its signs, for how long it may be silent from then on; if it is silent for longer, the
-companion sends SIGKILL. What stops all processes of a job, as a scheduler does that suspends it, or Ctrl-Z, stops the
+tells a companion, time and again, for how long it may be silent from then on; if it is silent for longer, the companion
+sends SIGKILL. What stops all processes of a job, as a scheduler does that suspends it, or Ctrl-Z, stops the
 companion too, and it does not count that. It ends with the rank.
 
 This module imports no torch.
@@ -24,6 +24,8 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 
+LEAST_INTERVAL_S = 1.0
+"""A word takes a quarter of a millisecond of a CPU, on both sides."""
 _WORD = struct.Struct("d")
 _MOST_WORDS = 512
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -34,13 +36,14 @@ class Companion(threading.Thread):
     """This rank's; see [Note: a rank that is stopped]. A context manager. After an error in the context it goes on.
 
     Args:
-        patience_s: for how long this rank may be silent from now on.
-        interval_s: between two words of it.
+        patience_s: for how long this rank may be silent from now on; longer by an interval, since the last word that
+            came may be as old.
+        interval_s: between two words, at least `LEAST_INTERVAL_S`.
     """
 
     def __init__(self, patience_s: Callable[[], float], interval_s: float) -> None:
         super().__init__(name="meshwright-companion", daemon=True)
-        self._patience_s, self._interval_s = patience_s, interval_s
+        self._patience_s, self._interval_s = patience_s, max(interval_s, LEAST_INTERVAL_S)
         self._over = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -74,7 +77,7 @@ class Companion(threading.Thread):
         if self._process is not None and self._process.stdin is not None:
             # Who does not read is stopped itself, or gone.
             with suppress(OSError):
-                os.write(self._process.stdin.fileno(), _WORD.pack(self._patience_s()))
+                os.write(self._process.stdin.fileno(), _WORD.pack(self._patience_s() + self._interval_s))
 
 
 def watch(rank: int, words: int, interval_s: float) -> None:

@@ -31,8 +31,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
+from .environment import Host
 from .hang import Counts, Hang, Report, culprits, standing, tell_cut_off, tell_silent, tell_standing
 from .progress import Progress
 from .signs import DONE, Sign, main_thread, read_signs
@@ -49,14 +50,12 @@ SIGNS = 10
 LONGEST_INTERVAL_S = 2.0
 """Between two signs of a rank; shorter where little time is given. `who_hangs` takes 2.5 of them, less than
 `rank.ECHO_WAIT_S`."""
-NAMING_SIGNS = 3
-"""So many intervals after a share of the time, at most, the others know: one passes until they have seen the last sign,
-one until they look, and one until they hear of it."""
+NAMING_SIGNS = 2
+"""Of a rank that is silent for too long others know so many intervals later: one passes until they have seen its last
+sign, and one until they look."""
 REPORT_WAIT_S = 1.5
 """How long ranks that live wait for each other's reports."""
 _ALARM = "alarm"
-Host: TypeAlias = Literal["first rank", "launcher"]
-"""Whose process hosts the store."""
 
 
 def sign_now(count: int, interval_s: float, progress: Progress, still_s: float = 0.0) -> Sign:
@@ -188,7 +187,7 @@ class Pulse(threading.Thread):
         return silent_s > self._starting_s or min(silent_s, self._settled_s) > self._limit_s
 
     def named_after_s(self) -> float:
-        """For how long this rank may be silent from now on until all others have named it, however they look."""
+        """For how long this rank may be silent after a sign, until others have named it."""
         return self._patience_s + NAMING_SIGNS * self.interval_s
 
     @property

@@ -12,7 +12,6 @@ This module imports no torch, so that `meshwright.launch.local.warm_up` can run 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import sys
@@ -27,11 +26,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..base.errors import MeshwrightError, RankError
 from .companion import Companion
 from .echoes import TIMEOUT_TEXTS, is_echo, reads_like
+from .environment import host_of_store, rank, started_by_launcher, started_by_torchrun, started_elsewhere, world_size
 from .error_text import said
 from .hang import Hang, who_hangs
 from .process_identity import end_with_launcher
 from .progress import Progress
-from .pulse import Host, Pulse
+from .pulse import Pulse
 from .same_world import agreed_prefix
 from .stopping import Stopped
 
@@ -60,21 +60,6 @@ _PREFIX_LOCK = threading.Lock()
 
 _PULSES = "meshwright/pulse"
 """Prefix of the signs of life in the rendezvous store."""
-
-
-def started_by_launcher() -> bool:
-    """Say whether this process is a rank that torchrun, or `meshwright.launch.local.launch`, started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def started_elsewhere() -> bool:
-    """Say whether this process is a rank that torchrun or another launcher started."""
-    return started_by_launcher() and multiprocessing.parent_process() is None
-
-
-def started_by_torchrun() -> bool:
-    """Say whether this process is a rank that an agent of torchrun started, which may begin it anew."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and started_elsewhere()
 
 
 def connect_store(timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
@@ -108,7 +93,7 @@ def connect_store(timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
         return store
     with _PREFIX_LOCK:
         if not _PREFIX:
-            _PREFIX.append(agreed_prefix(store, int(_rank()), _world_size(), timeout_s=timeout_s))
+            _PREFIX.append(agreed_prefix(store, int(rank()), world_size(), timeout_s=timeout_s))
     return PrefixStore(_PREFIX[0], store)
 
 
@@ -141,7 +126,7 @@ def guarded(
     except RankError as error:
         # Without a store the ranks cannot agree on a speaker, and this one may be the only one cut off.
         failure = Failure.of(error, show_traceback)
-        _say(f"rank {_rank()}: {failure.text}")
+        _say(f"rank {rank()}: {failure.text}")
         return failure.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -174,7 +159,7 @@ def signs_of_life(timeout_s: float, watchdog_s: float | None = None) -> Iterator
     Raises:
         RankError: see `connect_store`.
     """
-    progress, size = Progress(), _world_size() if started_by_launcher() else 1
+    progress, size = Progress(), world_size() if started_by_launcher() else 1
     if size == 1 and watchdog_s is None:
         yield progress
         return
@@ -188,13 +173,13 @@ def signs_of_life(timeout_s: float, watchdog_s: float | None = None) -> Iterator
     store = _pulse_store(timeout_s) if size > 1 else _store_of_one()
     pulse = Pulse(
         store,
-        int(_rank()) if size > 1 else 0,
+        int(rank()) if size > 1 else 0,
         size,
         timeout_s=timeout_s,
         on_hang=end,
         watchdog_s=watchdog_s,
         progress=progress,
-        host=_host_of_store() if size > 1 else None,
+        host=host_of_store() if size > 1 else None,
     )
     # Whom `local` has started, it ends.
     with Companion(pulse.named_after_s, pulse.interval_s) if started_elsewhere() else nullcontext() as companion, pulse:
@@ -242,8 +227,8 @@ class Failure:
         if isinstance(error, MeshwrightError):
             text = _render(error, said(error), with_traceback=show_traceback)
             return cls(error.exit_code, text, echo, timed_out)
-        rank = f"rank {_rank()} failed: " if started_by_launcher() else ""
-        return cls(1, _render(error, rank + _headline(error), with_traceback=True), echo, timed_out)
+        who = f"rank {rank()} failed: " if started_by_launcher() else ""
+        return cls(1, _render(error, who + _headline(error), with_traceback=True), echo, timed_out)
 
 
 def _settle(failure: Failure) -> int:
@@ -260,7 +245,7 @@ def _settle(failure: Failure) -> int:
         first = board.first(failure.exit_code, patience_s=patience_s)
     except (RankError, RuntimeError):
         # The store went away with the rank that hosted it. Twice told is better than never, but need not be long.
-        _say(f"rank {_rank()} lost its peers and their store: {failure.echo}\n" if failure.echo else failure.text)
+        _say(f"rank {rank()} lost its peers and their store: {failure.echo}\n" if failure.echo else failure.text)
         if failure.timed_out:
             _say("The process that hosts the rendezvous store gives no answer either: it may be the one that hangs.\n")
         return failure.exit_code
@@ -291,7 +276,7 @@ class _Board:
             with suppress(RuntimeError):  # nobody posted in time; if the store itself is gone, what follows says so
                 self._store.wait([self._KEY], timedelta(seconds=patience_s))
         # Two threads of a rank may have something to say.
-        mine = f"{_rank()} {exit_code} {threading.get_ident()}"
+        mine = f"{rank()} {exit_code} {threading.get_ident()}"
         first = self._store.compare_set(self._KEY, "", mine).decode()
         return None if first == mine else int(first.split()[1])
 
@@ -299,7 +284,7 @@ class _Board:
         """What to say of the rank that this one has waited for in vain; None if none stands out."""
         from torch.distributed import PrefixStore
 
-        me, size = int(_rank()), _world_size()
+        me, size = int(rank()), world_size()
         self._store.set(f"waited/{me}", "")
         pulses = PrefixStore(_PULSES, connect_store(BOARD_TIMEOUT_S))
         return who_hangs(
@@ -335,25 +320,10 @@ def _pulse_store(timeout_s: float) -> Store:
     return PrefixStore(_PULSES, connect_store(timeout_s))
 
 
-def _host_of_store() -> Host | None:
-    """As of `Pulse`."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return "first rank" if _rank() != "0" else None
-    return "launcher" if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE") else None
-
-
 def _store_of_one() -> Store:
     from torch.distributed import HashStore
 
     return HashStore()
-
-
-def _rank() -> str:
-    return os.environ.get("RANK", "0")
-
-
-def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _say(text: str) -> None:

@@ -27,10 +27,11 @@ import torch.distributed as dist
 from .._compat.torch import group_timeout, groups_with_timeout
 from ..base.errors import MeshError, MeshwrightError
 from ..launch.background import in_background
+from ..launch.environment import started_by_launcher, started_by_torchrun
 from ..launch.gloo_threads import settle_at_exit
 from ..launch.join import join, local_rank
 from ..launch.progress import Progress
-from ..launch.rank import connect_store, started_by_launcher, started_by_torchrun
+from ..launch.rank import connect_store
 from ..launch.slurm import devices_of_step
 
 T = TypeVar("T")

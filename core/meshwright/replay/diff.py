@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import CheckpointError, ConfigError
-from ..launch.rank import started_by_launcher
+from ..launch.environment import started_by_launcher
 from ..train.run_file import as_plain
 from ..watch.compare import differing_settings
 from .modules import Traced, compared, traced

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 
 from ..base.errors import ConfigError
 from ..data.progress import CONSOLE
-from ..launch.rank import guarded, started_by_launcher
+from ..launch.environment import started_by_launcher
+from ..launch.rank import guarded
 from ..train.run_file import RunConfig
 from .order import TOLERANCES, Order, degrees_of, on_one_process, order_of, precision_of
 from .record import Recorded, plain_of

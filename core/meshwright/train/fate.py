@@ -12,7 +12,7 @@ from ..base.errors import CheckpointError, ConfigError, TornCheckpointError
 from ..checkpoint import read_manifest
 from ..checkpoint.manifest import all_in
 from ..checkpoint.places import Folder, LocalFolder
-from ..launch.rank import started_elsewhere
+from ..launch.environment import started_elsewhere
 from .files import AVERAGED_MODEL, MODEL, RUN, SUMMARY
 from .run_file import RunConfig, load_run
 from .run_sections import EvalConfig, MetricsConfig

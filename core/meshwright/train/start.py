@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 from ..data.progress import CONSOLE
-from ..launch.rank import guarded, started_by_launcher
+from ..launch.environment import started_by_launcher
+from ..launch.rank import guarded
 from .companion import Accompany, Companion
 from .fate import is_finished
 from .observing import note_failure

@@ -20,8 +20,9 @@ from ...base.errors import ConfigError, MeshError
 from ...base.validation import validated
 from ...files.parsing import as_yaml
 from ...launch.cores import usable_cores
+from ...launch.environment import started_by_launcher
 from ...launch.local import launch
-from ...launch.rank import guarded, started_by_launcher
+from ...launch.rank import guarded
 from ...mesh.world import World, find_device, open_world
 from ..device import Device, Node, devices
 from ..device import find_device as find_file
