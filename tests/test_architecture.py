@@ -37,6 +37,8 @@ TORCH_FREE = {
     "files.class_paths",
     "files.parsing",
     "files.paths",
+    "launch.companion",
+    "launch.environment",
     "launch.local",
     "launch.rank",
     "mesh.sizes",

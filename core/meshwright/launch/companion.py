@@ -55,8 +55,8 @@ class Companion(threading.Thread):
         except OSError as error:
             warnings.warn(f"nothing would end this rank once it is stopped: no process started: {error}", stacklevel=2)
             return self
-        assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)
+        if self._process.stdin is not None:
+            os.set_blocking(self._process.stdin.fileno(), False)
         self.tell()
         self.start()
         return self

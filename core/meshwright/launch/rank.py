@@ -288,7 +288,7 @@ class _Board:
         self._store.set(f"waited/{me}", "")
         pulses = PrefixStore(_PULSES, connect_store(BOARD_TIMEOUT_S))
         return who_hangs(
-            pulses, me, size, lambda: [rank for rank in range(size) if self._store.check([f"waited/{rank}"])]
+            pulses, me, size, lambda: [each for each in range(size) if self._store.check([f"waited/{each}"])]
         )
 
 
