@@ -4522,6 +4522,23 @@ _bug(
     kind="a process that nobody ends",
 )
 _bug(
+    "who_is_stopped_soon_is_borne_for_long",
+    "meshwright.launch.progress",
+    "if self._begun == 2:",
+    "if self._begun == 0:",
+    f"{_WATCHDOG}::test_a_rank_that_is_stopped_is_named_and_ended_under_torchrun[0]",
+    kind="a process that nobody ends",
+)
+_bug(
+    "a_companion_outlives_its_rank",
+    "meshwright.launch.companion",
+    "while os.getppid() == rank:",
+    "while True:",
+    "tests/test_companion.py::test_a_companion_ends_with_its_rank_however_that_ends[its worker lives on and has all it "
+    "had open]",
+    kind="a process that nobody ends",
+)
+_bug(
     "a_pause_of_all_is_silence",
     "meshwright.launch.companion",
     "min(elapsed_s, 2 * interval_s)",

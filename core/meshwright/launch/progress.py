@@ -24,7 +24,7 @@ class Progress:
         steps: of the last steps, the rank's own seconds and those of the whole step.
         signs: of all ranks, as the first rank has read them last; each time a new mapping.
         witness: of this rank, once the run has a directory to write to.
-        on_settled: called when the second step begins, from where on less silence is borne.
+        on_settled: called once, when the second step begins, from where on less silence is borne.
     """
 
     def __init__(self) -> None:
