@@ -11,17 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
+from common import origin
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from kill_sweep import Run, end_session
@@ -96,9 +94,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="meshwright-copies-") as workplace:
         report = {
             "command": f"python benchmarks/copies.py --steps {options.steps}",
-            "date": time.strftime("%Y-%m-%d"),
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            "cores": os.cpu_count(),
+            **origin(),
             "load": os.getloadavg()[0],
             "model": MODEL,
             "steps": steps(Path(workplace), options.steps),

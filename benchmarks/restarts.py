@@ -27,10 +27,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
 import yaml  # noqa: E402
 from cluster.starts import TORCHRUN, clean  # noqa: E402
+from common import origin  # noqa: E402
 from kill_sweep import Run, end_session, make_run, ranks_of  # noqa: E402
 from test_memory_copies import ranks_of_agent  # noqa: E402
 
@@ -159,9 +158,7 @@ def main() -> None:
         sys.stderr.write(f"round {number + 1} of {options.rounds}\n")
     report = {
         "command": f"python benchmarks/restarts.py --rounds {options.rounds}",
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "cores": os.cpu_count(),
+        **origin(),
         "load_before": round(load, 2),
         "seconds": {
             name: {

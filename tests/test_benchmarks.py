@@ -21,6 +21,8 @@ def measured(script: str, *arguments: str, file: Path) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, env=clean(), timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found: dict[str, Any] = json.loads(file.read_text())
+    # Seconds mean nothing without the machine that they were measured on.
+    assert {"command", "date", "versions", "cpu"} <= found.keys()
     return found
 
 

@@ -149,7 +149,7 @@ def _restarts() -> list[str]:
         "## From the death of a rank to the next completed step",
         "",
         *_written("restarts", found),
-        f"Two ranks on {found['cores']} cores, a tiny model, in turns. Seconds.",
+        f"Two ranks on {found['cpu']}, a tiny model, in turns. Seconds.",
         "",
         "| | deaths | median | worst |",
         "|---|---:|---:|---:|",
