@@ -13,13 +13,15 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 # Sees every operator that runs, which `torch.overrides` cannot inside of torch's own functions. The module has a
 # private name, though torch's own documentation teaches the class.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from ..base.errors import MeshError
+from ..base.errors import MeshError, StrategyError
+from .torch_versions import compile_with_limit, functional_all_gather, functional_reduce_scatter
 
 GLOO_THREAD = "pt_gloo_runloop"
 """How the system names threads that run gloo's collectives. Private because torch does not tell of them."""
@@ -112,12 +114,12 @@ def all_reduce(tensor: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
 
 def all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The tensors of all ranks of the group, one behind the other along `dim`; see `all_reduce`."""
-    return funcol.wait_tensor(funcol.all_gather_single(tensor.contiguous(), dim % tensor.dim(), group))
+    return funcol.wait_tensor(functional_all_gather(tensor.contiguous(), dim % tensor.dim(), group))
 
 
 def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's part along `dim`, which the group divides, of the sum over its ranks; see `all_reduce`."""
-    return funcol.wait_tensor(funcol.reduce_scatter_single(tensor.contiguous(), "sum", dim % tensor.dim(), group))
+    return funcol.wait_tensor(functional_reduce_scatter(tensor.contiguous(), "sum", dim % tensor.dim(), group))
 
 
 def all_to_all(
@@ -144,6 +146,34 @@ def packed_shard(dim: int, parts: int) -> Placement:
     Private because torch has no public placement for it.
     """
     return _StridedShard(dim, split_factor=parts)
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor that `packed_shard` divides along its last axis."""
+    return isinstance(tensor, DTensor) and isinstance(tensor.placements[-1], _StridedShard)
+
+
+def gather_packed(tensor: DTensor) -> DTensor:
+    """Gather a tensor along its last axis, along which `packed_shard` divides it evenly. Collective.
+
+    torch 2.11 to 2.12 take every `_StridedShard` for the trace of another axis that shards the same dim, and refuse to
+    redistribute one that is none.
+    """
+    mesh, placement = tensor.device_mesh, tensor.placements[-1]
+    axis, dim, parts = mesh.ndim - 1, placement.dim, placement.split_factor
+    ranks = mesh.shape[axis]
+    if tensor.shape[dim] % (parts * ranks):
+        raise StrategyError(
+            f"a dim of {tensor.shape[dim]} in {parts} packed parts cannot be gathered over {ranks} ranks: each part must "
+            f"divide evenly among them."
+        )
+    local = tensor.to_local()
+    rows = all_gather(local.movedim(dim, 0), 0, mesh.get_group(axis))
+    by_part = rows.unflatten(0, (ranks, parts, -1)).transpose(0, 1).flatten(0, 2).movedim(0, dim)
+    placements = (*tensor.placements[:-1], Replicate())
+    return DTensor.from_local(
+        by_part.contiguous(), mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def is_matrix_product(op: Any) -> bool:
@@ -183,7 +213,7 @@ def compiled(function: Callable[..., Any], *, backend: str, versions: int) -> Ca
     # Tensor parallelism writes down what it has copied, and forgets it when the block ends: also within a checkpoint,
     # where torch traces that only if told, by a setting of a private module, that backward need not do it again.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    return torch.compile(function, backend=backend, recompile_limit=versions)
+    return compile_with_limit(function, backend=backend, recompile_limit=versions)
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from ..base.errors import MeshwrightError, StrategyError
 from ..mesh.world import World
 from ..strategy.contract import OptimizerFactory
 from ..tensors.known_values import with_values
-from ..tensors.state import Parts
+from ..tensors.state import Parts, whole_tensor
 from ..train.optim import needs_closure
 from ..train.optimizers import members_of
 from ..train.schedules import reason
@@ -161,9 +161,9 @@ def _try(cls: type[Optimizer], kind: _Kind, settings: dict[str, Any]) -> None:
         if is_elementwise:
             agrees = _agree([each.to_local() for each in stepped], whole, values, _EXACT)
         else:
-            full = [_as_dtensor(value, kind).full_tensor() for value in values]
+            full = [whole_tensor(_as_dtensor(value, kind)) for value in values]
             expected = _stepped(cls, settings, full, lambda value: [value])
-            agrees = _agree([each.full_tensor() for each in stepped], expected, full, _ROUNDED)
+            agrees = _agree([whole_tensor(each) for each in stepped], expected, full, _ROUNDED)
     except Exception as error:
         raise StrategyError(
             f"{cls.__name__} cannot step sharded parameters (DTensors), which it has under this strategy: "

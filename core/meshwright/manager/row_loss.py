@@ -42,7 +42,7 @@ _TRIED_ROWS = 3
 
 
 def _same_random_state() -> AbstractContextManager[None]:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(devices=[torch.accelerator.current_device_index()], device_type=accelerator.type)

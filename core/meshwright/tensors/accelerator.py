@@ -12,7 +12,7 @@ def is_accelerator(device: torch.device) -> bool:
 
     Source: torch.accelerator.
     """
-    found = torch.accelerator.current_accelerator()
+    found = torch.accelerator.current_accelerator(check_available=True)
     return found is not None and found.type == device.type
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
+from .._compat.torch import gather_packed, is_packed
 from ..base.errors import StrategyError
 from ..mesh.world import World
 from .norms import Groups, groups_of
@@ -309,10 +310,13 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     """All of a DTensor as a plain tensor, on every rank of its mesh; a plain tensor as it is.
 
     One axis at a time, outermost first, which undoes what sharding one dim along `tp` and then along `dp_shard` has
-    done; `full_tensor` does the same, but complains of it on every rank. Collective.
+    done; `full_tensor` does the same, but complains of it on every rank. Packed parts are put in their order, which
+    `full_tensor` refuses before torch 2.13. Collective.
     """
     if not isinstance(tensor, DTensor):
         return tensor
+    if is_packed(tensor):
+        tensor = gather_packed(tensor)
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
             placements = list(tensor.placements)

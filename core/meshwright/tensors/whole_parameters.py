@@ -19,6 +19,7 @@ from torch import Tensor
 from ..base.errors import ConfigError, StrategyError
 from ..mesh.mesh import Mesh
 from ..mesh.world import World
+from .collectives import all_gather_single
 from .copies import copy_all
 from .ownership import Rectangle, divide
 from .pieces import Sharded
@@ -245,7 +246,7 @@ class _Stream:
                 if segment.numel():
                     dist.broadcast(segment, group=group, group_src=source)
         elif each.nbytes:
-            dist.all_gather_single(bucket[: each.nbytes], segments[rank], group=group)
+            all_gather_single(bucket[: each.nbytes], segments[rank], group=group)
 
     def _arrived(self, name: str, each: Round, bucket: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
         """Offsets and elements of the rectangles of a parameter that are in the bucket."""

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ..._compat.torch import is_sharded
+from ..._compat.torch import is_packed, is_sharded
 from ...tensors.pieces import Piece, pieces_within
 from ...tensors.state import whole_tensor
 
@@ -59,8 +59,4 @@ def packed_dim(parameter: Tensor) -> int | None:
 
     A strategy must not shard that dim further: torch puts the parts together in a wrong order.
     """
-    placement = parameter.placements[-1] if isinstance(parameter, DTensor) else None
-    if placement is None or placement.is_shard() or not is_sharded(placement):
-        return None
-    dim: int = placement.dim
-    return dim
+    return parameter.placements[-1].dim if is_packed(parameter) else None

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from ..._compat.torch import own_parameters, without_hooks
+from ...tensors.state import whole_tensor
 from .collectives import Copy
 from .division import Division
 
@@ -133,7 +134,7 @@ class LocalParameters:
                     continue
                 if id(parameter) not in made:
                     value = parameter.detach()
-                    full = self._divisions[module, name].whole(value) if self._plain else value.full_tensor()
+                    full = self._divisions[module, name].whole(value) if self._plain else whole_tensor(value)
                     made[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
                 replaced.append((module, name, parameter))
         try:

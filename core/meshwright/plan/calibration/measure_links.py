@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from ...mesh.world import World, same_timeout
+from ...tensors.collectives import all_gather_single, reduce_scatter_single
 from .fit import Sample
 from .measure_compute import Clock, Effort
 
@@ -68,9 +69,9 @@ def _work(
     kind: str, group: dist.ProcessGroup, place: int, whole: Tensor, other: Tensor, part: Tensor
 ) -> Callable[[], object]:
     if kind == "all_gather":
-        return lambda: dist.all_gather_single(whole, part, group=group)
+        return lambda: all_gather_single(whole, part, group=group)
     if kind == "reduce_scatter":
-        return lambda: dist.reduce_scatter_single(part, whole, group=group)
+        return lambda: reduce_scatter_single(part, whole, group=group)
     if kind == "all_reduce":
         return lambda: dist.all_reduce(whole, group=group)
     if kind == "all_to_all":

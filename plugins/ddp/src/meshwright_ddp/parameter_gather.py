@@ -19,6 +19,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.tensors.collectives import all_gather_single
+
 
 class BucketGather:
     """Fills one bucket of parameter values from its owners, in place.
@@ -42,7 +44,7 @@ class BucketGather:
     def start(self) -> None:
         """Issue the collective, if it is needed and not under way."""
         if self.is_stale and self._work is None:
-            self._work = dist.all_gather_single(self._values, self._own, group=self._group, async_op=True)
+            self._work = all_gather_single(self._values, self._own, group=self._group, async_op=True)
 
     def wait(self) -> None:
         """Until the values can be used (on CUDA: by what is queued from now on); nothing if none is under way."""

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.base.errors import MeshError
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import ROOT_AXES
+from meshwright.tensors.collectives import reduce_scatter_single
 
 
 @dataclass(frozen=True)
@@ -168,4 +169,4 @@ class Reduction:
             self._received = torch.empty_like(self.gradients)
             self._work = dist.all_to_all_single(self._received, self.gradients, group=group, async_op=True)
         else:
-            self._work = dist.reduce_scatter_single(self._own, self.gradients, op=op, group=group, async_op=True)
+            self._work = reduce_scatter_single(self._own, self.gradients, op=op, group=group, async_op=True)

@@ -16,6 +16,7 @@ from meshwright.base.errors import StrategyError
 from meshwright.mesh.mesh import Mesh
 from meshwright.tensors.wide_sums import WideSums
 
+from ._compat import buffer_option
 from .config import DDPConfig
 from .hooks import compressing_hook, sum_hook, wide_sum_hook
 
@@ -55,7 +56,7 @@ class TorchEngine:
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             find_unused_parameters=config.find_unused_parameters,
             static_graph=config.static_graph,
-            forward_sync_buffers=config.broadcast_buffers,
+            **buffer_option(config.broadcast_buffers),
         )
         self.module.register_comm_hook(state, hook)
 

@@ -8,8 +8,9 @@ which versions they passed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,45 @@ def begin_at(root: FSDPModule) -> None:
 
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:
-    return list(unit._get_fsdp_state()._fsdp_param_groups)
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    # Before torch 2.12: one group, or None.
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def reduce_unused(unit: FSDPModule) -> None:
+    """Count the gradient of a parameter that this rank does not use as zero in the sum over ranks.
+
+    `set_reduce_scatter_unused_params` does so where torch has it. Otherwise zeros are put in place of missing
+    gradients when the unit's backward ends, before it is reduced. Nothing public runs there: autograd hooks of a
+    parameter run only if it is used, and a unit's own hooks run in an order that torch does not promise.
+    """
+    if hasattr(unit, "set_reduce_scatter_unused_params"):
+        unit.set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    for group in _parameter_groups(unit):
+        group.post_backward = partial(_post_backward_with_zeros, group, group.post_backward)
+
+
+def _post_backward_with_zeros(group: Any, post_backward: Callable[..., None], *args: Any) -> None:
+    if group.reduce_grads:
+        # Gradients of earlier microbatches wait in `unsharded_accumulated_grad`, those of this one in `grad`.
+        gathered = [each for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
+        for parameter in gathered:
+            full = parameter.unsharded_param
+            if full.requires_grad and full.grad is None and parameter.unsharded_accumulated_grad is None:
+                _put_zeros(parameter, full, gathered)
+    post_backward(*args)
+
+
+def _put_zeros(parameter: Any, full: torch.Tensor, gathered: list[Any]) -> None:
+    # A unit is reduced in one dtype: with the sums of earlier microbatches in theirs, `reduce_dtype`.
+    if any(each.unsharded_accumulated_grad is not None for each in gathered):
+        dtype = parameter.reduce_dtype or full.dtype
+        parameter.unsharded_accumulated_grad = torch.zeros_like(full, dtype=dtype)
+    else:
+        full.grad = torch.zeros_like(full)
 
 
 def add_up(units: list[FSDPModule]) -> None:

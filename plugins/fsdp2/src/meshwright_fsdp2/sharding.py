@@ -21,7 +21,7 @@ from meshwright.parallel.expert import ExpertParallel
 from meshwright.parallel.tensor import TensorParallel
 
 from . import schedule
-from ._compat import begin_at, held_after_forward
+from ._compat import begin_at, held_after_forward, reduce_unused
 from .half_messages import HalfMessages
 from .unit_options import UnitOptions
 from .units import Unit, find_units, units_by_dtype
@@ -145,7 +145,7 @@ def _fully_shard(model: nn.Module, unit: Unit, arguments: Mapping[str, Any], wit
     module: FSDPModule = sharded[0] if isinstance(sharded, list) else sharded
     sum_gradients(module)
     # Ranks may use different parameters: the others count as zero in the sum.
-    module.set_reduce_scatter_unused_params(True, recurse=False)
+    reduce_unused(module)
     return module
 
 

@@ -90,13 +90,13 @@ class UnitOptions:
         """
         if unit.is_experts and self.expert_mesh is not None:
             mesh = self.expert_mesh
-            place: _Placement | None = _place_experts(mesh.size(-1))
+            place: _Placement | None = _place_experts(mesh.shape[-1])
         else:
             mesh = self.mesh
-            place = _place_packed(mesh.size(-1), tensor_parallel) if tensor_parallel is not None else None
+            place = _place_packed(mesh.shape[-1], tensor_parallel) if tensor_parallel is not None else None
         return {
             "mesh": mesh,
-            "reshard_after_forward": self._reshard(unit, mesh.size(-1)),
+            "reshard_after_forward": self._reshard(unit, mesh.shape[-1]),
             "mp_policy": self._policy(unit),
             "offload_policy": self.offload_policy,
             "shard_placement_fn": place,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.mesh.mesh import Mesh
 
@@ -162,20 +163,34 @@ def _first_cut(shapes: Sequence[torch.Size], parts: int, theirs: Any) -> int | N
     return None
 
 
+def _package_mesh(mesh: Mesh, sharded: list[str]) -> DeviceMesh:
+    """A mesh of the axes `sharded`, and behind them `pp`, over the process groups that there are.
+
+    The package slices them in this order. It is not the order of the whole mesh, in which torch 2.11 and 2.12 want
+    slices. `pp` has one rank under every strategy that does not claim it.
+    """
+    names = (*sharded, "pp")
+    ranks = mesh[tuple(sharded)].mesh if len(sharded) > 1 else mesh[sharded[0]].mesh
+    groups = [mesh.group(name) for name in names]
+    return DeviceMesh.from_group(groups, mesh.device.type, ranks.unsqueeze(-1), mesh_dim_names=names)
+
+
 def _index(mesh: Mesh, *, shards_outer: bool) -> Any:
     """The package's own view of the mesh."""
     hybrid = mesh.degrees.dp_replicate > 1
     group = mesh.group("dp_cp") if hybrid else None
+    shards = "dp_shard_cp" if mesh.degrees.cp > 1 else "dp_shard"
+    own = _package_mesh(mesh, ["dp_replicate", shards] if hybrid else [shards])
     return package().FSDPDistributedIndex(
-        mesh.device_mesh,
-        dp_shard_dim="dp_shard_cp" if mesh.degrees.cp > 1 else "dp_shard",
+        own,
+        dp_shard_dim=shards,
         dp_outer_dim="dp_replicate" if hybrid else None,
         # Must be given. Tensor parallelism is ours: the package sees each rank's part as a whole model, and an axis of
-        # one rank, which pp is for all strategies that do not claim it.
+        # one rank.
         tp_dim="pp",
         hybrid_fsdp_group=group,
         # Parameters whose names contain ".experts." go by a mesh of their own; without one, by the whole world.
-        expt_device_mesh=mesh.device_mesh,
+        expt_device_mesh=own,
         hybrid_fsdp_expt_group=group,
         hsdp_outer_dp_shard=shards_outer,
     )

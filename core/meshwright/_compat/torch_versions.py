@@ -1,0 +1,61 @@
+"""Names that differ between the versions of torch that are supported, oldest first: 2.11 to 2.15.
+
+Each function below calls the current name where the installed torch has it, and its predecessor otherwise.
+[`SHIMS`][] says in which version of torch the current name appeared. Once `pyproject.toml` asks for that version,
+`tests/test_compat.py` fails until the shim is deleted.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+
+SHIMS = {
+    "all_gather_single": "2.13",
+    "reduce_scatter_single": "2.13",
+    "functional_all_gather": "2.13",
+    "functional_reduce_scatter": "2.13",
+    "compile_with_limit": "2.12",
+}
+"""First version of torch that needs no shim, by function of this module."""
+
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+_reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+
+
+def functional_all_gather(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Start a functional all-gather along `dim`."""
+    gathered: Tensor = _all_gather(tensor, dim, group)
+    return gathered
+
+
+def functional_reduce_scatter(tensor: Tensor, op: str, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Start a functional reduce-scatter along `dim`."""
+    scattered: Tensor = _reduce_scatter(tensor, op, dim, group)
+    return scattered
+
+
+def compile_with_limit(function: Callable[..., Any], *, backend: str, recompile_limit: int) -> Callable[..., Any]:
+    """`torch.compile(function, recompile_limit=...)`.
+
+    Without that argument the limit belongs to the process; it is raised there, never lowered.
+    """
+    if "recompile_limit" in _compile_arguments():
+        return torch.compile(function, backend=backend, recompile_limit=recompile_limit)
+    torch._dynamo.config.recompile_limit = max(recompile_limit, torch._dynamo.config.recompile_limit)
+    return torch.compile(function, backend=backend)
+
+
+@functools.cache
+def _compile_arguments() -> frozenset[str]:
+    return frozenset(inspect.signature(torch.compile).parameters)

@@ -1,0 +1,23 @@
+"""Names of torch that differ between its supported versions, or are private, each with the reason.
+
+`tests/test_ddp_compat.py` of this plugin holds a canary for each.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+from torch.nn.parallel import DistributedDataParallel
+
+SHIMS = {"buffer_option": "2.13"}
+"""First version of torch that needs no shim, by function of this module."""
+
+
+def buffer_option(is_synced: bool) -> dict[str, bool]:
+    """The argument of DistributedDataParallel that says whether rank 0's buffers are broadcast before each forward.
+
+    `forward_sync_buffers` where torch has it. In older versions `broadcast_buffers` also governs the broadcast at
+    construction, which `init_sync=False` switches off.
+    """
+    known = inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": is_synced}
