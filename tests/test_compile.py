@@ -93,8 +93,11 @@ def test_a_compiler_that_does_not_work_is_told_with_the_remedy(monkeypatch: pyte
     model = tiny_model()
     torch.compiler.reset()
     monkeypatch.setattr("meshwright.model.compile.compiled", lambda *_, **__: broken)
-    with pytest.raises(StrategyError, match=r"no C\+\+ compiler found Install a C\+\+ compiler.*enable_compile=false"):
-        compile_blocks(model, layout_by_structure(model))
+    for found, remedy in ((None, r"Install a C\+\+ compiler such as g\+\+,"), ("/usr/bin/g++", "See the error above,")):
+        monkeypatch.setattr("shutil.which", lambda _, found=found: found)
+        told = rf"RuntimeError: no C\+\+ compiler found {remedy} or set enable_compile=false"
+        with pytest.raises(StrategyError, match=told):
+            compile_blocks(model, layout_by_structure(model))
     assert "forward" not in vars(model.model.layers[0])
 
 

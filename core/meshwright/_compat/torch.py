@@ -164,8 +164,8 @@ def gather_packed(tensor: DTensor) -> DTensor:
     ranks = mesh.shape[axis]
     if tensor.shape[dim] % (parts * ranks):
         raise StrategyError(
-            f"a dim of {tensor.shape[dim]} in {parts} packed parts cannot be gathered over {ranks} ranks: each part must "
-            f"divide evenly among them."
+            f"{parts} packed parts of {tensor.shape[dim]} features cannot be gathered over {ranks} ranks: each must "
+            f"divide evenly."
         )
     local = tensor.to_local()
     rows = all_gather(local.movedim(dim, 0), 0, mesh.get_group(axis))

@@ -23,6 +23,7 @@ SHIMS = {
     "functional_all_gather": "2.13",
     "functional_reduce_scatter": "2.13",
     "compile_with_limit": "2.12",
+    "compiles_attention_in_float64": "2.13",
 }
 """First version of torch that needs no shim, by function of this module."""
 
@@ -54,6 +55,17 @@ def compile_with_limit(function: Callable[..., Any], *, backend: str, recompile_
         return torch.compile(function, backend=backend, recompile_limit=recompile_limit)
     torch._dynamo.config.recompile_limit = max(recompile_limit, torch._dynamo.config.recompile_limit)
     return torch.compile(function, backend=backend)
+
+
+@functools.cache
+def compiles_attention_in_float64() -> bool:
+    """Whether torch.compile knows the dtype of what the CPU's fused attention saves for backward in float64.
+
+    torch 2.11 and 2.12 take its log-sum-exp for float32, and a compiled backward fails: "expected scalar type Double".
+    """
+    one = torch.empty(1, 1, 1, 1, dtype=torch.float64, device="meta")
+    _, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(one, one, one)
+    return bool(logsumexp.dtype == torch.float64)
 
 
 @functools.cache

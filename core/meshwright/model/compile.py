@@ -11,13 +11,18 @@ Source: torch.compile, "regional compilation".
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._compat.torch import compiled
+from .._compat.torch_versions import compiles_attention_in_float64
 from ..base.errors import ModelError, StrategyError
 from .forward_order import Layer, put_around
 from .layout import ModelLayout
@@ -56,7 +61,23 @@ def compile_blocks(
     # Where blocks differ in what compile takes for constants (their index, a window), each is compiled anew.
     compile_one = functools.partial(compiled, backend=backend, versions=_VERSIONS_PER_BLOCK * len(parts))
     for part in dict.fromkeys(parts):
-        put_around(part, Layer.COMPILED, compile_one)
+        is_float64 = torch.device(device).type == "cpu" and any(p.dtype == torch.float64 for p in part.parameters())
+        # Within what is compiled: around it, torch 2.11 does not heed the choice.
+        if is_float64 and not compiles_attention_in_float64():
+            put_around(part, Layer.COMPILED, lambda forward: compile_one(_with_plain_attention(forward)))
+        else:
+            put_around(part, Layer.COMPILED, compile_one)
+
+
+def _with_plain_attention(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward in which attention is matrix products and a softmax; see `compiles_attention_in_float64`."""
+
+    @functools.wraps(function)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with sdpa_kernel(SDPBackend.MATH):
+            return function(*args, **kwargs)
+
+    return forward
 
 
 def _parts(module: nn.Module, left: set[nn.Module]) -> Iterator[nn.Module]:
@@ -93,6 +114,15 @@ def check_compiler(device: str, backend: str) -> None:
         # Anything from a missing compiler to a broken installation.
         reason = str(error).strip().split("\n")[0]
         raise StrategyError(
-            f"enable_compile=true, but torch.compile (backend {backend}) does not work on {device}: {reason} "
-            f"Install a C++ compiler such as g++ (on a GPU, Triton), or set enable_compile=false."
+            f"enable_compile=true, but torch.compile (backend {backend}) of torch {torch.__version__} does not work on "
+            f"{device}: {type(error).__name__}: {reason} {_compiler_remedy(device)} or set enable_compile=false."
         ) from error
+
+
+def _compiler_remedy(device: str) -> str:
+    """What to install, where something is missing; a compiler that is there and fails is another matter."""
+    if torch.device(device).type != "cpu":
+        has_triton = importlib.util.find_spec("triton") is not None
+        return "See the error above," if has_triton else "Install Triton (it comes with torch's CUDA builds),"
+    has_compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "c++")))
+    return "See the error above," if has_compiler else "Install a C++ compiler such as g++,"

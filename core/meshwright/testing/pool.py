@@ -31,6 +31,10 @@ T = TypeVar("T")
 GROUP_TIMEOUT_S = 60.0
 """How long a collective of a task waits for its peers."""
 
+_MOST_THREADS = 256
+"""A worker with more threads is replaced. torch before 2.13 keeps the process groups of ended tasks alive in caches that
+cannot be emptied, and each gloo group has polling threads."""
+
 _FINISHED = "finished"
 """Told to the workers when all of them have ended a task."""
 
@@ -68,6 +72,8 @@ class WorkerPool:
             return self._run(task, args, timeout_s, device)
 
     def _run(self, task: Callable[..., T], args: tuple[Any, ...], timeout_s: float, device: str) -> list[T]:
+        if any(_threads(process) > _MOST_THREADS for process, _ in self._workers):
+            self.close(grace_s=5.0)
         if not self._workers:
             self._start()
         # A store that is closed late may write its file once more, while the directory is removed.
@@ -146,6 +152,12 @@ def pool(size: int) -> WorkerPool:
     workers = WorkerPool(size)
     atexit.register(workers.close, grace_s=5.0)
     return workers
+
+
+def _threads(process: multiprocessing.process.BaseProcess) -> int:
+    """Threads of a worker; 0 where the system does not tell, as other than Linux."""
+    tasks = Path(f"/proc/{process.pid}/task")
+    return sum(1 for _ in tasks.iterdir()) if tasks.is_dir() else 0
 
 
 def _serve(rank: int, size: int, connection: Connection) -> None:
