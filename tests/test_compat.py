@@ -8,6 +8,7 @@ import warnings
 import weakref
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,7 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from meshwright import Mesh, MeshSizes, open_world
+import meshwright_ddp._compat
+import meshwright_fsdp2._compat
+from meshwright import Mesh, MeshSizes, StrategyError, open_world
+from meshwright._compat import torch_versions
 from meshwright._compat.chat_templates import render_marked
 from meshwright._compat.peft import (
     active_copies,
@@ -50,8 +54,10 @@ from meshwright._compat.torch import (
     foreach_copy_,
     foreach_mul_,
     foreach_norm,
+    gather_packed,
     group_timeout,
     groups_with_timeout,
+    is_packed,
     is_sharded,
     live_groups,
     own_parameters,
@@ -74,8 +80,10 @@ from meshwright._compat.transformers import (
     set_attention,
     to_saved_format,
 )
+from meshwright.files.requirements import oldest_torch
 from meshwright.model.pretrained.files import Held
 from meshwright.model.pretrained.recorded import Recorded
+from meshwright.tensors.state import whole_tensor
 from meshwright.testing import pool
 from meshwright.testing._compat import bound_arguments, process_group, unwraps_itself
 from meshwright.testing.models import case_model, tiny_model
@@ -220,8 +228,8 @@ def _packed() -> tuple[list[float], list[float], list[int]]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     made = distribute_tensor(torch.arange(8.0), mesh, [packed_shard(0, 2)])
     columns = distribute_tensor(torch.arange(24.0).view(3, 8), mesh, [packed_shard(1, 2)])
-    assert torch.equal(columns.full_tensor(), torch.arange(24.0).view(3, 8))
-    return made.to_local().tolist(), made.full_tensor().tolist(), columns.to_local()[0].int().tolist()
+    assert torch.equal(whole_tensor(columns), torch.arange(24.0).view(3, 8))
+    return made.to_local().tolist(), whole_tensor(made).tolist(), columns.to_local()[0].int().tolist()
 
 
 def test_a_packed_shard_divides_each_part() -> None:
@@ -229,6 +237,47 @@ def test_a_packed_shard_divides_each_part() -> None:
         assert local == [[0.0, 1.0, 4.0, 5.0], [2.0, 3.0, 6.0, 7.0]][rank]
         assert whole == list(range(8))
         assert columns == [[0, 1, 4, 5], [2, 3, 6, 7]][rank]
+
+
+def _packed_over_two_axes() -> list[bool]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    full = torch.arange(24.0).view(3, 8)
+    layer = nn.Linear(8, 3, bias=False)
+    layer.weight = nn.Parameter(distribute_tensor(full, mesh["tp"], [packed_shard(1, 2)]))
+    fully_shard(layer, mesh=mesh["dp"])
+    return [is_packed(layer.weight), torch.equal(whole_tensor(layer.weight.detach()), full)]
+
+
+def test_packed_parts_are_gathered_where_another_axis_shards_another_dim() -> None:
+    assert pool(4).run(_packed_over_two_axes) == [[True, True]] * 4
+
+
+def test_packed_parts_that_do_not_divide_are_refused() -> None:
+    class Mesh:
+        ndim, shape = 1, (3,)
+
+    odd = torch.empty(8)
+    tensor = type("Odd", (), {"device_mesh": Mesh(), "placements": (packed_shard(0, 2),), "shape": odd.shape})()
+    with pytest.raises(StrategyError, match=r"2 packed parts of 8 features cannot be gathered over 3 ranks"):
+        gather_packed(tensor)
+
+
+@pytest.mark.parametrize("module", [torch_versions, meshwright_ddp._compat, meshwright_fsdp2._compat])
+def test_shims_for_old_versions_of_torch_go_when_none_of_them_is_supported(module: ModuleType) -> None:
+    oldest = tuple(map(int, oldest_torch().split(".")))
+    assert oldest < (2, 13), f"delete what {module.__name__}.SHIMS lists: {', '.join(module.SHIMS)}"
+    assert all(callable(getattr(module, name)) for name in module.SHIMS)
+
+
+def test_what_torch_names_anew_is_called_by_its_new_name() -> None:
+    if hasattr(dist, "all_gather_single"):
+        assert torch_versions.all_gather_single is dist.all_gather_single
+        assert torch_versions.reduce_scatter_single is dist.reduce_scatter_single
+        assert meshwright_ddp._compat.buffer_option(True) == {"forward_sync_buffers": True}
+        assert torch_versions.compiles_attention_in_float64()
+    else:
+        assert meshwright_ddp._compat.buffer_option(False) == {"broadcast_buffers": False}
+        assert not torch_versions.compiles_attention_in_float64()
 
 
 def _placements_after_fully_shard() -> list[list[bool]]:

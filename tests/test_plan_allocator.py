@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.launch.allocator import SETTINGS
 from meshwright.plan.allocator import LARGE_GRANULE, SMALL, SMALL_GRANULE, Allocator, replay, streams
 from meshwright.plan.trace import Operation
 
@@ -19,7 +22,7 @@ changes = st.lists(st.tuples(sizes, st.sampled_from(["compute", "gather"]), st.b
 @settings(max_examples=200, deadline=None)
 @given(changes, st.randoms(use_true_random=False))
 def test_memory_is_held_once_and_taken_in_granules(steps, random):
-    allocator, held = Allocator(), {}
+    allocator, held = Allocator(expandable=True), {}
     for block, (size, stream, frees) in enumerate(steps):
         if frees and held:
             gone = random.choice(list(held))
@@ -45,7 +48,7 @@ def test_memory_is_held_once_and_taken_in_granules(steps, random):
 @settings(max_examples=100, deadline=None)
 @given(st.lists(sizes, min_size=1, max_size=20))
 def test_what_is_free_is_used_again(made):
-    allocator = Allocator()
+    allocator = Allocator(expandable=True)
     for _ in range(3):
         for block, size in enumerate(made):
             allocator.change(block, size)
@@ -61,7 +64,7 @@ def test_what_is_free_is_used_again(made):
 
 
 def test_the_smallest_that_fits_is_taken_and_the_end_last():
-    allocator = Allocator()
+    allocator = Allocator(expandable=True)
     for block, size in enumerate([30, 2, 20, 2]):
         allocator.change(block, size * MIB)
     allocator.change(0, -30 * MIB)
@@ -92,3 +95,53 @@ def test_the_first_operator_tells_the_stream(name, stream):
     made = [("aten.empty.memory_format", (), ((3, 8),)), (f"{name}.default", ((1, 8),), ((3, 8),))]
     operations = [Operation(name, 0, 0, (), torch.float32, None, reads, writes) for name, reads, writes in made]
     assert streams(operations).get(3) == stream
+
+
+def test_fixed_segments_are_taken_by_size_and_split_and_joined_as_torch_does():
+    allocator = Allocator(expandable=False)
+    allocator.change(0, 600_000)  # up to 1 MiB: a segment of 2 MiB
+    assert allocator.reserved == 2 * MIB
+    allocator.change(1, 3 * MIB)  # less than 10 MiB: one of 20 MiB
+    allocator.change(2, 16 * MIB)  # of which 17 MiB are left
+    assert allocator.reserved == 22 * MIB
+    assert allocator.allocated == 600_064 + 20 * MIB  # the last MiB is not split off
+    allocator.change(3, 10 * MIB + 1)  # else in multiples of 2 MiB
+    assert allocator.reserved == 34 * MIB
+    allocator.change(1, -3 * MIB)
+    allocator.change(2, -16 * MIB)
+    # Joined within their segment, and not with the next one.
+    allocator.change(4, 20 * MIB)
+    assert allocator.reserved == 34 * MIB
+    allocator.change(5, 21 * MIB)
+    assert allocator.reserved == 56 * MIB
+
+
+@settings(max_examples=100, deadline=None)
+@given(changes, st.randoms(use_true_random=False))
+def test_fixed_segments_hold_memory_once(steps, random):
+    allocator, held = Allocator(expandable=False), {}
+    for block, (size, stream, frees) in enumerate(steps):
+        if frees and held:
+            gone = random.choice(list(held))
+            allocator.change(gone, -held.pop(gone))
+        allocator.change(block, size, stream)
+        held[block] = size
+        assert sum(held.values()) <= allocator.allocated <= allocator.reserved
+        for pool in allocator._segments.values():
+            ranges = sorted([*pool.live.values(), *pool._starts.items()])
+            assert all(one + length <= other for (one, length), (other, _) in itertools.pairwise(ranges))
+            assert sum(length for _, length in ranges) == pool.mapped
+    for block, size in held.items():
+        allocator.change(block, -size)
+    assert allocator.allocated == 0
+
+
+@pytest.mark.parametrize(("setting", "expected"), [(None, 60), ("max_split_size_mb:512", 42)])
+def test_the_environment_says_which_segments_are_planned(monkeypatch, setting, expected):
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    if setting is not None:
+        monkeypatch.setenv(SETTINGS[0], setting)
+    allocator = Allocator()
+    allocator.change(0, 41 * MIB)
+    assert allocator.reserved == expected * MIB

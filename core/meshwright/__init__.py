@@ -155,6 +155,9 @@ _MODULE_OF = {
 def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .files.requirements import check_torch
+
+    check_torch()
     return getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
 
 

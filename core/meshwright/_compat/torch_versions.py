@@ -1,8 +1,8 @@
 """Names that differ between the versions of torch that are supported, oldest first: 2.11 to 2.15.
 
-Each function below calls the current name where the installed torch has it, and its predecessor otherwise.
-[`SHIMS`][] says in which version of torch the current name appeared. Once `pyproject.toml` asks for that version,
-`tests/test_compat.py` fails until the shim is deleted.
+Each function below calls the current name where the installed torch has it, and its predecessor otherwise. `SHIMS`
+lists what torch 2.13 needs no longer. Once `pyproject.toml` asks for that version, `tests/test_compat.py` fails until
+the shims are deleted.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
-SHIMS = {
-    "all_gather_single": "2.13",
-    "reduce_scatter_single": "2.13",
-    "functional_all_gather": "2.13",
-    "functional_reduce_scatter": "2.13",
-    "compile_with_limit": "2.12",
-    "compiles_attention_in_float64": "2.13",
-}
-"""First version of torch that needs no shim, by function of this module."""
+SHIMS = (
+    "all_gather_single",
+    "reduce_scatter_single",
+    "functional_all_gather",
+    "functional_reduce_scatter",
+    "compile_with_limit",
+    "compiles_attention_in_float64",
+)
+"""What torch 2.13 needs no longer."""
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -10,6 +10,8 @@ from typing import Any
 import typer
 from typer.main import get_group
 
+from ..files.requirements import check_torch
+from ..launch.allocator import prefer_expandable_segments
 from ..launch.rank import leave
 from ..strategy.registry import Failure, Registry, get_registry
 from . import data, profile
@@ -65,10 +67,12 @@ app.command()(doctor)
 
 def main() -> None:
     """Entry point of the command `meshwright`."""
+    prefer_expandable_segments()
     add_commands(app, get_registry())
     try:
         # For the commands of plugins.
         with told(traceback=False):
+            check_torch()
             app()
     except SystemExit as end:
         if not isinstance(end.code, int):

@@ -75,7 +75,9 @@ class Device(FrozenModel):
     )
     kernel_s: Positive = Field(description="The least that a kernel takes.")
     cpu_s: Positive = Field(description="What the host takes to issue an operator.")
-    workspace_bytes: int = Field(ge=0, description="Memory that libraries hold, through torch's allocator.")
+    workspace_bytes: int = Field(
+        ge=0, description="Memory that one handle of the library for matrix products holds, through torch's allocator."
+    )
     context_bytes: int = Field(
         default=2 << 30,
         ge=0,
@@ -92,6 +94,15 @@ class Device(FrozenModel):
     )
     node: Node
     sources: Mapping[str, str] = Field(description="Where figures are from.")
+
+    @property
+    def library_bytes(self) -> int:
+        """Workspaces of cuBLAS in a training process: forward's thread and autograd's have a handle each.
+
+        Source: aten/src/ATen/cuda/CublasHandlePool.cpp of torch 2.11 (one workspace for each handle and stream; 32 MiB
+        on Hopper and Blackwell, 8.125 MiB before). On an H200 peaks were 64 MiB above those of tensors alone.
+        """
+        return 2 * self.workspace_bytes
 
     def pace(self, count: int) -> float:
         """Of the slowest of so many devices, of that of one; see `spread`.

@@ -179,14 +179,16 @@ def _played(traces: Sequence[Trace], job: Job, device: Device) -> list[Timeline]
 
 
 def _of_rank(found: Trace, line: Timeline, device: Device) -> dict[str, Any]:
-    taken = found.peak.bytes if device.is_host else reserved(found, workspace=device.workspace_bytes)
+    library = device.library_bytes
+    taken = found.peak.bytes if device.is_host else reserved(found, workspace=library)
     return {
         "rank": found.rank,
-        "peak_allocated_bytes": found.peak.bytes,
+        "peak_allocated_bytes": found.peak.bytes + library,
         "peak_reserved_bytes": taken,
-        "held_bytes": found.after.bytes,
+        "held_bytes": found.after.bytes + library,
         "peak_operator": found.peak.operator,
-        "peak_by_phase": dict(found.peak.phases),
+        "library_bytes": library,
+        "peak_by_phase": {phase: most + library for phase, most in found.peak.phases.items()},
         "peak_by_owner": dict(found.peak.owners),
         "held_by_owner": dict(found.after.owners),
         "activations_by_module": dict(found.peak.activations),

@@ -32,8 +32,8 @@ GROUP_TIMEOUT_S = 60.0
 """How long a collective of a task waits for its peers."""
 
 _MOST_THREADS = 256
-"""A worker with more threads is replaced. torch before 2.13 keeps the process groups of ended tasks alive in caches that
-cannot be emptied, and each gloo group has polling threads."""
+"""A worker with more threads is replaced: torch before 2.13 keeps process groups of ended tasks alive in caches that
+cannot be emptied, and each gloo group has threads that poll."""
 
 _FINISHED = "finished"
 """Told to the workers when all of them have ended a task."""

@@ -31,7 +31,7 @@ from ..data import (
 )
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import Degrees
-from ..mesh.world import find_device
+from ..mesh.world import find_device, missing_driver
 from ..model.configuration import model_config
 from ..model.size import model_size
 from ..objectives.registry import get_objective
@@ -281,7 +281,9 @@ def _of_each_source(data: PreparedData) -> dict[str, str]:
 def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> list[str]:
     layout = model_layout(model)
     size = model_size(model)
+    reason = missing_driver() if config.device is None else None
     return [
+        *([f"training on the CPU: {reason}"] if reason is not None else []),
         f"{plan.stack} on {plan.degrees} ({mesh.device.type}): {plan.model_config.model_type} with "
         f"{size.parameters:,} parameters in {len(layout.blocks)} blocks"
         + (f"; {size.trainable:,} of them train, over {plan.model.base}" if plan.model.base is not None else ""),

@@ -83,8 +83,8 @@ class Shown:
     def reserved(self) -> list[int]:
         """What the allocator takes for each of `traces`, in bytes."""
         of_plan = {each["rank"]: each["peak_reserved_bytes"] for each in self.plan["ranks"]} if self.is_whole else {}
-        workspace = self.device.workspace_bytes
-        return [of_plan.get(found.rank) or reserved(found, workspace=workspace) for found in self.traces]
+        library = self.device.library_bytes
+        return [of_plan.get(found.rank) or reserved(found, workspace=library) for found in self.traces]
 
 
 def shown(job: Job, device: Device, plan: Mapping[str, Any], layouts: Sequence[Mapping[str, Any]] = ()) -> Shown:

@@ -153,9 +153,11 @@ def glance(job: Job, device: Device) -> Glance:
         of_depth = replace(job, model=functools.partial(make, depth)) if make is not None and shallow else job
         found = trace_rank(of_depth, 0)
         (line,) = play([found], job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked)
-        taken = found.peak.bytes if device.is_host else reserved(found, workspace=device.workspace_bytes)
-        rows.append((line.seconds, _first(line), taken - found.peak.bytes, found.after.bytes, _activations(found)))
-        peaks.append(found.peak.phases)
+        library = device.library_bytes
+        taken = found.peak.bytes if device.is_host else reserved(found, workspace=library)
+        spare, held = taken - found.peak.bytes - library, found.after.bytes + library
+        rows.append((line.seconds, _first(line), spare, held, _activations(found)))
+        peaks.append({phase: most + library for phase, most in found.peak.phases.items()})
     step, first, held, activations = (Line.through(depths, [row[at] for row in rows]) for at in (0, 1, 3, 4))
     spare = max(row[2] for row in rows)
     phases = {phase: Line.through(depths, [each.get(phase, 0) for each in peaks]) for phase in peaks[-1]}

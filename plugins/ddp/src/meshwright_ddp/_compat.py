@@ -1,6 +1,6 @@
 """Names of torch that differ between its supported versions, or are private, each with the reason.
 
-`tests/test_ddp_compat.py` of this plugin holds a canary for each.
+`tests/test_compat.py` holds a canary for each.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import inspect
 
 from torch.nn.parallel import DistributedDataParallel
 
-SHIMS = {"buffer_option": "2.13"}
-"""First version of torch that needs no shim, by function of this module."""
+SHIMS = ("buffer_option",)
+"""What torch 2.13 needs no longer; see `meshwright._compat.torch_versions`."""
 
 
 def buffer_option(is_synced: bool) -> dict[str, bool]:

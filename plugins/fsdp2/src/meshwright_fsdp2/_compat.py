@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+SHIMS = ("reduce_unused",)
+"""What torch 2.13 needs no longer; see `meshwright._compat.torch_versions`."""
+
 
 @contextmanager
 def held_after_forward(units: list[FSDPModule]) -> Iterator[None]:
@@ -49,7 +52,7 @@ def _parameter_groups(unit: FSDPModule) -> list[Any]:
     state = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    # Before torch 2.12: one group, or None.
+    # Before torch 2.13: one group, or None.
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 

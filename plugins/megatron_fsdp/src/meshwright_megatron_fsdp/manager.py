@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.base.errors import MeshError, ModelError, StrategyError
+from meshwright.launch.allocator import uses_expandable_segments
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.manager.ending import Findings
 from meshwright.manager.given_mesh import as_mesh
@@ -228,4 +229,9 @@ def check_options(config: MegatronFSDPConfig, mesh: Mesh) -> None:
         raise StrategyError(
             f"nccl_ub=true registers buffers with NCCL by an allocator of apex or megatron-core, but {why}. "
             f"Set nccl_ub=false."
+        )
+    if config.nccl_ub and uses_expandable_segments():
+        raise StrategyError(
+            "nccl_ub=true registers buffers with NCCL, which cannot take memory of expandable segments. "
+            "Set PYTORCH_ALLOC_CONF=expandable_segments:False in the environment, or nccl_ub=false."
         )
