@@ -28,6 +28,7 @@ from .._compat.torch import group_timeout, groups_with_timeout
 from ..base.errors import MeshError, MeshwrightError
 from ..launch.allocator import prefer_expandable_segments
 from ..launch.background import in_background
+from ..launch.drivers import missing_driver
 from ..launch.environment import started_by_launcher, started_by_torchrun
 from ..launch.gloo_threads import settle_at_exit
 from ..launch.join import join, local_rank
@@ -252,8 +253,7 @@ def open_world(
     """
     join(has_store=store is not None)
     settle_at_exit()
-    if not torch.cuda.is_initialized():
-        prefer_expandable_segments()
+    prefer_expandable_segments()
     chosen = find_device(device)
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(chosen.index)
@@ -301,16 +301,6 @@ def find_device(device: str | torch.device | None) -> torch.device:
     if index >= count:
         raise MeshError(f"device index {index} does not exist: this node has {count} {chosen.type} devices.")
     return torch.device(chosen.type, index)
-
-
-def missing_driver() -> str | None:
-    """Why a build of torch for GPUs finds none; None where it finds some, or is one for CPUs."""
-    built = (
-        f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else ""
-    )
-    if not built or torch.accelerator.is_available():
-        return None
-    return f"torch {torch.__version__} is built for {built}, but finds no GPU with a driver"
 
 
 def _device_backend(device: torch.device) -> str:

@@ -307,16 +307,12 @@ def _gathered(value: Any, parameter: Any, world: World, parts: Parts) -> Any:
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """All of a DTensor as a plain tensor, on every rank of its mesh; a plain tensor as it is.
-
-    One axis at a time, outermost first, which undoes what sharding one dim along `tp` and then along `dp_shard` has
-    done; `full_tensor` does the same, but complains of it on every rank. Packed parts are put in their order, which
-    `full_tensor` refuses before torch 2.13. Collective.
-    """
+    """All of a DTensor as a plain tensor, on every rank of its mesh; a plain tensor as it is. Collective."""
+    # One axis at a time, outermost first, which undoes what sharding one dim along `tp` and then along `dp_shard` has
+    # done; `full_tensor` warns of it on every rank, and before torch 2.13 refuses packed parts.
     if not isinstance(tensor, DTensor):
         return tensor
-    if is_packed(tensor):
-        tensor = gather_packed(tensor)
+    tensor = gather_packed(tensor) if is_packed(tensor) else tensor
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
             placements = list(tensor.placements)

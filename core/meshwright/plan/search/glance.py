@@ -155,8 +155,8 @@ def glance(job: Job, device: Device) -> Glance:
         (line,) = play([found], job.degrees, device, is_compiled=job.is_compiled, chunked=job.chunked)
         library = device.library_bytes
         taken = found.peak.bytes if device.is_host else reserved(found, workspace=library)
-        spare, held = taken - found.peak.bytes - library, found.after.bytes + library
-        rows.append((line.seconds, _first(line), spare, held, _activations(found)))
+        beyond, kept = taken - found.peak.bytes - library, found.after.bytes + library
+        rows.append((line.seconds, _first(line), beyond, kept, _activations(found)))
         peaks.append({phase: most + library for phase, most in found.peak.phases.items()})
     step, first, held, activations = (Line.through(depths, [row[at] for row in rows]) for at in (0, 1, 3, 4))
     spare = max(row[2] for row in rows)
