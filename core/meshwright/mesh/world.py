@@ -293,8 +293,8 @@ def find_device(device: str | torch.device | None) -> torch.device:
     if chosen.type == "cpu":
         return torch.device("cpu")
     if accelerator is None or accelerator.type != chosen.type:
-        have, reason = accelerator.type if accelerator else "cpu", missing_driver()
-        because = f": {reason}" if reason is not None and chosen.type == "cuda" else ""
+        have = accelerator.type if accelerator else "cpu"
+        because = f": {missing_driver()}" if missing_driver() else ""
         raise MeshError(f"device {str(device)!r} is not available here{because}. Available: {have}. Set device={have}.")
     count = torch.accelerator.device_count()
     index = chosen.index if chosen.index is not None else local_rank(count) % count
