@@ -7,7 +7,7 @@ BRIDGES := -e plugins/fabric -e plugins/trainer -e plugins/trackers
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DISTRIBUTIONS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 
-.PHONY: train sft test test-full test-zoo test-versions lint types docs check clean
+.PHONY: train sft gpu test test-full test-zoo test-versions lint types docs check clean
 
 # What training needs, and what tests, lint and types need beside it.
 .venv/trains: $(DISTRIBUTIONS)
@@ -29,6 +29,11 @@ sft: .venv/trains
 	test -d runs/stdlib/model || $(MAKE) train
 	$(BIN)/meshwright train examples/sft.yaml
 	$(BIN)/python examples/ask.py runs/sft 'What does os.path.join do?'
+
+# What this machine's GPU shows, in eight minutes; gpu/gpu.json has the results, docs/gpu.md says of what.
+gpu: .venv/trains
+	$(INSTALL) -e '.[peft]' pytest
+	$(BIN)/python benchmarks/gpu/all.py --out gpu
 
 # Three tiers, see tests/tiers.py; PART=2/20 makes it the third of twenty parts.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(if $(PART),--part=$(PART))

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.mesh.mesh import Mesh
@@ -72,6 +73,8 @@ class Work:
     tp: int = 1
     """Ranks that compute a microbatch together, by tensor parallelism."""
     seed: int = 0
+    loss_chunk_rows: int | None = None
+    """Rows of which the loop by hand computes logits at a time; None: all."""
 
     def model(self) -> nn.Module:
         """A Llama with random weights, the same at every call."""
@@ -298,8 +301,7 @@ def loop_by_hand(
         losses = []
         for position, (ids_BS, targets_BS) in enumerate(inputs):
             with ways.sync(position == len(inputs) - 1), loss_parallel() if work.tp > 1 else nullcontext():
-                logits_BSV = module(input_ids=ids_BS, use_cache=False).logits
-                loss = token_loss(logits_BSV, targets_BS) / num_tokens
+                loss = _loss_by_hand(module, ids_BS, targets_BS, work.loss_chunk_rows) / num_tokens
                 ways.backward(loss * ways.loss_scale)
             losses.append(whole(loss.detach()))
         mean_loss = torch.stack(losses).sum()
@@ -312,6 +314,23 @@ def loop_by_hand(
         return loss_value, norm_value
 
     return step
+
+
+def _loss_by_hand(module: nn.Module, ids_BS: Tensor, targets_BS: Tensor, chunk_rows: int | None) -> Tensor:
+    """The token loss, from whole logits, or from those of some rows at a time, computed again in backward."""
+    if chunk_rows is None:
+        return token_loss(module(input_ids=ids_BS, use_cache=False).logits, targets_BS)
+    head: Any = module.lm_head
+    module.lm_head = nn.Identity()
+    try:
+        hidden_RD = module(input_ids=ids_BS, use_cache=False).logits.flatten(0, 1)
+    finally:
+        module.lm_head = head
+    targets_R = targets_BS.flatten()
+    chunks = zip(hidden_RD.split(chunk_rows), targets_R.split(chunk_rows), strict=True)
+    return torch.stack(
+        [checkpoint(lambda h, t: token_loss(head(h)[None], t[None]), h, t, use_reentrant=False) for h, t in chunks]
+    ).sum()
 
 
 def _by_mesh(module: nn.Module) -> list[list[nn.Parameter]]:

@@ -85,6 +85,12 @@ def performance() -> str:
     return between("performance.md", "time", "\n".join(lines))
 
 
+def gpu() -> str:
+    """What GPUs have shown, claim by claim: docs/gpu.md."""
+    page: str = script("tools/gpu_page.py").gpu_page(RESULTS / "gpu", script("benchmarks/gpu/all.py").parts("cuda"))
+    return page
+
+
 def _ratio(found: Mapping[str, float]) -> str:
     return f"{found['median']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
 
@@ -296,6 +302,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "architecture.md": rooms,
     "coverage.md": coverage,
     "faults.md": faults,
+    "gpu.md": gpu,
     "index.md": front,
     "mutations.md": ignored,
     "performance.md": performance,

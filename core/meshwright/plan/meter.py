@@ -47,6 +47,8 @@ OWNERS = (
     "temporary",
     "other",
 )
+LIBRARIES = "libraries"
+"""What workspaces of libraries have in a plan; operators do not tell of them."""
 ROUND_TO = 512
 """What CUDA's allocator counts memory in, in bytes."""
 

@@ -15,6 +15,7 @@ from ..testing.collectives import Collective
 from .allocator import reserved
 from .depth import Numbers, Point, at_full_size
 from .device import Device
+from .meter import LIBRARIES
 from .ranks import representatives
 from .small_pipelines import InStages, Tracer
 from .stages import from_small
@@ -180,6 +181,7 @@ def _played(traces: Sequence[Trace], job: Job, device: Device) -> list[Timeline]
 
 def _of_rank(found: Trace, line: Timeline, device: Device) -> dict[str, Any]:
     library = device.library_bytes
+    libraries = {LIBRARIES: library} if library else {}
     taken = found.peak.bytes if device.is_host else reserved(found, workspace=library)
     return {
         "rank": found.rank,
@@ -189,8 +191,8 @@ def _of_rank(found: Trace, line: Timeline, device: Device) -> dict[str, Any]:
         "peak_operator": found.peak.operator,
         "library_bytes": library,
         "peak_by_phase": {phase: most + library for phase, most in found.peak.phases.items()},
-        "peak_by_owner": dict(found.peak.owners),
-        "held_by_owner": dict(found.after.owners),
+        "peak_by_owner": {**found.peak.owners, **libraries},
+        "held_by_owner": {**found.after.owners, **libraries},
         "activations_by_module": dict(found.peak.activations),
         "flops": sum(each.flops for each in found.operations),
         "flops_by_dtype": _by_dtype(found.operations),

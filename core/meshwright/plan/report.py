@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from .meter import OWNERS
+from .meter import LIBRARIES, OWNERS
 
 ALIGNED_LEFT = ("operator at the peak", "kind", "group", "dtype", "module", "fits")
 
@@ -19,10 +19,11 @@ def tables(plan: Mapping[str, Any]) -> list[Table]:
 
 def _memory(plan: Mapping[str, Any]) -> Table:
     title = f"{plan['strategy']} on {plan['mesh']}: memory of a rank at its peak [MiB]"
-    columns = ("rank", *OWNERS, "peak", "reserved", "between steps", "operator at the peak")
+    shown = (*OWNERS, LIBRARIES)
+    columns = ("rank", *shown, "peak", "reserved", "between steps", "operator at the peak")
     table = _table(title, columns)
     for each in plan["ranks"]:
-        owners = [_mib(each["peak_by_owner"].get(owner, 0)) for owner in OWNERS]
+        owners = [_mib(each["peak_by_owner"].get(owner, 0)) for owner in shown]
         sizes = [_mib(each[key]) for key in ("peak_allocated_bytes", "peak_reserved_bytes", "held_bytes")]
         table.add_row(str(each["rank"]), *owners, *sizes, each["peak_operator"])
     fits = "fits" if plan["fits"] else "DOES NOT FIT"
