@@ -197,7 +197,7 @@ def parts(device: str) -> list[Part]:
         Part(
             "context",
             "context parallelism runs torch's fused kernels, with the losses of one rank",
-            "guide/long-context.md",
+            "guide/choosing-a-layout.md",
             90,
             {
                 "one rank": small(BF16, "data.seq_len=1024"),

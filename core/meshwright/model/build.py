@@ -11,7 +11,7 @@ from torch import nn
 
 from ..base.errors import ModelError
 from ..files.parsing import reason
-from .configuration import DTYPE_NAMES, checked_dtype_name
+from .configuration import DTYPE_NAMES, PARALLEL, check_init, checked_dtype_name
 from .drawn_weights import DeferredModel
 from .pretrained import open_pretrained
 from .weights import Weights
@@ -38,14 +38,14 @@ def build_model(
 
     Returns:
         The model with its parameters on the meta device, and their values: those at the section's `path`, a
-        `PretrainedWeights`, or without one new ones from `seed`, as of `new_model_on_meta`. The weights of a
-        `checkpoint` are loaded later.
+        `PretrainedWeights`, or without one new ones from `seed`, as the section's `init` says; see `new_model_on_meta`.
+        The weights of a `checkpoint` are loaded later.
 
     Raises:
         ModelError: transformers cannot build or load it.
     """
     if "path" not in section:
-        return new_model_on_meta(config, dtype_of(section), seed)
+        return new_model_on_meta(config, dtype_of(section), seed, init=section.get("init", PARALLEL))
     path = directory or Path(section["path"]).expanduser()
     allow_pickle = bool(section.get("allow_pickle", False))
     wanted = dtype or dtype_of(section)
@@ -77,20 +77,27 @@ def new_model(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
         ) from error
 
 
-def new_model_on_meta(config: Any, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Weights | None]:
-    """`new_model` with its parameters on the meta device, and the values that they have there.
+def new_model_on_meta(
+    config: Any, dtype: torch.dtype, seed: int, *, init: str = PARALLEL
+) -> tuple[nn.Module, Weights | None]:
+    """The causal LM of a Hugging Face configuration with its parameters on the meta device, and their initial values.
+
+    Args:
+        init: one of `INITS`. parallel: each rank draws what it holds, and every layout the same. as_transformers: the
+            values of `new_model`, bit for bit; each rank draws all of them.
 
     Returns:
         Model and values; a few classes read values while they are built, of these the model with its values, and None.
 
     Raises:
-        ModelError: transformers cannot build it.
+        ModelError: transformers cannot build it, or there is no such `init`.
     """
+    check_init(init, "init")
     with torch.device("meta"):
         model = new_model(config, dtype, seed)
     torch.manual_seed(seed)
     try:
-        return model, DeferredModel(model)
+        return model, DeferredModel(model, seed=seed if init == PARALLEL else None)
     except ModelError:
         return new_model(config, dtype, seed), None
 

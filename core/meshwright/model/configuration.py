@@ -15,7 +15,20 @@ from .model_types import check_model_type
 from .remote_code import check_needs_no_code
 
 DTYPE_NAMES = ("float32", "bfloat16", "float64")
-OWN_KEYS = ("path", "revision", "model_type", "checkpoint", "dtype", "allow_pickle", "trust_remote_code", "peft")
+PARALLEL = "parallel"
+INITS = (PARALLEL, "as_transformers")
+"""How new weights are drawn; see `meshwright.model.build.new_model_on_meta`."""
+OWN_KEYS = (
+    "path",
+    "revision",
+    "model_type",
+    "checkpoint",
+    "dtype",
+    "init",
+    "allow_pickle",
+    "trust_remote_code",
+    "peft",
+)
 """Keys of the run file's section that are no fields of the configuration."""
 MAX_LAYERS = 10_000
 
@@ -35,6 +48,7 @@ def model_config(section: Mapping[str, Any], *, tokenizer: Any, seq_len: int, di
     """
     fields = {key: value for key, value in section.items() if key not in OWN_KEYS}
     checked_dtype_name(section.get("dtype", "float32"), "model.dtype")
+    check_init(section.get("init", PARALLEL), "model.init")
     if directory is not None:
         config = config_from_directory(directory, fields, with_weights="path" in section)
     else:
@@ -67,6 +81,16 @@ def checked_dtype_name(name: Any, where: str) -> str:
     if name not in DTYPE_NAMES:
         raise ModelError(f"{where}={name!r} is not one of {', '.join(DTYPE_NAMES)}.{nearest(str(name), DTYPE_NAMES)}")
     return str(name)
+
+
+def check_init(name: Any, where: str) -> None:
+    """Refuse a way of drawing new weights that there is not.
+
+    Raises:
+        ModelError: none of `INITS`.
+    """
+    if name not in INITS:
+        raise ModelError(f"{where}={name!r} is not one of {', '.join(INITS)}.{nearest(str(name), INITS)}")
 
 
 def config_from_mapping(fields: Mapping[str, Any], *, where: str = "model") -> Any:

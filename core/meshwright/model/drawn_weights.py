@@ -1,14 +1,20 @@
-"""Give a model on the meta device the weights that it would have had, without ever holding them all.
+"""Give a model on the meta device its initial weights, without ever holding them all.
 
 A model of transformers draws its weights while it is built: constructors draw, and submodels initialise themselves
-before the rest is there. So what a seed gives follows from the whole sequence of draws. Here the model is built a
-second time, on the CPU, and each operator on a large tensor is written down with the state of the random generator
-before it. So the memory of any tensor can be given back when there is too much of it, and its value computed again
-from its own operators alone, when it is needed: by the model's own code, or for the shard that a rank keeps.
+before the rest is there. Here the model is built a second time, on the CPU, and each operator on a large tensor is
+recorded. So the memory of any tensor can be freed, and its value computed again from its own operators alone, when it
+is needed: by the model's own code, or for the shard that a rank keeps.
 
-A rank holds its shards, one whole parameter, and a budget for what was used last. The time is that of building the
-model twice.
-Source: the deferred initialisation of torchdistx (Meta, 2022).
+With a seed of its own, an operator that fills a large tensor is recorded and not run: its values are drawn when they
+are read, by tiles, and so only those that this rank holds ([Note: tiles] in `random_tiles`). They are the same on every
+device and under every layout, but not those of transformers. What cannot be drawn in parts, since it depends on other
+values (orthogonal matrices, say), is computed whole, from the same tiles.
+
+Without a seed, operators run as they come, on torch's own generator, whose state is recorded: values are those that
+transformers draws, bit for bit, at the price of drawing all of them on every rank, and once more when they are read.
+
+A rank holds its shards, one full parameter, and a budget for what was used last.
+Source: the deferred initialization of torchdistx (Meta, 2022).
 """
 
 from __future__ import annotations
@@ -23,11 +29,33 @@ from torch import Tensor, nn
 
 from .._compat.torch import TorchDispatchMode, storage_of, written_arguments
 from ..base.errors import ModelError
+from .random_tiles import Fill, Grid, Recipe
 
 LARGE_BYTES = 1 << 14
 """Memory below this is never given back."""
 BUDGET_BYTES = 1 << 28
 """Large memory beyond this is given back, the least recently used first."""
+ELEMENTWISE = frozenset(
+    f"aten::{name}_"
+    for name in (
+        "abs",
+        "add",
+        "clamp",
+        "div",
+        "erfinv",
+        "exp",
+        "fill",
+        "log",
+        "mul",
+        "neg",
+        "pow",
+        "sqrt",
+        "sub",
+        "zero",
+    )
+)
+"""Operators that write each element of a tensor by itself, if all else that they are given are numbers."""
+CONSTANT = frozenset({"aten::fill_", "aten::zero_"})
 
 
 @dataclass(frozen=True)
@@ -54,14 +82,21 @@ class _Step:
     """What it makes, where that is large memory of its own."""
     generator: Tensor | None
     """State of the random generator before."""
+    stream: int | None = None
+    """Number of its first tile, if it draws by tiles."""
+    fills: int | None = None
+    """The storage all of whose elements it writes, whatever was in it."""
 
 
 class _Outline(TorchDispatchMode):
     """Write down how large tensors get their values, and give back their memory until it is needed again."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, seed: int | None) -> None:
         super().__init__()
         self._budget_bytes = budget_bytes
+        self._seed = seed
+        self._tiles = 0
+        self._by_storage: dict[int, list[_Step]] = {}
         self._steps: list[_Step] = []
         # Kept, since a freed storage's key may come again; and how many elements it has, of which dtype.
         self._storages: dict[int, Any] = {}
@@ -71,6 +106,9 @@ class _Outline(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._seed is not None and self._can_wait(func, args, kwargs):
+            self._postpone(func, args, kwargs)
+            return args[0]
         used = {key for key, _ in map(storage_of, _tensors((args, kwargs)))} & self._storages.keys()
         for key in used:
             self._bring_back(key)
@@ -82,9 +120,62 @@ class _Outline(TorchDispatchMode):
         writes = {storage_of(_argument(args, kwargs, place))[0] for place in written_arguments(func)} & used
         writes |= {ref.key for ref in outputs if ref is not None}
         if writes:
-            self._steps.append(_Step(func, refs, named, frozenset(used), frozenset(writes), outputs, state))
+            self._record(_Step(func, refs, named, frozenset(used), frozenset(writes), outputs, state))
         self._give_back(keep=used | writes)
         return result
+
+    def part(self, tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """The values of a rectangle of a tensor of the model."""
+        recipe = self._recipe(storage_of(tensor)[0])
+        if recipe is not None and recipe.shape == tensor.shape and tensor.is_contiguous():
+            return recipe.part(offsets, sizes)
+        full = self.value(tensor)
+        return full[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
+
+    def _can_wait(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an operator fills a large tensor by itself, from numbers alone."""
+        if not args or not isinstance(args[0], Tensor) or storage_of(args[0])[0] not in self._storages:
+            return False
+        if written_arguments(func) != (0,) or any(True for _ in _tensors((args[1:], kwargs))):
+            return False
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            takes_generator = any(each.name == "generator" for each in func._schema.arguments)
+            return takes_generator and kwargs.get("generator") is None
+        # What has its values goes on with them.
+        key = storage_of(args[0])[0]
+        return func._schema.name in ELEMENTWISE and (key not in self._resident or func._schema.name in CONSTANT)
+
+    def _postpone(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Record an operator in the place of running it."""
+        ref = self._refer(args[0])
+        stream = None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            stream, self._tiles = self._tiles, self._tiles + Grid.of(ref.size).count
+        is_full = args[0].numel() == self._lengths[ref.key][0] and args[0].is_contiguous()
+        fills = ref.key if is_full and (stream is not None or func._schema.name in CONSTANT) else None
+        step = _Step(
+            func, (ref, *args[1:]), kwargs, frozenset({ref.key}), frozenset({ref.key}), (None,), None, stream, fills
+        )
+        self._record(step)
+        self._storages[ref.key].resize_(0)
+        self._resident.pop(ref.key, None)
+
+    def _record(self, step: _Step) -> None:
+        self._steps.append(step)
+        for key in step.writes:
+            self._by_storage.setdefault(key, []).append(step)
+
+    def _recipe(self, key: int) -> Recipe | None:
+        """How a storage is filled tile by tile; None if it is not."""
+        steps = self._by_storage.get(key, [])
+        first = max((index for index, step in enumerate(steps) if step.fills == key), default=None)
+        if self._seed is None or first is None:
+            return None
+        shape = tuple(steps[first].args[0].size)
+        fills = [_as_fill(step, shape) for step in steps[first:]]
+        if any(fill is None for fill in fills):
+            return None
+        return Recipe(shape, self._lengths[key][1], tuple(fill for fill in fills if fill is not None), self._seed)
 
     def value(self, tensor: Tensor) -> Tensor:
         """A tensor of the model, its memory brought back."""
@@ -126,14 +217,19 @@ class _Outline(TorchDispatchMode):
 
     def _computed(self, wanted: int) -> Tensor:
         """Compute the contents of a storage from the operators that it depends on."""
-        needed = {wanted}
+        recipe = self._recipe(wanted)
+        if recipe is not None:
+            return recipe.part([0] * len(recipe.shape), recipe.shape).flatten()
+        needed, involved = {wanted}, {wanted}
         chosen = []
         for step in reversed(self._steps):
             if step.writes & needed:
                 chosen.append(step)
-                needed |= step.reads
+                # What was in a storage before all of it is filled is of no use.
+                needed = needed - {step.fills} if step.fills is not None else needed | step.reads
+                involved |= needed
         memory = {
-            key: torch.empty(length, dtype=dtype) for key, (length, dtype) in self._lengths.items() if key in needed
+            key: torch.empty(length, dtype=dtype) for key, (length, dtype) in self._lengths.items() if key in involved
         }
 
         def real(value: Any) -> Any:
@@ -141,6 +237,14 @@ class _Outline(TorchDispatchMode):
 
         state = torch.get_rng_state()
         for step in reversed(chosen):
+            if step.stream is not None and self._seed is not None:
+                target: Tensor = real(step.args[0])
+                shape = tuple(target.shape)
+                drawn = Recipe(
+                    shape, target.dtype, (Fill(step.operator, step.args[1:], step.kwargs, step.stream),), self._seed
+                )
+                target.copy_(drawn.part([0] * len(shape), shape))
+                continue
             if step.generator is not None:
                 torch.set_rng_state(step.generator)
             result = step.operator(*_map(real, step.args), **_map(real, step.kwargs))
@@ -172,21 +276,21 @@ class _Outline(TorchDispatchMode):
 
 
 class DeferredModel:
-    """The values of a model on the meta device, as its class, its configuration and the random generator give them.
+    """The initial values of a model on the meta device, as its class and its configuration give them.
 
     A `meshwright.model.weights.Weights` of all its parameters and buffers.
 
-    The generator of the CPU goes on as if the model had been built with memory.
-
     Args:
         model: as built under `torch.device("meta")`, before anything changes it.
-        budget_bytes: memory for whole parameters that were used last; None: BUDGET_BYTES.
+        seed: of large tensors, which are drawn by tiles; small ones are drawn by torch's generator. None: all are, and
+            have the values of transformers; the CPU's generator goes on as if the model had been built with memory.
+        budget_bytes: memory for full parameters that were used last; None: BUDGET_BYTES.
 
     Raises:
         ModelError: a part of the model is not on the meta device, or its class cannot be built again.
     """
 
-    def __init__(self, model: nn.Module, *, budget_bytes: int | None = None) -> None:
+    def __init__(self, model: nn.Module, *, seed: int | None = None, budget_bytes: int | None = None) -> None:
         with_memory = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
         if with_memory:
             raise ModelError(
@@ -199,7 +303,7 @@ class DeferredModel:
                 f"{type(model).__name__} is on the meta device and no model of transformers, so there is no saying "
                 f"what weights it starts from. Build it without `torch.device('meta')`."
             )
-        self._outline = _Outline(BUDGET_BYTES if budget_bytes is None else budget_bytes)
+        self._outline = _Outline(BUDGET_BYTES if budget_bytes is None else budget_bytes, seed)
         dtype = torch.get_default_dtype()
         torch.set_default_dtype(next(p.dtype for p in model.parameters() if p.is_floating_point()))
         try:
@@ -229,8 +333,28 @@ class DeferredModel:
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """See `meshwright.model.weights.Weights`."""
-        whole = self._outline.value(self._values[name]).detach()
-        return whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
+        return self._outline.part(self._values[name].detach(), offsets, sizes)
+
+
+def _as_fill(step: _Step, shape: tuple[int, ...]) -> Fill | None:
+    """A recorded operator that writes elements of a tensor of this shape by themselves; None for all others."""
+    args = step.args[1:]
+    if step.stream is None and step.operator._schema.name not in ELEMENTWISE:
+        return None
+    if any(isinstance(each, Tensor | _Ref) for each in _leaves((args, step.kwargs))) or step.generator is not None:
+        return None
+    target: _Ref = step.args[0]
+    contiguous = torch.empty(target.size, device="meta").stride()
+    if tuple(target.stride) != contiguous:
+        return None
+    if tuple(target.size) == shape:
+        return Fill(step.operator, args, step.kwargs, step.stream)
+    # Rows of it, such as that of a padding token.
+    columns, elements = shape[-1], target.size.numel()
+    if step.stream is not None or len(shape) < 2 or target.offset % columns or elements % columns:
+        return None
+    rows = slice(target.offset // columns, (target.offset + elements) // columns)
+    return Fill(step.operator, args, step.kwargs, rows=rows)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -27,7 +27,7 @@ from ..mesh.world import World, open_world
 from ..model.adapter_base import Base
 from ..model.adapter_options import AdapterOptions, adapt, adapter_options
 from ..model.build import as_dtype, new_model_on_meta
-from ..model.configuration import config_from_directory, config_from_mapping
+from ..model.configuration import PARALLEL, config_from_directory, config_from_mapping
 from ..model.pretrained import PretrainedWeights, commit_of, find_on_all, open_pretrained
 from ..model.remote_code import is_commit, trust_code
 from ..model.weights import Weights
@@ -115,16 +115,19 @@ def from_config(
     device: str | torch.device | None = None,
     world: World | None = None,
     seed: int = 0,
+    init: str = PARALLEL,
     peft: Any = None,
     **sizes: Unpack[Sizes],
 ) -> StrategyManager:
-    """Make a Hugging Face model with new weights under a strategy: those that transformers draws after
-    `torch.manual_seed(seed)`, whatever the strategy and the number of ranks.
+    """Make a Hugging Face model with new weights under a strategy: those of `seed`, whatever the strategy, the device
+    and the number of ranks.
 
     Collective; see [Note: the world of a call]. Arguments are those of `from_pretrained`, but:
 
     Args:
         hf_config: a Hugging Face configuration, or a mapping of its fields with `model_type` among them.
+        init: parallel: each rank draws the weights that it holds. as_transformers: bit for bit those that transformers
+            draws after `torch.manual_seed(seed)`; each rank draws all of them.
         peft: as there; but the base is known to nobody, so that checkpoints hold the whole model.
 
     Raises:
@@ -136,7 +139,7 @@ def from_config(
         wanted = as_dtype(dtype) or getattr(given, "dtype", None) or torch.float32
         if adapters is not None and adapters.base_dtype is not None:
             wanted = adapters.base_dtype
-        model, weights = new_model_on_meta(given, wanted, seed)
+        model, weights = new_model_on_meta(given, wanted, seed, init=init)
         return (model, weights) if adapters is None else adapt(model, weights, adapters, None, seed=seed, where="peft")
 
     stack, mesh = _placed(strategy, sizes, config, wrapper_config, world, device)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..files.paths import check_path
 
-_STRINGS = ("path", "model_type", "checkpoint", "dtype", "revision", "trust_remote_code")
+_STRINGS = ("path", "model_type", "checkpoint", "dtype", "init", "revision", "trust_remote_code")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
@@ -39,6 +39,8 @@ def check_model_section(value: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{key} is of a model at path, and there is none")
     if not isinstance(value.get("allow_pickle", False), bool):
         raise ValueError(f"allow_pickle must be true or false, not {value['allow_pickle']!r}")
+    if "init" in value and "model_type" not in value:
+        raise ValueError("init says how new weights are drawn, and these come from a directory; leave it out")
     _check_trust(value)
     if "peft" in value:
         _check_adapter(value)

@@ -1,0 +1,204 @@
+"""Draw a random tensor in tiles, each from a stream of its own, so that any part of it can be drawn alone.
+
+[Note: tiles] A tensor is a matrix here: its last dim, and all others together. It is cut into tiles of 128 x 512
+elements (or as many in another form, where it is narrower, or has one dim). The random operators that fill it run on
+one tile at a time, each with a generator that is seeded for the tile and the operator. So a value depends on the seed,
+the operator's number and its place in the tensor, and not on which other values are drawn, by whom, and on how many
+threads. What is drawn too much lies within the tiles at the edges of a part.
+
+[Note: streams] Tiles of all operators of a model are numbered one after another. torch seeds its CPU generator, a
+Mersenne Twister, with 32 bits, so hashes of (seed, operator, tile) would meet after some 65,000 tiles. Numbers that
+follow one another do not; a mixing function that maps 32 bits onto 32 bits one to one spreads them. A model may have
+2**32 tiles, 2.8e14 values. A counter-based generator (Philox) would need no such care, but torch has none on a CPU, and
+numpy, which has one, does not promise that its versions draw the same values.
+Source: the finalizer of MurmurHash3 (Austin Appleby, public domain).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TILE_ELEMENTS = 1 << 16
+TILE_COLUMNS = 1 << 9
+_BITS = (1 << 32) - 1
+_of_thread = threading.local()
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How a tensor is cut into tiles; see [Note: tiles]."""
+
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int]) -> Grid:
+        columns = shape[-1] if shape else 1
+        rows = 1
+        for size in shape[:-1]:
+            rows *= size
+        return cls(rows, columns)
+
+    @property
+    def tile_columns(self) -> int:
+        return max(1, min(self.columns, TILE_ELEMENTS if self.rows == 1 else TILE_COLUMNS))
+
+    @property
+    def tile_rows(self) -> int:
+        return max(1, TILE_ELEMENTS // self.tile_columns)
+
+    @property
+    def count(self) -> int:
+        """Tiles of the whole tensor."""
+        return -(-self.rows // self.tile_rows) * -(-self.columns // self.tile_columns)
+
+    def tiles(self, rows: slice, columns: slice) -> Iterator[Tile]:
+        """Those that have elements in these rows and columns."""
+        across = -(-self.columns // self.tile_columns)
+        for row in range(rows.start // self.tile_rows, -(-rows.stop // self.tile_rows)):
+            for column in range(columns.start // self.tile_columns, -(-columns.stop // self.tile_columns)):
+                top, left = row * self.tile_rows, column * self.tile_columns
+                bottom, right = min(top + self.tile_rows, self.rows), min(left + self.tile_columns, self.columns)
+                yield Tile(row * across + column, slice(top, bottom), slice(left, right))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One tile: its number in the grid, and where it lies."""
+
+    number: int
+    rows: slice
+    columns: slice
+
+
+@dataclass(frozen=True)
+class Fill:
+    """An operator that writes into a tensor, element by element.
+
+    Attributes:
+        args, kwargs: behind the tensor.
+        stream: number of its first tile, for one that draws random numbers.
+        rows: which rows of the tensor it writes; None: all.
+    """
+
+    operator: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    stream: int | None = None
+    rows: slice | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the values of a tensor come about: fills, one after the other.
+
+    Attributes:
+        shape: of the tensor.
+        fills: the first writes every element, whatever was there before.
+        seed: of the model.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fills: tuple[Fill, ...]
+    seed: int
+
+    def part(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """The values of a rectangle of the tensor, of this shape."""
+        grid = Grid.of(self.shape)
+        columns = slice(offsets[-1], offsets[-1] + sizes[-1]) if self.shape else slice(0, 1)
+        found = torch.empty(tuple(sizes), dtype=self.dtype)
+        if not found.numel():
+            return found
+        flat = found.view(-1, columns.stop - columns.start)
+        jobs, done = [], 0
+        for rows in _row_ranges(self.shape, offsets, sizes):
+            jobs += [(tile, rows, done) for tile in grid.tiles(rows, columns)]
+            done += rows.stop - rows.start
+
+        def draw(job: tuple[Tile, slice, int]) -> None:
+            tile, rows, before = job
+            values = self._tile(tile)
+            top, bottom = max(tile.rows.start, rows.start), min(tile.rows.stop, rows.stop)
+            left, right = max(tile.columns.start, columns.start), min(tile.columns.stop, columns.stop)
+            drawn = values[top - tile.rows.start : bottom - tile.rows.start]
+            drawn = drawn[:, left - tile.columns.start : right - tile.columns.start]
+            begin = before + top - rows.start
+            flat[begin : begin + bottom - top, left - columns.start : right - columns.start] = drawn
+
+        _on_threads(draw, jobs)
+        return found
+
+    def _tile(self, tile: Tile) -> Tensor:
+        shape = tile.rows.stop - tile.rows.start, tile.columns.stop - tile.columns.start
+        values = torch.empty(shape, dtype=self.dtype)
+        for fill in self.fills:
+            target = values
+            if fill.rows is not None:
+                begin, end = (min(max(row - tile.rows.start, 0), shape[0]) for row in (fill.rows.start, fill.rows.stop))
+                target = values[begin:end]
+            if fill.stream is None:
+                fill.operator(target, *fill.args, **fill.kwargs)
+            else:
+                generator = _generator(self.seed, fill.stream + tile.number)
+                fill.operator(target, *fill.args, **{**fill.kwargs, "generator": generator})
+        return values
+
+
+def _row_ranges(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[slice]:
+    """Rows of the matrix that a rectangle of the tensor covers, in the rectangle's order."""
+    if len(shape) < 2:
+        yield slice(0, 1)
+        return
+    if len(shape) == 2:
+        yield slice(offsets[0], offsets[0] + sizes[0])
+        return
+    inner = Grid.of(shape[1:]).rows
+    open_range: slice | None = None
+    for index in range(offsets[0], offsets[0] + sizes[0]):
+        for rows in _row_ranges(shape[1:], offsets[1:], sizes[1:]):
+            begin, end = index * inner + rows.start, index * inner + rows.stop
+            if open_range is not None and open_range.stop == begin:
+                open_range = slice(open_range.start, end)
+                continue
+            if open_range is not None:
+                yield open_range
+            open_range = slice(begin, end)
+    if open_range is not None:
+        yield open_range
+
+
+def _generator(seed: int, stream: int) -> torch.Generator:
+    """This thread's generator, at the beginning of a stream; see [Note: streams]."""
+    if not hasattr(_of_thread, "generator"):
+        _of_thread.generator = torch.Generator()
+    generator: torch.Generator = _of_thread.generator
+    base = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=4).digest())
+    return generator.manual_seed(_mixed((base + stream) & _BITS))
+
+
+def _mixed(value: int) -> int:
+    """Another number of 32 bits, one to one."""
+    value = ((value ^ (value >> 16)) * 0x85EBCA6B) & _BITS
+    value = ((value ^ (value >> 13)) * 0xC2B2AE35) & _BITS
+    return value ^ (value >> 16)
+
+
+def _on_threads(work: Callable[[Any], None], jobs: Sequence[Any]) -> None:
+    """Do all jobs, on as many threads as torch has; torch lets go of Python's lock while an operator runs."""
+    threads = min(torch.get_num_threads(), len(jobs))
+    if threads < 2:
+        for job in jobs:
+            work(job)
+        return
+    with ThreadPoolExecutor(threads) as workers:
+        for _ in workers.map(work, jobs):
+            pass

@@ -1,0 +1,217 @@
+"""New weights are those of a seed, whoever draws them: any part, layout, number of ranks and of threads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from meshwright import ConfigError, ModelError, from_config
+from meshwright.model import drawn_weights, random_tiles
+from meshwright.model.build import new_model_on_meta
+from meshwright.model.drawn_weights import DeferredModel
+from meshwright.model.random_tiles import Fill, Grid, Recipe
+from meshwright.model.weights import fill, materialize
+from meshwright.testing import pool
+from meshwright.testing.parity import full_weights
+from meshwright.testing.zoo import zoo_config, zoo_types
+from meshwright.train.run_file import load_run
+
+# Tied heads, experts of three dims, truncated normals, rows of padding, computed decay rates, orthogonal matrices,
+# rescaled projections, submodels.
+TYPES = ["llama", "gpt2", "mixtral", "qwen3_moe", "gemma2", "modernbert-decoder", "mamba2", "bert", "rwkv", "gemma3"]
+
+
+def _config(**sizes: Any) -> LlamaConfig:
+    given = {"vocab_size": 3000, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2} | sizes
+    return LlamaConfig(**given, num_attention_heads=4, num_key_value_heads=2)
+
+
+def _deferred(config: Any, seed: int | None = 0) -> tuple[nn.Module, DeferredModel]:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    torch.manual_seed(0 if seed is None else seed)
+    return model, DeferredModel(model, seed=seed)
+
+
+def _all_of(model: nn.Module, values: DeferredModel) -> dict[str, Tensor]:
+    return {name: values.read(name, [0] * p.dim(), p.shape).clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_any_part_is_that_of_the_whole_and_is_distributed_as_transformers_has_it(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drawn_weights, "LARGE_BYTES", 64)
+    config = zoo_config(model_type)
+    model, values = _deferred(config, 3)
+    found = _all_of(model, values)
+    torch.manual_seed(3)
+    expected = dict(AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_parameters())
+    assert found.keys() == expected.keys()
+    for name, full in found.items():
+        _assert_alike(name, full, expected[name].detach())
+        if full.numel():
+            offsets = [size // 3 for size in full.shape]
+            sizes = [max(1, size // 2) for size in full.shape]
+            part = full[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+            assert torch.equal(values.read(name, offsets, sizes), part), name
+
+
+def _assert_alike(name: str, found: Tensor, expected: Tensor) -> None:
+    """Means and spreads of two samples differ by no more than chance, at five standard deviations."""
+    n, spread = expected.numel(), float(expected.std(correction=0)) if expected.numel() > 1 else 0.0
+    if spread == 0.0:
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, msg=name)
+        return
+    assert found.isfinite().all(), name
+    if n >= 64:
+        slack = 7.5 / math.sqrt(n)
+        assert abs(float(found.mean() - expected.mean())) < slack * spread, name
+        assert abs(float(found.std(correction=0)) / spread - 1) < slack, name
+
+
+def test_values_depend_on_the_seed_and_not_on_threads_and_tiles_differ() -> None:
+    model, values = _deferred(_config())
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = _all_of(model, values)
+        torch.set_num_threads(3)
+        together = _all_of(*_deferred(_config()))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(alone[name], together[name]) for name in alone)
+    other = _all_of(*_deferred(_config(), 1))
+    drawn = [name for name, each in alone.items() if each.dim() > 1]
+    assert not any(torch.equal(alone[name], other[name]) for name in drawn)
+    rows = torch.cat([alone[name].flatten()[: alone[name].numel() // 64 * 64].view(-1, 64) for name in drawn])
+    assert len(torch.unique(rows, dim=0)) == len(rows)
+
+
+def test_numbers_of_tiles_are_spread_one_to_one() -> None:
+    assert len({random_tiles._mixed(value) for value in range(1 << 17)}) == 1 << 17
+    assert max(random_tiles._mixed(value) for value in range(1000)) > 1 << 31
+
+
+@pytest.mark.parametrize("shape", [(7,), (200_000,), (3, 5), (700, 1300), (5, 40, 33), (4, 2, 3, 100), ()])
+def test_rectangles_of_any_shape_are_cut_from_the_same_values(shape: tuple[int, ...]) -> None:
+    operator = torch.ops.aten.normal_.default
+    scale = Fill(torch.ops.aten.mul_.Tensor, (2.0,), {})
+    recipe = Recipe(shape, torch.float32, (Fill(operator, (0.0, 1.0), {}, stream=11), scale), 5)
+    full = recipe.part([0] * len(shape), shape)
+    assert full.shape == torch.Size(shape)
+    for begin, end in ((0.0, 0.5), (0.4, 0.9), (0.9, 1.0), (0.5, 0.5)):
+        offsets = [int(size * begin) for size in shape]
+        sizes = [int(size * end) - offset for size, offset in zip(shape, offsets, strict=True)]
+        part = full[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+        assert torch.equal(recipe.part(offsets, sizes), part)
+    assert Grid.of(shape).count == len(
+        list(Grid.of(shape).tiles(slice(0, Grid.of(shape).rows), slice(0, Grid.of(shape).columns)))
+    )
+
+
+def _weights(strategy: str, config: dict[str, Any], sizes: dict[str, int], init: str) -> tuple[dict[str, Tensor], int]:
+    drawn_weights.LARGE_BYTES = 64
+    tiles: list[int] = []
+    tile = random_tiles.Recipe._tile
+
+    def counted(self: Recipe, which: Any) -> Tensor:
+        found = tile(self, which)
+        tiles.append(found.numel())
+        return found
+
+    random_tiles.Recipe._tile = counted  # type: ignore[method-assign]
+    try:
+        manager = from_config(AutoConfig.for_model(**config), strategy, device="cpu", seed=7, init=init, **sizes)  # type: ignore[arg-type]
+    finally:
+        random_tiles.Recipe._tile = tile  # type: ignore[method-assign]
+    return {name: value.clone() for name, value in full_weights(manager).items()}, sum(tiles)
+
+
+LLAMA = {**_config().to_diff_dict(), "model_type": "llama"}
+MOE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "moe_intermediate_size": 96,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "layouts"),
+    [
+        (
+            LLAMA,
+            [
+                ("fsdp2", 2, {}),
+                ("fsdp2", 4, {}),
+                ("ddp", 2, {}),
+                ("fsdp2", 2, {"tp_size": 2}),
+                ("fsdp2", 2, {"pp_size": 2}),
+            ],
+        ),
+        (MOE, [("fsdp2", 4, {"ep_size": 2}), ("megatron_fsdp", 2, {})]),
+    ],
+    ids=["llama", "experts"],
+)
+def test_every_layout_has_the_same_weights(
+    config: dict[str, Any], layouts: list[tuple[str, int, dict[str, int]]]
+) -> None:
+    ((expected, _),) = pool(1).run(_weights, "single", config, {}, "parallel")
+    for strategy, ranks, sizes in layouts:
+        for found, _ in pool(ranks).run(_weights, strategy, config, sizes, "parallel"):
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in expected), (strategy, sizes)
+
+
+def test_a_rank_draws_what_it_holds() -> None:
+    total = sum(p.numel() for p in AutoModelForCausalLM.from_config(_config()).parameters())
+    ((_, alone),) = pool(1).run(_weights, "fsdp2", LLAMA, {}, "parallel")
+    # Once, and constants such as those of norms not at all.
+    assert 0.95 * total < alone <= total
+    most = max(drawn for _, drawn in pool(4).run(_weights, "fsdp2", LLAMA, {}, "parallel"))
+    tile_rows = sum(128 * p.shape[1] for p in AutoModelForCausalLM.from_config(_config()).parameters() if p.dim() > 1)
+    assert most <= total / 4 + 2 * tile_rows
+
+
+def test_the_values_of_transformers_are_there_for_the_asking() -> None:
+    torch.manual_seed(7)
+    expected = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA)).state_dict()
+    for found, drawn in pool(2).run(_weights, "fsdp2", LLAMA, {}, "as_transformers"):
+        assert drawn == 0
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_an_init_that_there_is_not_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(
+        ModelError, match=r"init='paralel' is not one of parallel, as_transformers. Did you mean 'parallel'"
+    ):
+        new_model_on_meta(_config(), torch.float32, 0, init="paralel")
+    (tmp_path / "run.yaml").write_text("model: {path: somewhere, init: parallel}\nsteps: 1\nbatch_size: 1\n")
+    with pytest.raises(ConfigError, match="init says how new weights are drawn, and these come from a directory"):
+        load_run(tmp_path / "run.yaml", [])
+
+
+def test_drawing_leaves_the_generator_where_it_was() -> None:
+    model, values = _deferred(_config())
+    before = torch.get_rng_state()
+    materialize(model, "cpu")
+    fill(model, values)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("model_type", zoo_types())
+def test_every_type_has_initial_weights(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_any_part_is_that_of_the_whole_and_is_distributed_as_transformers_has_it(model_type, monkeypatch)
