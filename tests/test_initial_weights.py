@@ -18,7 +18,7 @@ from meshwright.model.random_tiles import Fill, Grid, Recipe
 from meshwright.model.weights import fill, materialize
 from meshwright.testing import pool
 from meshwright.testing.parity import full_weights
-from meshwright.testing.zoo import zoo_config, zoo_types
+from meshwright.testing.zoo import zoo_config, zoo_reason, zoo_types
 from meshwright.train.run_file import load_run
 
 # Tied heads, experts of three dims, truncated normals, rows of padding, computed decay rates, orthogonal matrices,
@@ -211,7 +211,14 @@ def test_drawing_leaves_the_generator_where_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+FALLBACKS = ("diffllama", "xlnet")
+"""Types whose constructors give a parameter memory even on the meta device: each rank draws them whole."""
+
+
 @pytest.mark.zoo
-@pytest.mark.parametrize("model_type", zoo_types())
+@pytest.mark.parametrize("model_type", [each for each in zoo_types() if zoo_reason(each) is None])
 def test_every_type_has_initial_weights(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    test_any_part_is_that_of_the_whole_and_is_distributed_as_transformers_has_it(model_type, monkeypatch)
+    _, weights = new_model_on_meta(zoo_config(model_type), torch.float32, 0)
+    assert (weights is None) is (model_type in FALLBACKS)
+    if weights is not None:
+        test_any_part_is_that_of_the_whole_and_is_distributed_as_transformers_has_it(model_type, monkeypatch)

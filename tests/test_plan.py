@@ -89,6 +89,11 @@ def _command(directory: Path, *arguments: str, **changes: Any) -> subprocess.Com
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
+@pytest.mark.parametrize(("device", "mib"), [("h200", 64), ("b200", 64), ("a100-80gb", 16.25), ("cpu", 0)])
+def test_workspaces_of_both_threads_are_planned(device, mib):
+    assert find_device(device).library_bytes == mib * 2**20
+
+
 def test_a_run_file_is_planned_for_more_ranks_than_there_are(tmp_path):
     done = _command(tmp_path, "--world", "128", "--json", str(tmp_path / "plan.json"), "--set", "tp_size=2")
     assert done.returncode == 0, done.stderr
@@ -98,6 +103,7 @@ def test_a_run_file_is_planned_for_more_ranks_than_there_are(tmp_path):
     assert found["held_bytes"] == max(each["held_bytes"] for each in found["ranks"])
     for each in found["ranks"]:
         assert sum(each["peak_by_owner"].values()) == each["peak_allocated_bytes"]
+        assert each["peak_by_owner"]["libraries"] == each["held_by_owner"]["libraries"] == 2 * (32 << 20)
     assert {"dp_shard", "tp"} <= {row["group"] for row in found["collectives"]}
     assert "all_gather" in done.stdout
 

@@ -14,6 +14,7 @@ from ..launch.rank import leave
 from ..strategy.registry import get_registry
 from ..train.early import check_model
 from ..train.run_file import RunConfig, load_run
+from ..train.startup import Startup
 from .errors import told
 from .imports import uncollected
 from .plan import show
@@ -28,9 +29,13 @@ def train(
     plan_only: Annotated[
         bool, typer.Option("--plan-only", help="Show what the run would hold, send and take, and start nothing.")
     ] = False,
+    timings: Annotated[
+        bool, typer.Option("--timings", help="After the first step, print what each part of the way to it took.")
+    ] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")] = False,
 ) -> None:
     """Train a model. Starts the ranks of this node itself, or joins those that a launcher has started."""
+    startup = Startup(timings)
     with told(traceback, everywhere=True):
         join()
     with told(traceback):
@@ -51,7 +56,8 @@ def train(
             from ..plan.beside.comparison import accompany
             from ..train.start import start
 
-        code = start(config, show_traceback=traceback, accompany=accompany)
+        startup.end("imports and run file")
+        code = start(config, show_traceback=traceback, accompany=accompany, startup=startup)
     leave(code)
 
 

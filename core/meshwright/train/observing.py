@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -28,6 +29,7 @@ from .rank_log import RankLog
 from .report import Reporter
 from .resume import Source
 from .run_file import RunConfig, as_plain
+from .startup import Startup, StartupReport
 from .stragglers import Stragglers
 from .timeline_log import timeline_logs
 from .trackers import chosen, tracking
@@ -64,6 +66,7 @@ def observed(
     companion: Companion | None,
     console: Console,
     earlier: Sequence[StepResult],
+    startup: Startup,
 ) -> Iterator[Loop]:
     """The loop, with all that observes it registered. Collective.
 
@@ -71,6 +74,7 @@ def observed(
         companion: of the first rank.
         console: where the first rank reports.
         earlier: steps of the run before it was interrupted.
+        startup: what it took to come here.
 
     Raises:
         ConfigError: a tracker cannot be started; on all ranks.
@@ -101,7 +105,11 @@ def observed(
                 )
             )
             curve = held.enter_context(Curve(metrics, directory / CURVE, of_tokens=config.objective is None))
-            held.enter_context(observing(reporter, curve, Journal(directory)))
+            journal = Journal(directory)
+            timings = StartupReport(
+                startup, note=journal.note, show=partial(console.print, highlight=False, soft_wrap=True)
+            )
+            held.enter_context(observing(reporter, curve, journal, timings))
             if companion is not None:
                 held.enter_context(observing(companion))
                 loop = replace(loop, around=around_both(loop.around, companion.around(manager)))

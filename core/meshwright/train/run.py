@@ -39,6 +39,7 @@ from .resume import Source, find_source
 from .run_file import RunConfig
 from .run_model import fetch_model, make_model
 from .saved import check_same_key, saved_by
+from .startup import Startup
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -47,8 +48,12 @@ LINGERING_S = 15.0
 """How long a run waits for the ranks of one before it, whose launcher was killed, to end."""
 
 
-def run_rank(store: Store | None, config: RunConfig, companion: Companion | None = None) -> None:
+def run_rank(
+    store: Store | None, config: RunConfig, companion: Companion | None = None, startup: Startup | None = None
+) -> None:
     """What each rank does."""
+    startup = startup or Startup()
+    startup.end("start of the ranks")
     if config.threads_per_rank != "auto":
         torch.set_num_threads(config.threads_per_rank)
     world_store = torch.distributed.PrefixStore("meshwright/world", store) if store is not None else None
@@ -61,7 +66,9 @@ def run_rank(store: Store | None, config: RunConfig, companion: Companion | None
                     say_finished(config)
                 return
             commit = fetch_model(config.model, world)
+            startup.end("process group")
             plan = world.together(lambda: plan_run(config, world.size, commit=commit))
+            startup.end("checks on the ranks")
             world.raise_together(companion.refusal if companion is not None else None)
             if world.rank == 0:
                 lock = locked(Path(config.output_dir), patience_s=min(LINGERING_S, timeout_s / 2))
@@ -73,7 +80,7 @@ def run_rank(store: Store | None, config: RunConfig, companion: Companion | None
                 return
             signals = held.enter_context(_signals(config, world))
             try:
-                results = _train(config, plan, fate, world, signals, companion)
+                results = _train(config, plan, fate, world, signals, companion, startup)
             except Stopped as stopped:
                 if world.rank == 0:
                     say_stopped(stopped, steps=plan.steps)
@@ -100,7 +107,13 @@ def _signals(config: RunConfig, world: World) -> StopSignals:
 
 
 def _train(
-    config: RunConfig, plan: Plan, fate: Fate, world: World, signals: StopSignals, companion: Companion | None
+    config: RunConfig,
+    plan: Plan,
+    fate: Fate,
+    world: World,
+    signals: StopSignals,
+    companion: Companion | None,
+    startup: Startup,
 ) -> list[StepResult]:
     """Train the model, and write it. Collective."""
     console = Console()
@@ -118,13 +131,15 @@ def _train(
     if isinstance(opened := getattr(weights, "base", weights), PretrainedWeights):
         check_same_weights(opened, world, plan.model.base)
         tell(opened, world, stacklevel=2)
+    startup.end("model")
     with _seen(companion, mesh):
         manager.parallelize(model, weights)
+    startup.end("sharding and weights")
     # What a rank needs of them, the manager has; they keep files open, and values that were read last.
     del model, weights, opened
     plan = begin_with_weights(manager, config, plan, source, console)
     run = run_info(manager, config, plan, source, parameters)
-    results = _fit(manager, config, plan, source, keepers, earlier, console, signals, companion, run)
+    results = _fit(manager, config, plan, source, keepers, earlier, console, signals, companion, run, startup)
     # There may have been nothing left to be done.
     done = results[-1].step if results else plan.steps if source is None else source.step
     export(manager, config, plan, step=done)
@@ -163,6 +178,7 @@ def _fit(
     signals: StopSignals,
     companion: Companion | None,
     run: RunInfo,
+    startup: Startup,
 ) -> list[StepResult]:
     loop = loop_of(manager, config, plan, source, seen=lambda: _seen(companion, manager.mesh))
     if source is not None and manager.mesh.rank == 0:
@@ -173,8 +189,11 @@ def _fit(
     with (
         copying(manager, config, keepers, loop, run.id) as copied,
         _saving(manager, config, plan, copied) as saving,
-        observed(manager, config, saving, run, companion=companion, console=console, earlier=earlier) as watched,
+        observed(
+            manager, config, saving, run, companion=companion, console=console, earlier=earlier, startup=startup
+        ) as watched,
     ):
+        startup.end("optimizer")
         return earlier + fit(manager, watched)
 
 
