@@ -32,6 +32,10 @@ TESTS = [
     "tests/test_runfile.py",
     "tests/test_cli.py",
     "tests/test_compat.py",
+    "tests/test_environment.py",
+    "tests/test_initial_weights.py",
+    "tests/test_plan.py",
+    "tests/test_plan_calibrate.py",
     "tests/test_parity.py",
     "tests/test_state.py",
     "tests/test_checkpoint.py",
@@ -63,6 +67,7 @@ class Versions:
     name: str
     torch: str
     transformers: str
+    python: str = "3.11"
     megatron_fsdp: str = "0.6.1"
     lowest: bool = False
 
@@ -82,9 +87,9 @@ def lowest_versions() -> dict[str, str]:
 
 MATRIX = [
     Versions("pinned", "2.13.0", "5.23.0"),
-    Versions("oldest", "2.13.0", "5.17.0", lowest=True),
+    Versions("oldest", "2.11.0", "5.17.0", python="3.12", lowest=True),
     Versions("torch 2.14", "2.14.1", "5.23.0"),
-    Versions("newest torch", "2.15.0", "5.23.0"),
+    Versions("newest torch", "2.15.0", "5.23.0", python="3.13"),
 ]
 
 
@@ -94,11 +99,21 @@ def environment(versions: Versions) -> Path:
     python, done = directory / "bin" / "python", directory / "installed"
     if not done.exists() or done.read_text() != str(versions):
         shutil.rmtree(directory, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", directory], check=True)
+        subprocess.run([interpreter(versions.python), "-m", "venv", directory], check=True)
         install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         subprocess.run([*install, *versions.pins(), *PACKAGES], cwd=ROOT, check=True)
         done.write_text(str(versions))
     return python
+
+
+def interpreter(version: str) -> str:
+    """A Python of this version: this one, or one on the path."""
+    if sys.version.startswith(f"{version}."):
+        return sys.executable
+    found = shutil.which(f"python{version}")
+    if found is None:
+        sys.exit(f"python{version} is not on the path. Install it, or leave out what needs it: --only NAME.")
+    return found
 
 
 def try_versions(versions: Versions, tests: list[str]) -> dict[str, object]:
@@ -112,6 +127,7 @@ def try_versions(versions: Versions, tests: list[str]) -> dict[str, object]:
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE)
     print(f"{versions.name}: {last}", *failed, sep="\n  ", flush=True)
     return {
+        "python": versions.python,
         "torch": versions.torch,
         "transformers": versions.transformers,
         "megatron-fsdp": versions.megatron_fsdp,
@@ -123,20 +139,27 @@ def try_versions(versions: Versions, tests: list[str]) -> dict[str, object]:
 
 def page(results: dict[str, dict[str, object]]) -> str:
     lines = [
-        "# Versions that were run",
+        "# Versions that were tested",
         "",
-        "`make test-versions` runs the tests of compatibility, parity, state, loading, data, adapters and each axis",
-        "with each of these, on CPU over gloo. The ranges in `pyproject.toml` are bounded by what passed.",
+        "`make test-versions` runs the tests of compatibility, parity, state, loading, data, adapters, plans and each",
+        "axis with each of these, on a CPU over gloo. The ranges in `pyproject.toml` are bounded by what passed.",
         "",
-        "| | torch | transformers | megatron-fsdp | passed | failed | skipped | date |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | python | torch | transformers | megatron-fsdp | passed | failed | skipped | date |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    columns = ("torch", "transformers", "megatron-fsdp", "passed", "failed", "skipped", "date")
+    columns = ("python", "torch", "transformers", "megatron-fsdp", "passed", "failed", "skipped", "date")
     lines += [f"| {name} | {' | '.join(str(each[key]) for key in columns)} |" for name, each in results.items()]
     lines += [
         "",
-        "*oldest* has the oldest of everything that core's `pyproject.toml` allows. What differs:",
+        "*oldest* has the oldest of everything that core's `pyproject.toml` allows, and a CUDA build of torch without",
+        "a driver. What differs:",
         "",
+        "- Before torch 2.13, `full_tensor()` refuses a parameter whose packed parts tensor parallelism shards, such as",
+        "  Phi-3's `gate_up_proj`. `manager.unshard()`, `iter_parameters` and `state_dict` gather it in every version.",
+        "- Before torch 2.13, blocks in float64 on a CPU are compiled with attention as plain matrix products: torch's",
+        "  compiler takes what its fused attention saves for float32. Nothing differs on a GPU, or in another dtype.",
+        "- Before torch 2.13, the limit of recompilations belongs to the process: it is raised there, and not set for",
+        "  each function.",
         "- With torch 2.15, `fsdp2` under `reduce_dtype` adds up in that dtype what a tied weight gets in its two",
         "  places, where autograd does so in the weight's own. So its losses are those of other strategies to",
         "  rounding, and to the last bit only where weights are not tied; with torch 2.13 everywhere.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -41,6 +42,13 @@ def flatten_mesh(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh
     Private because torch has no public call for it; `fully_shard` needs views and axes of one root mesh.
     """
     return mesh[tuple(axes)]._flatten(name)
+
+
+def slice_mesh(mesh: DeviceMesh, axes: str | tuple[str, ...]) -> DeviceMesh:
+    """`mesh[axes]`, without the warning of torch before 2.13 that it will soon refuse flattened views."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim")
+        return mesh[axes]
 
 
 def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._compat.torch import flatten_mesh
+from .._compat.torch import flatten_mesh, slice_mesh
 from ..base.errors import MeshError
 from .sizes import EXPERT_AXES, ROOT_AXES, STAGE_AXES, VIEWS, Degrees
 from .world import World, same_timeout
@@ -122,7 +122,7 @@ class Mesh:
                 )
         if axes not in self._views:
             # Torch makes a part anew each time, in half a millisecond.
-            self._views[axes] = self.device_mesh[axes]
+            self._views[axes] = slice_mesh(self.device_mesh, axes)
         return self._views[axes]
 
     def group(self, axis: str) -> dist.ProcessGroup:

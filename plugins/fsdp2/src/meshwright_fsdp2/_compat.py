@@ -157,8 +157,8 @@ def _not_packed(position_ids: Any, batch_size: int) -> bool:
 def overlap_tensor_parallel(group: dist.ProcessGroup) -> None:
     """Let compiled code overlap the collectives of a group with the matrix products beside them.
 
-    Private, both the compiler's pass and the memory that GPUs share for it. Not run yet, for want of a GPU; by reading
-    of torch 2.11 and 2.13.
+    Private, both the compiler's pass and the memory that GPUs share for it. Not run on a GPU
+    yet (docs/gpu.md); by reading of torch 2.11 and 2.13.
 
     Args:
         group: along `tp`, on CUDA.
