@@ -154,7 +154,7 @@ def page(results: dict[str, dict[str, object]]) -> str:
         "*oldest* has the oldest of everything that core's `pyproject.toml` allows, and a CUDA build of torch without",
         "a driver. What differs:",
         "",
-        "- Before torch 2.13, `full_tensor()` refuses a parameter whose packed parts tensor parallelism shards, such as",
+        "- Before torch 2.13, `full_tensor()` refuses a parameter whose packed parts tensor parallelism shards, as of",
         "  Phi-3's `gate_up_proj`. `manager.unshard()`, `iter_parameters` and `state_dict` gather it in every version.",
         "- Before torch 2.13, blocks in float64 on a CPU are compiled with attention as plain matrix products: torch's",
         "  compiler takes what its fused attention saves for float32. Nothing differs on a GPU, or in another dtype.",
