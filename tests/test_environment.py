@@ -65,14 +65,14 @@ def test_a_build_for_gpus_without_a_driver_says_why_there_is_no_gpu(monkeypatch:
         pytest.skip("there is a GPU")
     monkeypatch.setattr("torch.version.cuda", "13.0")
     assert find_device(None) == torch.device("cpu")
-    assert "built for CUDA 13.0, but finds no GPU with a driver" in (missing_driver() or "")
-    with pytest.raises(
-        MeshError, match=r"'cuda' is not available here: torch .* finds no GPU with a driver. .*device=cpu"
-    ):
+    assert missing_driver("why: ").startswith("why: torch ")
+    assert "built for CUDA 13.0, but finds no GPU with a driver" in missing_driver()
+    told = r"'cuda' is not available here. Available: cpu. Set device=cpu. torch .* finds no GPU with a driver\."
+    with pytest.raises(MeshError, match=told):
         find_device("cuda")
     monkeypatch.setattr("torch.version.cuda", None)
     monkeypatch.setattr("torch.version.hip", None)
-    assert missing_driver() is None
+    assert missing_driver("why: ") == ""
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,12 @@ def test_an_observer_that_fails_at_the_end_does_not_hide_what_has_ended_the_run(
 def test_events_and_files_of_ranks_go_on_with_a_run_that_is_resumed(place: Place) -> None:
     place.run()
     first = [each["event"] for each in place.lines(EVENTS)]
-    assert first == ["start", "evaluation", "checkpoint", "evaluation", "checkpoint", "end"]
+    assert first == ["start", "startup", "evaluation", "checkpoint", "evaluation", "checkpoint", "end"]
+    (startup,) = [each for each in place.lines(EVENTS) if each["event"] == "startup"]
+    seconds = startup["seconds"]
+    assert {"plan and data", "process group", "model", "sharding and weights", "first step", "total"} < seconds.keys()
+    assert sum(each for part, each in seconds.items() if part != "total") == pytest.approx(seconds["total"], abs=0.02)
+    assert min(seconds.values()) >= 0
     place.run(steps=6)
     events = place.lines(EVENTS)
     starts = [each for each in events if each["event"] == "start"]

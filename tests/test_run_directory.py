@@ -85,7 +85,8 @@ class Place:
         values |= {"steps": STEPS, "sample": None, "eval": {"sequences": 2}, "timeout_s": 4}
         values |= {"checkpoint": {"every": EVERY, "keep_last": None, "asynchronous": False}}
         values |= {"optimizer": {"lr": 1e-2, "weight_decay": 0.1}, "schedule": {"warmup_steps": 1}}
-        values["model"]["dtype"] = "float64"
+        # With the weights of `_handwritten`.
+        values["model"] |= {"dtype": "float64", "init": "as_transformers"}
         values |= changes
         path = self.directory / "run.yaml"
         path.write_text(yaml.safe_dump(values))

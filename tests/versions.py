@@ -87,9 +87,10 @@ def lowest_versions() -> dict[str, str]:
 
 MATRIX = [
     Versions("pinned", "2.13.0", "5.23.0"),
-    Versions("oldest", "2.11.0", "5.17.0", python="3.12", lowest=True),
-    Versions("torch 2.14", "2.14.1", "5.23.0"),
-    Versions("newest torch", "2.15.0", "5.23.0", python="3.13"),
+    Versions("oldest", "2.11.0", "5.17.0", lowest=True),
+    Versions("GPU machines", "2.11.0", "5.17.0", python="3.12"),
+    Versions("torch 2.14", "2.14.1", "5.23.0", python="3.13"),
+    Versions("newest torch", "2.15.0", "5.23.0"),
 ]
 
 
@@ -151,8 +152,8 @@ def page(results: dict[str, dict[str, object]]) -> str:
     lines += [f"| {name} | {' | '.join(str(each[key]) for key in columns)} |" for name, each in results.items()]
     lines += [
         "",
-        "*oldest* has the oldest of everything that core's `pyproject.toml` allows, and a CUDA build of torch without",
-        "a driver. What differs:",
+        "*oldest* has the oldest of everything that core's `pyproject.toml` allows, *GPU machines* what vendors",
+        "have; both are CUDA builds of torch without a driver. What differs:",
         "",
         "- Before torch 2.13, `full_tensor()` refuses a parameter whose packed parts tensor parallelism shards, as of",
         "  Phi-3's `gate_up_proj`. `manager.unshard()`, `iter_parameters` and `state_dict` gather it in every version.",

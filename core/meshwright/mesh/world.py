@@ -294,8 +294,8 @@ def find_device(device: str | torch.device | None) -> torch.device:
         return torch.device("cpu")
     if accelerator is None or accelerator.type != chosen.type:
         have = accelerator.type if accelerator else "cpu"
-        because = f": {missing_driver()}" if missing_driver() else ""
-        raise MeshError(f"device {str(device)!r} is not available here{because}. Available: {have}. Set device={have}.")
+        said = f"device {str(device)!r} is not available here. Available: {have}. Set device={have}."
+        raise MeshError(f"{said}{missing_driver(' ')}")
     count = torch.accelerator.device_count()
     index = chosen.index if chosen.index is not None else local_rank(count) % count
     if index >= count:

@@ -282,9 +282,9 @@ def _of_each_source(data: PreparedData) -> dict[str, str]:
 def headline(config: RunConfig, plan: Plan, model: nn.Module, mesh: Mesh) -> list[str]:
     layout = model_layout(model)
     size = model_size(model)
-    reason = missing_driver() if config.device is None else None
+    no_driver = missing_driver("training on the CPU: ") if config.device is None else ""
     return [
-        *([f"training on the CPU: {reason}"] if reason is not None else []),
+        *([no_driver] if no_driver else []),
         f"{plan.stack} on {plan.degrees} ({mesh.device.type}): {plan.model_config.model_type} with "
         f"{size.parameters:,} parameters in {len(layout.blocks)} blocks"
         + (f"; {size.trainable:,} of them train, over {plan.model.base}" if plan.model.base is not None else ""),
