@@ -115,6 +115,17 @@ def test_rectangles_of_any_shape_are_cut_from_the_same_values(shape: tuple[int, 
     )
 
 
+def test_rows_that_are_set_are_set_in_every_tile() -> None:
+    fills = (
+        Fill(torch.ops.aten.normal_.default, (0.0, 1.0), {}, stream=0),
+        Fill(torch.ops.aten.zero_.default, (), {}, rows=slice(127, 130)),
+    )
+    full = Recipe((300, 600), torch.float32, fills, 1).part([0, 0], [300, 600])
+    is_zero = (full == 0).all(1)
+    assert is_zero.nonzero().flatten().tolist() == [127, 128, 129]
+    assert (full == 0).sum() < 3 * 600 + 5
+
+
 def _weights(strategy: str, config: dict[str, Any], sizes: dict[str, int], init: str) -> tuple[dict[str, Tensor], int]:
     drawn_weights.LARGE_BYTES = 64
     tiles: list[int] = []

@@ -248,8 +248,7 @@ def open_world(
         timeout_s: how long a collective may wait for peers, in seconds.
 
     Raises:
-        MeshError: the device does not exist, the existing group cannot serve it, or launchers contradict each other or
-            do not say how the processes find each other.
+        MeshError: there is no such device, the existing group cannot serve it, or launchers contradict each other.
     """
     join(has_store=store is not None)
     settle_at_exit()
