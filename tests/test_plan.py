@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import yaml
 from plan_layouts import SIZES, Layout, check_alike, done, planned
 
 from meshwright._compat.torch import all_to_all
+from meshwright._compat.torch_versions import compiles_attention_in_float64
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.plan import planned as planned_module
@@ -58,6 +60,9 @@ EXACT = [
 
 @pytest.mark.parametrize("layout", EXACT, ids=str)
 def test_a_plan_is_what_real_ranks_do(layout):
+    if not compiles_attention_in_float64():
+        # Without memory, torch before 2.13 takes what attention in float64 on a CPU saves for float32.
+        layout = replace(layout, dtype="float32")
     everywhere = pool(layout.ranks).run(done, layout)
     for rank in (0, layout.ranks - 1):
         real, told = everywhere[rank], planned(layout, rank)
