@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,7 +37,8 @@ class Part:
         limit_s: seconds for all commands together.
         commands: by name; they run one after another. "{json}" stands for a file to write a result to, "{run}" for the
             directory of a run, "{out}" for the directory of the report.
-        needs_gpu: what a CPU cannot show; without a GPU the commands run all the same, and the report says so.
+        until: a pattern of the output after which a command is ended and counts as done: what follows the last step
+            of a large model, saving it, takes longer than its steps.
     """
 
     name: str
@@ -44,7 +46,7 @@ class Part:
     page: str
     limit_s: int
     commands: Mapping[str, Sequence[str]]
-    needs_gpu: bool = True
+    until: str | None = None
 
 
 @dataclass
@@ -86,7 +88,9 @@ class Runner:
         for name, command in part.commands.items():
             left = part.limit_s - (time.monotonic() - start)
             words = [word.replace("{out}", str(self.out)) for word in command]
-            results[name] = run_command(words, self.out / "work" / f"{part.name}-{name}", limit_s=left)
+            results[name] = run_command(
+                words, self.out / "work" / f"{part.name}-{name}", limit_s=left, until=part.until
+            )
         failed = [name for name, each in results.items() if each["ending"] != "done"]
         status = f"failed: {', '.join(failed)}" if failed else "done"
         return {"status": status, "seconds": round(time.monotonic() - start, 1), "results": results}
@@ -98,8 +102,8 @@ class Runner:
         scratch.replace(self.out / "gpu.json")
 
 
-def run_command(command: Sequence[str], place: Path, *, limit_s: float) -> Report:
-    """Run one command in a process group of its own, which is killed at the limit.
+def run_command(command: Sequence[str], place: Path, *, limit_s: float, until: str | None = None) -> Report:
+    """Run one command in a process group of its own, which is killed at the limit, or when its output matches `until`.
 
     Returns:
         `ending` ("done", "exit code N" or "limit"), `seconds`, the JSON that it has written, the last steps and the
@@ -114,9 +118,16 @@ def run_command(command: Sequence[str], place: Path, *, limit_s: float) -> Repor
         child = subprocess.Popen(
             words, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True, env=environment
         )
-        with suppress(subprocess.TimeoutExpired):
-            code = child.wait(max(0.0, limit_s))
-            ending = "done" if code == 0 else f"exit code {code}"
+        while ending == "limit" and time.monotonic() - start < limit_s:
+            with suppress(subprocess.TimeoutExpired):
+                code = child.wait(0.2)
+                ending = "done" if code == 0 else f"exit code {code}"
+            if (
+                ending == "limit"
+                and until is not None
+                and re.search(until, log.read_text(errors="replace"), re.MULTILINE)
+            ):
+                ending = "done"
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
