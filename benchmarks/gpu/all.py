@@ -25,7 +25,9 @@ HERE = Path("benchmarks/gpu")
 PYTHON = sys.executable
 CLI = [PYTHON, "-m", "meshwright"]
 BIG = str(HERE / "big.yaml")
-BF16 = "strategy_config.mp_policy={param_dtype: bfloat16, reduce_dtype: float32}"
+BF16 = "strategy_config={mp_policy: {param_dtype: bfloat16, reduce_dtype: float32}}"
+LAST_STEP = r"^step (\d+)/\1 .*held-out"
+"""What a run prints with its last step."""
 TINY = (
     "model.hidden_size=64",
     "model.intermediate_size=128",
@@ -66,6 +68,17 @@ def parts(device: str) -> list[Part]:
         command = [PYTHON, "tests/gpu/cells.py", "--ranks", str(ranks), "--out", "{json}", "--device", device]
         return [*command, "--seconds", str(8 if on_cpu else seconds), *(["--most", "3"] if on_cpu else [])]
 
+    def calibrate(file: str) -> list[str]:
+        if not on_cpu:
+            return [*CLI, "plan", "--calibrate", file]
+        effort = (
+            "Effort(window_s=0.005, windows=2, passes=1, classes=(128,), widest=256, length=64, stream_bytes=1 << 20, "
+        )
+        effort += "messages=(1024,))"
+        code = "from meshwright.plan.calibration.calibrate import calibrate_to; import sys; "
+        code += f"from meshwright.plan.calibration.measure_compute import Effort; effort = {effort}; "
+        return [PYTHON, "-c", f"{code}sys.exit(calibrate_to(sys.argv[1], ranks=1, effort=effort))", file]
+
     device_file = "{out}/device.yaml"
     return [
         Part(
@@ -82,8 +95,8 @@ def parts(device: str) -> list[Part]:
             100,
             {
                 "fsdp2": small(BF16),
-                "ddp": small("strategy=ddp", "strategy_config.autocast_dtype=bfloat16"),
-                "megatron_fsdp": small("strategy=megatron_fsdp", "model.dtype=bfloat16"),
+                "ddp": small("strategy=ddp", "strategy_config={}", "model.dtype=bfloat16"),
+                "megatron_fsdp": small("strategy=megatron_fsdp", "strategy_config={}", "model.dtype=bfloat16"),
                 "fsdp2 compiled": small(BF16, COMPILE),
             },
         ),
@@ -100,6 +113,7 @@ def parts(device: str) -> list[Part]:
                 "whole logits": big(f"{RECOMPUTE}selective", WHOLE_LOGITS),
                 "compiled": big(f"{RECOMPUTE}selective", COMPILE),
             },
+            until=LAST_STEP,
         ),
         Part(
             "nccl",
@@ -129,6 +143,7 @@ def parts(device: str) -> list[Part]:
                     "micro_batch_size=1",
                 )
             },
+            until=LAST_STEP,
         ),
         Part(
             "calibrate",
@@ -136,9 +151,10 @@ def parts(device: str) -> list[Part]:
             "plan.md",
             100,
             {
-                "measure": [*CLI, "plan", "--calibrate", device_file, *(["--ranks", "1"] if on_cpu else [])],
+                "measure": calibrate(device_file),
                 "run": big(f"{RECOMPUTE}selective", f"plan.device={device_file}"),
             },
+            until=LAST_STEP,
         ),
         Part(
             "host",
@@ -172,6 +188,7 @@ def parts(device: str) -> list[Part]:
                     f"strategy_config.offload_policy={{pin_memory: {'false' if on_cpu else 'true'}}}", "steps=3"
                 )
             },
+            until=LAST_STEP,
         ),
         Part(
             "profile",
@@ -193,6 +210,7 @@ def parts(device: str) -> list[Part]:
                     *([] if on_cpu else ["model.num_hidden_layers=32"]),
                 )
             },
+            until=LAST_STEP,
         ),
         Part(
             "context",
