@@ -24,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".versions"
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
+CHECKED = ROOT / "benchmarks" / "results" / "check-oldest.json"
 PAGE = ROOT / "docs" / "versions.md"
 PLUGINS = ("fsdp2", "ddp", "megatron_fsdp", "pipeline")
 PACKAGES = ["-e", ".[all,dev]", *(word for name in PLUGINS for word in ("-e", f"plugins/{name}"))]
@@ -138,6 +139,19 @@ def try_versions(versions: Versions, tests: list[str]) -> dict[str, object]:
     }
 
 
+def _checked() -> list[str]:
+    """What `meshwright check` has found with the oldest torch."""
+    found = json.loads(CHECKED.read_text(encoding="utf-8"))
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    counts = [(name, each.get("passed", 0), each.get("failed", 0)) for name, each in found["strategies"].items()]
+    return [
+        f"`meshwright check` on four ranks in float64, with {versions}, Python {found['python']}, {found['date']}: "
+        + "; ".join(f"{name} {passed} passed, {failed} failed" for name, passed, failed in counts)
+        + ".",
+        "",
+    ]
+
+
 def page(results: dict[str, dict[str, object]]) -> str:
     lines = [
         "# Versions that were tested",
@@ -152,6 +166,7 @@ def page(results: dict[str, dict[str, object]]) -> str:
     lines += [f"| {name} | {' | '.join(str(each[key]) for key in columns)} |" for name, each in results.items()]
     lines += [
         "",
+        *_checked(),
         "*oldest* has the oldest of everything that core's `pyproject.toml` allows, *GPU machines* what vendors",
         "have; both are CUDA builds of torch without a driver. What differs:",
         "",
