@@ -127,7 +127,9 @@ def test_ranks_that_share_layers_share_the_random_state_of_dropout(tmp_path):
 
 
 def _new_weights(fields: dict[str, Any], strategy: str, sizes: dict[str, Any]) -> dict[str, Tensor]:
-    return full_weights(mw.from_config(fields, strategy, dtype="float64", device="cpu", seed=5, **sizes))
+    return full_weights(
+        mw.from_config(fields, strategy, dtype="float64", device="cpu", seed=5, init="as_transformers", **sizes)
+    )
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "fsdp2 tp2", "pipeline", "megatron_fsdp"])
