@@ -71,8 +71,12 @@ def _first_losses(layout: dict[str, object], wide_norms: bool) -> list[float]:
 
 @pytest.mark.parametrize(("kept", "wide_norms"), [("losses", False), ("losses_wide_norms", True)])
 def test_the_runs_still_have_one_curve(kept: str, wide_norms: bool) -> None:
+    kept_losses = LAYOUTS[front_runs.ONE][kept][:4]
+    if CONTENT["versions"]["python"].rpartition(".")[0] != "{}.{}".format(*sys.version_info):
+        # The data are the sources of Python's standard library.
+        (kept_losses,) = pool(1).run(_first_losses, front_runs.LAYOUTS[front_runs.ONE], wide_norms)
     for losses in pool(2).run(_first_losses, front_runs.LAYOUTS["fsdp2, tensor 2 x 2"], wide_norms):
-        assert np.abs(np.array(losses) - LAYOUTS[front_runs.ONE][kept][:4]).max() < 1e-9
+        assert np.abs(np.array(losses) - kept_losses).max() < 1e-9
 
 
 def test_the_picture_is_drawn_from_the_results(tmp_path: Path) -> None:

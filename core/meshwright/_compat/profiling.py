@@ -12,6 +12,8 @@ import torch
 from torch._C import _distributed_c10d as c10d
 from torch.profiler import record_function
 
+from .torch_versions import category_of
+
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
@@ -41,7 +43,7 @@ def seen_by(profiler: torch.profiler.profile) -> Iterator[tuple[str, str, int, i
     inner = profiler.profiler
     found: Any = inner.kineto_results if inner is not None else None
     for each in found.events() if found is not None else ():
-        yield each.name(), each.activity_type(), each.start_ns(), each.end_ns(), each.start_thread_id()
+        yield each.name(), category_of(each), each.start_ns(), each.end_ns(), each.start_thread_id()
 
 
 def record_memory_history(on: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ SHIMS = (
     "functional_reduce_scatter",
     "compile_with_limit",
     "compiles_attention_in_float64",
+    "category_of",
 )
 """What torch 2.13 needs no longer."""
 
@@ -71,3 +73,24 @@ def compiles_attention_in_float64() -> bool:
 @functools.cache
 def _compile_arguments() -> frozenset[str]:
     return frozenset(inspect.signature(torch.compile).parameters)
+
+
+def category_of(event: Any) -> str:
+    """Return the Kineto category of a profiler's event, such as "cpu_op" or "kernel".
+
+    Without `activity_type` it follows from the device, from the name, and from whether it is an annotation.
+    """
+    if hasattr(event, "activity_type"):
+        return str(event.activity_type())
+    if event.device_type() == torch.autograd.DeviceType.CPU:
+        if event.is_user_annotation():
+            return "user_annotation"
+        return "cuda_runtime" if _CUDA_CALL.match(event.name()) else "cpu_op"
+    if event.is_user_annotation():
+        return "gpu_user_annotation"
+    copies = {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}
+    return copies.get(event.name()[:6], "kernel")
+
+
+_CUDA_CALL = re.compile(r"cuda?[A-Z]|hip[A-Z]")
+"""Names of functions of the CUDA and HIP runtimes and drivers."""

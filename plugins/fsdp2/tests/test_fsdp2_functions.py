@@ -29,6 +29,7 @@ from meshwright_fsdp2 import (
     import_classes_from_paths,
     unshard_fsdp2_model,
 )
+from meshwright_fsdp2._compat import _parameter_groups
 
 PLAIN = MixedPrecisionPolicy()
 CASE = Case(max_norm=None)
@@ -284,7 +285,7 @@ def _recursively() -> tuple[list[str], list[str], list[bool]]:
     apply_fsdp_sharding_recursively(stack, mesh, MixedPrecisionPolicy(torch.float32))
     names = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-    freed = [block._get_fsdp_state()._fsdp_param_groups[0].post_forward_mesh_info is not None for block in stack]
+    freed = [group.post_forward_mesh_info is not None for block in stack for group in _parameter_groups(block)]
     return names, left, freed
 
 

@@ -185,6 +185,7 @@ def in_float64() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utils, "_ChunkedLogProbFunction", WideHead)
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        patch.setattr(torch, "float", torch.float64)
         yield
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
 from pathlib import Path
@@ -48,14 +50,20 @@ def find_directory(
         )
     from huggingface_hub import snapshot_download
 
+    download = functools.partial(
+        snapshot_download,
+        str(path),
+        revision=revision,
+        allow_patterns=_FILES + (_PICKLES if allow_pickle else []) + (_CODE if code else []),
+        ignore_patterns=["*/*"],
+    )
     try:
-        found = snapshot_download(
-            str(path),
-            revision=revision,
-            allow_patterns=_FILES + (_PICKLES if allow_pickle else []) + (_CODE if code else []),
-            ignore_patterns=["*/*"],
-        )
+        return Path(download())
     except Exception as error:
+        # Offline, huggingface_hub 1.33 does not look for a commit in its cache; a commit cannot have changed.
+        if revision is not None and _COMMIT.fullmatch(revision):
+            with contextlib.suppress(Exception):
+                return Path(download(local_files_only=True))
         # No network, no such model, no permission, offline mode: each has an error of its own, of several libraries.
         reason = str(error).strip().split("\n")[0]
         at = f" at revision {revision!r}" if revision else ""
@@ -64,7 +72,6 @@ def find_directory(
             f"hub{at} ({type(error).__name__}: {reason}). Give a directory that exists, or check the id, the network "
             f"and your access to the model."
         ) from error
-    return Path(found)
 
 
 def find_on_all(
