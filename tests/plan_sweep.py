@@ -70,6 +70,7 @@ LAYOUTS = [
     Layout("fsdp2", 2, {}, {"activation_checkpointing": "full"}),
     Layout("fsdp2", 2, {}, {"activation_checkpointing": "selective"}),
     Layout("fsdp2", 2, {}, {"reshard_after_forward": False}),
+    Layout("fsdp2", 2, {}, {"reshard_after_forward": False}, microbatches=3),
     Layout("fsdp2", 2, {}, {"offload_policy": {"pin_memory": False}}),
     Layout("fsdp2", 2, {}, {"activation_checkpointing": {"offload": "cpu"}}),
     Layout("fsdp2", 2, {}, {"defer_fsdp_grad_sync": False}),

@@ -62,6 +62,30 @@ def test_the_default_backend_compiles_and_agrees() -> None:
     torch.testing.assert_close(_step(model), _step(plain), rtol=1e-9, atol=0)
 
 
+_ELEMENTWISE = {"aten::add", "aten::mul", "aten::neg", "aten::pow", "aten::rsqrt", "aten::silu", "aten::silu_backward"}
+
+
+def _elementwise(model: nn.Module) -> int:
+    """Number of elementwise operators that a step runs; each is a pass over memory of its own."""
+    for _ in range(2):
+        _step(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        _step(model)
+    return sum(each.name in _ELEMENTWISE for each in profiler.events())
+
+
+def test_compiled_blocks_run_no_elementwise_operators_of_their_own() -> None:
+    model = tiny_model()
+    blocks = len(model.model.layers)
+    outside = tiny_model()
+    outside.model.layers = nn.ModuleList()
+    alone, before = _elementwise(outside), _elementwise(model)
+    compile_blocks(model, layout_by_structure(model))
+    after = _elementwise(model)
+    assert before > alone + 30 * blocks
+    assert after <= alone
+
+
 def test_every_block_is_compiled_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond torch's limit of 8 for all blocks together it would go on uncompiled, with a warning."""
 

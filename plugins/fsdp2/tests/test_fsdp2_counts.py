@@ -67,10 +67,20 @@ def test_gathers_parameters_for_forward_and_freed_ones_again_for_backward(
     ranks: int, reshard: bool | None, case: Case
 ) -> None:
     freed = _padded(case, ranks, lambda name: _is_freed(name, reshard))
-    expected = case.microbatches * (_padded(case, ranks) + freed) * WIDTH
+    times = 1 if reshard is False else case.microbatches
+    expected = times * (_padded(case, ranks) + freed) * WIDTH
     for traffic in pool(ranks).run(_step, {"reshard_after_forward": reshard}, {}, case):
         assert traffic.of("all_gather").bytes == expected
         assert {each.group for each in traffic.of("all_gather")} == {"dp_shard"}
+
+
+def test_parameters_that_stay_gathered_are_cast_once_a_step() -> None:
+    case = replace(ACCUMULATED, dtype="float32")
+    config = {"mp_policy": {"param_dtype": "bfloat16"}, "reshard_after_forward": False}
+    for traffic in pool(2).run(_step, config, {}, case):
+        gathered = traffic.of("all_gather")
+        assert {each.dtype for each in gathered} == {torch.bfloat16}
+        assert gathered.bytes == _padded(case, 2) * 2
 
 
 def test_only_the_embedding_needs_padding_on_2_ranks_and_more_does_on_3() -> None:

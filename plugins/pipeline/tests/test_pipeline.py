@@ -98,6 +98,8 @@ def test_every_schedule_over_ddp(schedule: str, options: dict[str, Any]) -> None
         ("ddp", {"engine": "bucketed", "overlap_grad_reduce": True, "bucket_size": 3000}, {"dp_size": 2}),
         ("fsdp2", {"activation_checkpointing": "full", "pp_schedule": "interleaved_zero_bubble"}, {"dp_size": 2}),
         ("fsdp2", {"pp_schedule": "dualpipev"}, {"dp_replicate_size": 2}),
+        ("fsdp2", {"reshard_after_forward": False}, {"dp_size": 2}),
+        ("fsdp2", {"reshard_after_forward": False, "pp_schedule": "zbv"}, {"dp_size": 2}),
         ("fsdp2", {"pp_schedule": "zbv"}, {"tp_size": 2}),
         ("fsdp2", {"sequence_parallel": True}, {"tp_size": 2}),
         ("fsdp2", {}, {"cp_size": 2}),

@@ -125,8 +125,9 @@ class FSDP2Config(StrategyConfig):
     reshard_after_forward: bool | int | None = Field(
         default=None,
         description="Free a block's gathered parameters after its forward and gather them again for backward. "
-        "null: all blocks but the last of each stack, whose backward comes first. A number: keep them on groups of so "
-        "many ranks, from which backward gathers.",
+        "null: all blocks but the last of each stack, whose backward comes first. false: gather, and cast to "
+        "param_dtype, once a step, for all its microbatches. A number: keep them on groups of so many ranks, from which "
+        "backward gathers.",
         json_schema_extra={"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 2}, {"type": "null"}]},
     )
 
@@ -137,10 +138,10 @@ class FSDP2Config(StrategyConfig):
         if is_dtype_open:
             options |= {"model.dtype": "float32"}
             options |= {"mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
-        if degrees.dp_shard * degrees.cp == 1:
-            return [options]
-        # Blocks that stay gathered between forward and backward; and shards of gradients between microbatches.
+        # Blocks that stay gathered, or cast, for a step; and shards of gradients between microbatches.
         found = [options, options | {"reshard_after_forward": False}]
+        if degrees.dp_shard * degrees.cp == 1:
+            return found if is_dtype_open else [options]
         return found if microbatches == 1 else [*found, options | {"defer_fsdp_grad_sync": False}]
 
     @field_validator("reshard_after_forward", mode="before")

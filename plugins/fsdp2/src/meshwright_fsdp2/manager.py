@@ -219,6 +219,9 @@ class FSDP2Manager(DataParallelManager):
         root.set_is_last_backward(is_last)
         root.set_requires_gradient_sync(is_last or defer is not True)
         root.set_requires_all_reduce(is_last or defer != "reduce_scatter")
+        if self.config.reshard_after_forward is False:
+            # What forward has gathered, and cast, serves the whole step; the optimizer needs shards.
+            root.set_reshard_after_backward(is_last)
         if is_last or defer is not True:
             add_up(self._sharding.modules)
         yield
