@@ -125,8 +125,8 @@ class FSDP2Config(StrategyConfig):
     reshard_after_forward: bool | int | None = Field(
         default=None,
         description="Free a block's gathered parameters after its forward and gather them again for backward. "
-        "null: all blocks but the last of each stack, whose backward comes first. false: gather, and cast to "
-        "param_dtype, once a step, for all its microbatches. A number: keep them on groups of so many ranks, from which "
+        "null: all blocks but the last of each stack, whose backward comes first. false: gather (and cast to "
+        "param_dtype) once a step, for all microbatches. A number: keep them on groups of so many ranks, from which "
         "backward gathers.",
         json_schema_extra={"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 2}, {"type": "null"}]},
     )
