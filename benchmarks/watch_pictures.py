@@ -91,9 +91,9 @@ def _chromium() -> str:
 def _open(page: Page, runs: list[Path]) -> None:
     listener = server.listening("127.0.0.1", 0, default=0)
     threading.Thread(
-        target=server.serve, args=(watched(runs), listener), kwargs={"host": "127.0.0.1"}, daemon=True
+        target=server.serve, args=(watched(runs), listener), kwargs={"host": "127.0.0.1", "token": "t"}, daemon=True
     ).start()
-    page.goto(server.address(listener))
+    page.goto(server.address(listener, "t"))
     page.wait_for_selector("#pipeline .plot")
     page.locator("#ranks input").first.fill("1")
     page.locator("#ranks input").first.press("Enter")

@@ -13,14 +13,16 @@ import pytest
 from meshwright.base.errors import CheckpointError, TornCheckpointError
 from meshwright.checkpoint.directory import begin, commit, remove_leftovers, retain, set_aside
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, read_manifest, step_directory, steps_in, stored_in
-from meshwright.checkpoint.places import Access, LocalFolder
+from meshwright.checkpoint.places import STEP, Access, LocalFolder
 
 
 def _write(final: Path, content: str, commit: Callable[[Path, Path, Manifest], None] = commit) -> None:
     writing = begin(final)
     (writing / "data").write_text(content)
     files = {"data": stored_in(LocalFolder(writing), "data")}
-    commit(writing, final, Manifest(1, "single", {}, 1, {}, extra={"content": content}, files=files))
+    named = STEP.fullmatch(final.name)
+    step = int(named[1]) if named else 1
+    commit(writing, final, Manifest(step, "single", {}, 1, {}, extra={"content": content}, files=files))
 
 
 def _content(final: Path) -> str:

@@ -296,6 +296,7 @@ def test_a_run_leaves_metrics_curve_model_and_summary(name, trained):
     directory, output = trained(name)
     assert {path.name for path in directory.iterdir()} == {
         ".lock",
+        ".written.json",
         "metrics.jsonl",
         "events.jsonl",
         "loss.png",

@@ -151,7 +151,7 @@ def test_a_companion_ends_with_its_context(started):
 
 @pytest.mark.filterwarnings("error")
 def test_a_rank_without_a_companion_goes_on_and_says_so(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(companion, "PYTHON", ("/nowhere/python",))
     with (
         pytest.warns(UserWarning, match="nothing would end this rank once it is stopped: no process started"),
         companion.Companion(lambda: PATIENCE_S, INTERVAL_S),

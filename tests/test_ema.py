@@ -236,10 +236,13 @@ def saved_again(strategy: str, config: dict[str, Any], sizes: dict[str, Any], ca
 
 
 def stored_averages(path: str) -> dict[str, Tensor]:
-    index = read_index(Path(path), read_manifest(Path(path)))
+    manifest = read_manifest(Path(path))
+    index = read_index(Path(path), manifest)
     names = [name for name in index.kinds if name.startswith("ema.")]
     values = {name: torch.empty(index.kinds[name][0], dtype=index.kinds[name][1]) for name in names}
-    read_tensors(Path(path), index, {n: Sharded(v.shape, v.dtype, tuple(tensor_pieces(v))) for n, v in values.items()})
+    read_tensors(
+        Path(path), manifest, index, {n: Sharded(v.shape, v.dtype, tuple(tensor_pieces(v))) for n, v in values.items()}
+    )
     return values
 
 

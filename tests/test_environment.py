@@ -111,8 +111,10 @@ def test_ranks_and_the_command_line_have_expandable_segments(monkeypatch: pytest
     assert pool(2).run(_setting) == ["expandable_segments:True"] * 2
     monkeypatch.delenv(SETTINGS[0], raising=False)
     monkeypatch.delenv(SETTINGS[1], raising=False)
-    seen = []
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    monkeypatch.setattr(command_line, "leave", lambda code: seen.append(code))
+    seen: list[object] = []
     monkeypatch.setattr(command_line, "app", lambda: seen.append(_setting()))
     monkeypatch.setattr(command_line, "add_commands", lambda *_: None)
     command_line.main()
-    assert seen == ["expandable_segments:True"]
+    assert seen == ["expandable_segments:True", 0]

@@ -312,6 +312,20 @@ def _settings(files: _Files) -> Iterator[tuple[str, Case]]:
     policy = {"mp_policy": {"_target_": "evil.EvilConfig"}}
     policy_file = files.run_file("policy.yaml", strategy="fsdp2", strategy_config=policy)
     yield "a class of its own: train", Case(files.train("o8", run=policy_file), 2, "error: .*evil")
+    mark = f"import os\ros.system('touch {files.mark}')"
+    timer = {"name": "torch.utils.benchmark.Timer", "setup": f"pass\r{mark}\rdef g(_it, _timer):\r    pass"}
+    run = files.run_file("timer.yaml", objective=timer)
+    yield "a constructor of torch: train", Case(files.train("o12", run=run), 2, "error: .*Timer.*not on the allow-list")
+    crafted = files.copy("out", "timer-run")
+    for path in (crafted / "run.yaml", *crafted.rglob("checkpoint.json")):
+        if path.suffix == ".yaml":
+            path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "objective": timer}))
+        else:
+            manifest = json.loads(path.read_text())
+            manifest["extra"]["run"]["objective"] = timer
+            path.write_text(json.dumps(manifest))
+    for command in (("replay", str(crafted)), ("diff", str(files.root / "out"), str(crafted))):
+        yield f"a constructor of torch: {command[0]}", Case(command, -1)
     table = files.root / "plan.csv"
     table.write_text(f"=cmd|'touch {files.mark}'!A1,__import__('os').system('touch {files.mark}')\n0F0\n")
     wrapper = {"pipeline": {"pp_schedule_csv": str(table), "pp_schedule": None}}
@@ -346,16 +360,9 @@ def _data(files: _Files) -> Iterator[tuple[str, Case]]:
 
 
 def _checkpoints(files: _Files) -> Iterator[tuple[str, Case]]:
-    from test_checkpoint_formats import FORMAT_1, _reseal
+    from test_checkpoint_formats import _reseal
 
     crafted = []
-    import tarfile
-
-    with tarfile.open(FORMAT_1) as archive:
-        archive.extractall(files.root, filter="data")
-    old = files.root / "format-1"
-    (old / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": _Payload(files.mark)}))
-    crafted.append((old, "asks for posix.system"))
     index = files.copy("out/checkpoints/step-00000002", "crafted-index")
     (index / "index.json").write_bytes(pickle.dumps(_Payload(files.mark)))
     crafted.append((index, "is no index"))
@@ -388,7 +395,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, 
     def run(cases: dict[str, Case]) -> dict[str, tuple[int, str]]:
         (root / "cases.json").write_text(json.dumps({name: case.arguments for name, case in cases.items()}))
         arguments = [sys.executable, str(HERE), str(root / "cases.json"), str(root / "results.json")]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE.parent)}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join(map(str, sys.path)),
+        }
         subprocess.run(arguments, cwd=root, check=True, env=environment, timeout=1200)
         found: dict[str, tuple[int, str]] = json.loads((root / "results.json").read_text())
         return found

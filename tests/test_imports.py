@@ -36,7 +36,7 @@ def side_effect(tmp_path, monkeypatch):
         "PLAN = {'a': 1}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(imports, "_ALLOWED", set(imports._ALLOWED))
+    monkeypatch.setattr(imports, "_users", set(imports._users))
     yield trace
     sys.modules.pop("my_plans", None)
 

@@ -201,7 +201,7 @@ def test_pods_have_storage_and_more_time_than_torchrun_gives_the_ranks(kind: str
     pod, trainer = _pod(job), job["spec"].get("trainer") or _container(job)
     command = trainer["command"]
     assert command[:2] == ["bash", "-c"]
-    assert command[2] == 'module load cuda\nexec "$@"'
+    assert command[2] == 'module load cuda\nexec "$$@"'
     assert "--shutdown-timeout=200" in command
     assert pod["terminationGracePeriodSeconds"] > 200
     volumes = {each["name"]: each for each in pod["volumes"]}
@@ -210,7 +210,7 @@ def test_pods_have_storage_and_more_time_than_torchrun_gives_the_ranks(kind: str
     assert mounts["/etc/meshwright"]["configMap"] == {"name": settings["metadata"]["name"]}
     assert command[-1] == "/etc/meshwright/run.yaml"
     assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "batch"}
-    assert {each["name"]: each.get("value") for each in trainer["env"]}["NCCL_DEBUG"] == "it's a $HOME"
+    assert {each["name"]: each.get("value") for each in trainer["env"]}["NCCL_DEBUG"] == "it's a $$HOME"
     resources = trainer.get("resources") or trainer["resourcesPerNode"]
     assert resources["limits"] == {"memory": "512Gi", "nvidia.com/gpu": "8"}
 

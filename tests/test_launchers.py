@@ -198,6 +198,7 @@ import os
 import torch.distributed as dist
 import meshwright as mw
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 before = dict(os.environ)
 with mw.open_world("cpu") as world:
     print(world.size, dict(os.environ) == before)

@@ -195,11 +195,11 @@ def test_a_file_that_breaks_off_is_not_kept(local: Local) -> None:
     assert not local.listed()
 
 
-def test_a_keeper_imports_no_torch_and_ends_with_who_it_is_for() -> None:
+def test_a_keeper_imports_no_torch_and_ends_with_who_it_is_for(tmp_path: Path) -> None:
     code = "import sys, meshwright.memory.keeper; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
     launcher = subprocess.Popen(["sleep", "60"])
-    name = f"meshwright-test-{os.getpid()}"
+    name = str(tmp_path / "keeper.sock")
     keeper = subprocess.Popen(
         [sys.executable, "-m", "meshwright.memory.keeper", name, str(launcher.pid), identity_of(launcher.pid)]
     )
@@ -207,7 +207,7 @@ def test_a_keeper_imports_no_torch_and_ends_with_who_it_is_for() -> None:
         until = time.monotonic() + 20
         while time.monotonic() < until and keeper.poll() is None:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                if connection.connect_ex(f"\0{name}") == 0:
+                if connection.connect_ex(name) == 0:
                     break
             time.sleep(0.02)
         keeper.terminate()
@@ -216,6 +216,7 @@ def test_a_keeper_imports_no_torch_and_ends_with_who_it_is_for() -> None:
         launcher.kill()
         # Nobody waits for it yet: it is dead all the same.
         assert keeper.wait(5) == 0
+        assert not list(tmp_path.iterdir())
     finally:
         launcher.kill()
         keeper.kill()

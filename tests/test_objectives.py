@@ -417,7 +417,7 @@ def own(tmp_path, monkeypatch):
         "class Silent: pass\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(class_paths, "_ALLOWED", {*class_paths._ALLOWED, "own_objectives"})
+    monkeypatch.setattr(class_paths, "_users", {"own_objectives"})
     yield
     sys.modules.pop("own_objectives", None)
 

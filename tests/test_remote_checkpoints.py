@@ -310,7 +310,7 @@ def test_bad_urls_are_refused_before_anything_starts(runs: Runs) -> None:
 
 def test_without_fsspec_a_url_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    for url, extra in (("s3://bucket/x", "s3"), ("sftp://host/x", "remote")):
+    for url, extra in (("s3://bucket/x", "s3"), ("gs://bucket/x", "remote")):
         with pytest.raises(ConfigError, match=rf"needs the package fsspec.* pip install -e '\.\[{extra}\]' in a clone"):
             place_of(url)
 

@@ -85,7 +85,7 @@ def _registry_with(hook: _Hook) -> Registry:
 @pytest.fixture
 def allowed(monkeypatch: pytest.MonkeyPatch) -> str:
     """This module's name, allowed for the duration of a test."""
-    monkeypatch.setattr(imports, "_ALLOWED", set(imports._ALLOWED))
+    monkeypatch.setattr(imports, "_users", set(imports._users))
     imports.allow_imports(__name__)
     return __name__
 

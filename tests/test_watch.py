@@ -408,13 +408,13 @@ class _Served:
 
     def __init__(self, runs: list[WatchedRun]) -> None:
         self._listener = server.listening("127.0.0.1", 0, default=0)
-        self.url = server.address(self._listener)
-        threading.Thread(
-            target=server.serve, args=(runs, self._listener), kwargs={"host": "127.0.0.1"}, daemon=True
-        ).start()
+        self.url = server.address(self._listener, "").partition("?")[0]
+        self.cookie = f"meshwright-{self._listener.getsockname()[1]}=t"
+        options = {"host": "127.0.0.1", "token": "t"}
+        threading.Thread(target=server.serve, args=(runs, self._listener), kwargs=options, daemon=True).start()
 
     def get(self, path: str, *, host: str | None = None, method: str = "GET") -> tuple[int, bytes, Any]:
-        request = urllib.request.Request(self.url + path.lstrip("/"), method=method)
+        request = urllib.request.Request(self.url + path.lstrip("/"), method=method, headers={"Cookie": self.cookie})
         if host is not None:
             request.add_header("Host", host)
         try:
@@ -540,7 +540,9 @@ def test_the_command_starts_without_torch_and_ends_by_a_signal(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         line = process.stdout.readline()
         assert line.startswith("watching x at http://127.0.0.1:")
-        with urllib.request.urlopen(line.split()[3] + "api/state", timeout=20) as answer:
+        opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        opener.open(line.split()[3], timeout=20).close()
+        with opener.open(line.split()[3].partition("?")[0] + "api/state", timeout=20) as answer:
             assert json.loads(answer.read())["runs"][0]["step"] == 3
         begun = time.monotonic()
         process.send_signal(2)

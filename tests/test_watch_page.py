@@ -53,7 +53,8 @@ def opened(browser) -> Iterator[Callable[..., Any]]:
     def open_page(*directories: Path, scheme: str = "light", ready: str = "#steps canvas") -> Any:
         listener = server.listening("127.0.0.1", 0, default=0)
         runs = watched(directories)
-        threading.Thread(target=server.serve, args=(runs, listener), kwargs={"host": "127.0.0.1"}, daemon=True).start()
+        options = {"host": "127.0.0.1", "token": "t"}
+        threading.Thread(target=server.serve, args=(runs, listener), kwargs=options, daemon=True).start()
         context = browser.new_context(color_scheme=scheme, viewport={"width": 1400, "height": 900})
         contexts.append(context)
         page = context.new_page()
@@ -62,8 +63,8 @@ def opened(browser) -> Iterator[Callable[..., Any]]:
         page.on("console", lambda told: errors.append(told.text) if told.type == "error" else None)
         # Nothing of elsewhere is asked for.
         page.on("request", lambda asked: errors.append(asked.url) if not asked.url.startswith(url) else None)
-        url = server.address(listener)
-        page.goto(url)
+        url = server.address(listener, "").partition("?")[0]
+        page.goto(server.address(listener, "t"))
         page.wait_for_selector(ready)
         return page
 

@@ -1,6 +1,11 @@
 """`python -m meshwright`, as torchrun starts it."""
 
-from .cli.main import main
-
 if __name__ == "__main__":
+    from .launch.safe_path import leave_current_directory
+
+    # Before anything else is imported.
+    leave_current_directory()
+
+    from .cli.main import main
+
     main()

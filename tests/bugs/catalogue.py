@@ -155,8 +155,8 @@ _bug(
 _bug(
     "refused_modules_are_imported",
     "meshwright.files.class_paths",
-    "    if refused:\n",
-    "    if False:\n",
+    "    module = _within(name, _BUILT_IN)\n",
+    '    module = _within(name, ("torch", *_BUILT_IN))\n',
     "tests/test_imports.py::test_refused[class-torch.utils.cpp_extension.BuildExtension]",
     kind="a name in a file imports what starts processes",
 )
@@ -188,7 +188,7 @@ _bug(
 _bug(
     "dead_rank_not_told",
     "meshwright.launch.local",
-    'sys.stderr.write(f"rank {rank} was killed by {signal_name(-failure.exitcode)}{hint}\\n")',
+    'say(f"rank {rank} was killed by {signal_name(-failure.exitcode)}{hint}\\n", stderr=True)',
     "del hint",
     "tests/test_launch.py::test_killed_rank_is_named_with_its_signal",
     kind="a rank that was killed is not named",
@@ -950,8 +950,8 @@ _bug(
 _bug(
     "checksums_unread",
     "meshwright.checkpoint.manifest",
-    "        if stored != manifest.files[name]:\n            raise _changed(directory, name)\n\n\ndef read_verified",
-    "        if stored.size != manifest.files[name].size:\n            raise _changed(directory, name)\n\n\n"
+    "        if stored != manifest.files[name]:\n            raise changed(directory, name)\n\n\ndef read_verified",
+    "        if stored.size != manifest.files[name].size:\n            raise changed(directory, name)\n\n\n"
     "def read_verified",
     f"{_FAULTS}::test_what_is_not_whole_is_named_and_an_older_one_is_taken[a bit is flipped]",
     kind="a checkpoint is loaded without a look at its checksums",
@@ -2746,7 +2746,7 @@ _bug(
 _bug(
     "objectives_of_any_module",
     "meshwright.objectives.registry",
-    'found = import_class_from_path(path, kind=("function", "class"))',
+    'found = import_class_from_path(path, kind=("function", "class"), base=Objective)',
     'found = __import__("importlib").import_module(path.rpartition(".")[0]).__dict__[path.rpartition(".")[2]]',
     f"{_OBJECTIVES}::test_what_is_no_objective_is_told[os.system-parts15-get_objective]",
     kind="a file names code to run",
@@ -4183,8 +4183,8 @@ _bug(
 _bug(
     "a_tracker_ends_the_run",
     "meshwright.train.trackers",
-    "            self._has_failed = True\n            warnings.warn(",
-    "            raise\n            warnings.warn(",
+    "            self._has_failed = True\n            warn(",
+    "            raise\n            warn(",
     "tests/test_observers.py::test_a_tracker_that_fails_is_told_once_and_training_goes_on",
     kind="what only watches ends what it watches",
 )
@@ -4751,8 +4751,8 @@ _bug(
 _bug(
     "anybody_is_let_in",
     "meshwright.memory.wire",
-    'if not hmac.compare_digest(_proof(token, "rank", mine, theirs), str(answer.get("proof"))):',
-    "if not answer:",
+    '    ):\n        send(connection, {"error": "the token is another"})',
+    '    ) and not answer:\n        send(connection, {"error": "the token is another"})',
     f"{_KEEPER}::test_who_has_not_the_token_is_refused[another]",
     kind="a check of who asks that passes all",
 )
@@ -4831,4 +4831,246 @@ _bug(
     "return None",
     "tests/test_same_world.py::test_a_node_that_is_cut_off_from_the_store_ends_by_itself",
     kind="a test whose nodes share what real ones do not",
+)
+
+# -- files of others, neighbours, and the network
+
+_S = "tests/security"
+
+
+def _security(name: str, module: str, before: str, after: str, test: str, kind: str) -> None:
+    _bug(name, f"meshwright.{module}", before, after, f"{_S}/{test}", kind=kind)
+
+
+_security(
+    "an_object_of_any_class_of_torch",
+    "files.class_paths",
+    "and not issubclass(found, base):",
+    "and False:",
+    "test_class_paths.py::test_no_option_makes_an_object_of_what_it_is_not_for[objective-torch.nn.Linear]",
+    "an object is made before anyone asks whether it may be",
+)
+_security(
+    "what_a_module_has_imported_is_its_own",
+    "files.class_paths",
+    "    if not is_users(home) and not _is_built_in(home):\n",
+    "    if False:\n",
+    "test_class_paths.py::test_an_allowed_module_does_not_lend_what_it_has_imported",
+    "a list of allowed modules lets in what they have imported",
+)
+_security(
+    "scripts_beside_models",
+    "files.class_paths",
+    'return module is not None and (module != "transformers.models" or _MODELS.fullmatch(name) is not None)',
+    "return module is not None",
+    "test_class_paths.py::test_nothing_is_imported_from_modules_that_are_not_on_the_list",
+    "importing a module runs it",
+)
+_security(
+    "kernels_of_the_hub_in_a_run_file",
+    "model.configuration",
+    """    _check_names_no_kernels(fields, where, "name an implementation of transformers, such as 'sdpa'")\n""",
+    "",
+    "test_class_paths.py::test_kernels_of_the_hub_are_refused_in_a_run_file",
+    "one door is watched, and another one leads to the same place",
+)
+_security(
+    "chains_of_urls",
+    "checkpoint.remote",
+    '    if "::" in url:\n',
+    "    if False:\n",
+    "test_urls.py::test_a_name_that_a_server_lists_makes_no_chain[x::reference://y]",
+    "a URL that a file names reads another file, which is run",
+)
+_security(
+    "any_kind_of_url",
+    "checkpoint.remote",
+    "    if protocol not in PROTOCOLS:\n",
+    "    if False:\n",
+    "test_urls.py::test_other_kinds_of_urls_are_refused[reference://]",
+    "a URL that a file names reads another file, which is run",
+)
+_security(
+    "a_store_on_all_interfaces",
+    "launch.store",
+    "        listener.listen(_BACKLOG)\n",
+    "        return None\n",
+    "test_sockets.py::test_between_machines_a_store_waits_where_the_ranks_are_told",
+    "a server listens on all interfaces",
+)
+_security(
+    "an_agent_on_all_interfaces",
+    "launch.local",
+    "        rdzv_backend=ONE_MACHINE,\n        local_addr=LOOPBACK,\n",
+    '        rdzv_backend="c10d",\n        rdzv_endpoint="localhost:0",\n        local_addr="localhost",\n',
+    "test_sockets.py::test_a_run_waits_on_loopback_alone",
+    "a server listens on all interfaces",
+)
+_security(
+    "a_fork_server_imports_from_where_the_user_stands",
+    "launch.safe_path",
+    '    os.environ[VARIABLE] = "1"\n',
+    "    pass\n",
+    "test_import_path.py::test_a_run_that_python_starts",
+    "a process that is started imports from the current directory",
+)
+_security(
+    "strangers_send_as_much_as_friends",
+    "memory.wire",
+    "        if length > longest:\n",
+    "        if length > _LONGEST:\n",
+    "test_keeper.py::test_a_stranger_makes_a_keeper_hold_a_few_kilobytes",
+    "what is not known yet is given room",
+)
+_security(
+    "strangers_take_their_time",
+    "memory.wire",
+    '        if left_s <= 0:\n            raise TimeoutError("no proof in time")\n        connection.settimeout(left_s)\n',
+    "        connection.settimeout(PATIENCE_S)\n",
+    "test_keeper.py::test_silent_strangers_are_few_and_leave_soon_and_who_has_the_token_comes_through",
+    "what is not known yet is given time",
+)
+_security(
+    "a_directory_of_others",
+    "memory.socket_file",
+    "return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077",
+    "return True",
+    "test_keeper.py::test_a_directory_that_another_user_has_made_is_refused[open]",
+    "a name in a place of all users is taken by another one first",
+)
+_security(
+    "lines_through_a_link",
+    "files.writing",
+    "os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)",
+    "os.O_CREAT | os.O_CLOEXEC, 0o666)",
+    "test_links.py::test_files_that_grow_are_not_opened_through_links",
+    "a file is written through a link",
+)
+_security(
+    "links_in_a_directory_of_a_run",
+    "train.output",
+    "        if path.is_symlink():\n",
+    "        if False:\n",
+    "test_links.py::test_a_file_of_a_run_that_is_a_link_is_refused_and_what_it_points_to_stays[metrics.jsonl]",
+    "a file is written through a link",
+)
+_security(
+    "pieces_that_overlap",
+    "checkpoint.index",
+    "if elements.size > 1 and not _covers(",
+    "if False and not _covers(",
+    "test_checkpoints.py::test_pieces_have_each_element_once_or_are_refused[2]",
+    "a sum is right, and what it is the sum of is not",
+)
+_security(
+    "a_line_of_a_script_ends_in_a_name",
+    "clusters.job",
+    '("Cc", "Cs", "Zl", "Zp")',
+    '("Zl", "Zp")',
+    "test_generated_files.py::test_control_characters_are_refused[slurm-'\\\\n']",
+    "a value in a generated file becomes a command",
+)
+_security(
+    "kubernetes_replaces_values",
+    "clusters.kubernetes",
+    """return text.replace("$", "$$")""",
+    "return text",
+    "test_generated_files.py::test_kubernetes[0-JobSet]",
+    "a value in a generated file becomes another one",
+)
+_security(
+    "secrets_by_their_looks_alone",
+    "train.hidden_values",
+    "(_NAME.search(name) is not None or _VALUE.search(value) is not None)",
+    "_VALUE.search(value) is not None",
+    "test_secrets.py::test_what_a_run_writes_of_itself_has_no_secret_and_is_read_again",
+    "a secret is written where others read",
+)
+_security(
+    "files_with_secrets_for_all",
+    "clusters.files",
+    "mode=0o600 if job.has_secrets else 0o666",
+    "mode=0o666",
+    "test_secrets.py::test_files_of_a_job_that_hold_secrets_are_their_owners[slurm]",
+    "a secret is written where others read",
+)
+_security(
+    "a_table_steers_the_terminal",
+    "files.terminal",
+    "    made.push_render_hook(Escaping())\n",
+    "",
+    "test_terminal.py::test_a_console_writes_text_in_all_that_it_shows[0-False]",
+    "text of a file steers the terminal",
+)
+_security(
+    "text_of_a_file_is_markup",
+    "files.terminal",
+    "return escape(printable(str(text)))",
+    "return printable(str(text))",
+    "test_terminal.py::test_a_console_writes_text_in_all_that_it_shows[11-False]",
+    "text of a file is read as markup, and wrong markup is an error",
+)
+_security(
+    "links_are_followed_in_a_circle",
+    "checkpoint.places",
+    "os.walk(self.path, onerror=_raise)",
+    "os.walk(self.path, onerror=_raise, followlinks=True)",
+    "test_checkpoints.py::test_links_that_lead_in_a_circle_hang_nobody",
+    "links that lead in a circle are followed",
+)
+_security(
+    "anybody_sees_the_page",
+    "watch.server",
+    "elif self._is_right(request.cookies.get(self._cookie)):",
+    "elif True:",
+    "test_watch_files.py::test_without_the_token_nothing_is_answered[None-/]",
+    "a page on loopback is taken for one that only its user sees",
+)
+_security(
+    "a_run_hides_the_others",
+    "watch.answers",
+    "                except Exception as error:\n",
+    "                except KeyError as error:\n",
+    "test_watch_files.py::test_a_run_of_which_nobody_has_thought_leaves_the_others",
+    "what is wrong with one is told of all",
+)
+_security(
+    "compressed_data_fill_the_memory",
+    "data.reading.opening",
+    "        if self._count > FREE and self._count > MOST_TIMES * self._file.tell():\n",
+    "        if False:\n",
+    "test_compressed.py::test_a_small_file_that_becomes_a_large_one_is_refused[corpus.txt-gz]",
+    "what is small in a file is large in memory",
+)
+_security(
+    "who_has_the_number_is_killed",
+    "launch.process_identity",
+    "        if identity and identity_of(pid) != identity:\n",
+    "        if False:\n",
+    "test_processes.py::test_the_reaper_spares_who_has_the_number_of_a_dead_rank",
+    "a process is known by its number alone",
+)
+_security(
+    "a_swapped_file_is_read",
+    "checkpoint.signed_reading",
+    "    if place.access.key is None or not stored.chunks:\n",
+    "    if True:\n",
+    "test_checkpoints.py::test_a_file_that_is_exchanged_after_it_was_verified_is_not_loaded[tensors-00000.bin]",
+    "one thing is verified, and another one used",
+)
+_security(
+    "an_older_checkpoint_for_a_newer_one",
+    "checkpoint.manifest",
+    "    if named and int(named[1]) != manifest.step:\n",
+    "    if False:\n",
+    "test_checkpoints.py::test_an_older_checkpoint_in_the_place_of_a_newer_one_is_refused[None]",
+    "what is genuine is taken for what it is not",
+)
+_security(
+    "overwriting_what_no_run_has_made",
+    "train.listing",
+    "    if others:\n",
+    "    if False:\n",
+    "test_overwrite.py::test_what_no_run_has_made_is_not_removed[None-model]",
+    "a name is taken for an owner",
 )

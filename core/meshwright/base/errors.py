@@ -35,7 +35,7 @@ class MeshwrightError(Exception):
 
     def __str__(self) -> str:
         # It may quote what somebody wrote, of which no character is to steer a terminal, or to be half of one.
-        return "".join(_printable(each) for each in super().__str__())
+        return printable(super().__str__())
 
 
 class ConfigError(MeshwrightError):
@@ -100,10 +100,9 @@ class RankError(MeshwrightError):
     exit_code = 1
 
 
-def _printable(character: str) -> str:
-    if character.isprintable() or character in "\n\t":
-        return character
-    return character.encode("unicode_escape").decode()
+def printable(text: str) -> str:
+    """Text with characters escaped that steer a terminal, or are half of one; line ends and tabs stay."""
+    return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

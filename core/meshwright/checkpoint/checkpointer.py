@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..base.errors import CheckpointError, CheckpointWriteError
+from ..files.terminal import warn
 from ..mesh.world import new_group
 from ..strategy.contract import StrategyManager
 from .agreement import Agreement
@@ -228,4 +228,4 @@ class Checkpointer:
         if self._on_error == "stop":
             raise error
         if self._manager.mesh.rank == 0:
-            warnings.warn(f"{error} Training goes on (checkpoint.on_error=continue).", stacklevel=3)
+            warn(f"{error} Training goes on (checkpoint.on_error=continue).", stacklevel=3)

@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from ..base.errors import CheckpointError, CheckpointWriteError
 from .keys import ForeignCheckpointError
-from .manifest import MANIFEST, Manifest, beside, read_manifest, sealed, steps_in, unreadable
+from .manifest import BESIDE, MANIFEST, Manifest, beside, read_manifest, sealed, steps_in, unreadable
 from .opening import place_of
 from .places import DEFAULT, Access, Folder, LocalFolder, Where, retried, steps_of
 
@@ -54,6 +54,8 @@ def begin(final: Path, access: Access = DEFAULT) -> Path:
     try:
         recover(final)
         shutil.rmtree(writing, ignore_errors=True)
+        if writing.is_symlink():
+            raise CheckpointError(f"{writing} is a link, through which no checkpoint is written. Remove it.")
         retried(lambda: writing.mkdir(parents=True, exist_ok=True), access, f"making {writing}")
     except OSError as error:
         raise CheckpointWriteError(f"the checkpoint {final} cannot be written: {error}.") from error
@@ -123,8 +125,8 @@ def remove_leftovers(root: Path, access: Access = DEFAULT) -> None:
             recover(path.with_suffix(""))
         except OSError as error:
             raise CheckpointWriteError(f"{path} cannot be given its name back: {error}.") from error
-    for kind in ("writing", "deleting", "replaced"):
-        for path in root.glob(f"step-*.{kind}"):
+    for kind in BESIDE:
+        for path in root.glob(f"step-*{kind}"):
             if not is_foreign(LocalFolder(path, access)):
                 shutil.rmtree(path, ignore_errors=True)
 

@@ -21,9 +21,10 @@ from typing import Any, Protocol
 from ..base.errors import CheckpointWriteError
 from . import directory
 from .directory import ABANDONED, refuse_foreign, set_aside
-from .manifest import MANIFEST, Manifest, StoredFile, beside, sealed
+from .manifest import MANIFEST, PAYLOAD, Manifest, StoredFile, beside, sealed
 from .places import STEP, Folder, LocalFolder, retried, steps_of
 from .remote import RemoteFolder
+from .signed_reading import Chunks
 
 Parts = Callable[[], Iterable[Any]]
 """Makes the bytes of a file, part by part, as often as it is written."""
@@ -57,17 +58,25 @@ def draft_of(folder: Folder) -> Draft:
 class _Counted:
     """Parts of a file on their way, and what they were."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, *, in_chunks: bool) -> None:
         self._parts, self._digest, self._size = parts, hashlib.sha256(), 0
+        self._chunks = Chunks() if in_chunks else None
 
     def __iter__(self) -> Iterator[Any]:
         for part in self._parts():
             yield part
             self._digest.update(part)
             self._size += memoryview(part).nbytes
+            if self._chunks is not None:
+                self._chunks.update(part)
 
     def stored(self) -> StoredFile:
-        return StoredFile(self._size, self._digest.hexdigest())
+        return StoredFile(self._size, self._digest.hexdigest(), self._chunks.digests() if self._chunks else ())
+
+
+def _counted(name: str, parts: Parts, folder: Folder) -> _Counted:
+    """With checksums of chunks, where what is read in part is signed."""
+    return _Counted(parts, in_chunks=folder.access.key is not None and name.startswith(PAYLOAD))
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,7 @@ class LocalDraft:
         path = self._writing / name
 
         def write() -> StoredFile:
-            counted = _Counted(parts)
+            counted = _counted(name, parts, self.folder)
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
                 for part in counted:
@@ -120,7 +129,7 @@ class RemoteDraft:
 
     def write(self, name: str, parts: Parts) -> StoredFile:
         def write() -> StoredFile:
-            counted = _Counted(parts)
+            counted = _counted(name, parts, self.folder)
             self.folder.put(name, counted)
             return counted.stored()
 

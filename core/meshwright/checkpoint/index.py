@@ -11,18 +11,19 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..tensors.ownership import Rectangle
 from ..tensors.state import TensorKind
-from .manifest import broken
+from .manifest import PAYLOAD, broken
 from .places import Where
 
 INDEX = "index.json"
+_MOST_DIVIDED = 8
+"""Dims along which a tensor can be in pieces; parallelism divides two."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,21 +60,26 @@ class StoredTensor:
             for row in np.flatnonzero((first < last).all(axis=1))
         ]
 
-    def problem(self, sizes: Sequence[int] | None) -> str | None:
-        """What is wrong with the pieces; None if they lie within the tensor, and in files of so many bytes.
+    def problem(self, sizes: Sequence[int]) -> str | None:
+        """What is wrong with the pieces; None if they have each element of the tensor once, in files of so many bytes.
 
         Args:
-            sizes: of the files, by number; None where pieces have headers of their own.
+            sizes: of the files, by number.
         """
         starts, lengths = self._rectangles()
-        if self.nbytes >= 1 << 62:
-            return f"is said to have {self.nbytes} bytes"
+        if min(self.shape, default=0) < 0 or self.nbytes >= 1 << 62:
+            return f"is said to have the shape {list(self.shape)}"
         if (lengths <= 0).any() or (starts < 0).any() or (starts + lengths > np.array(self.shape, np.int64)).any():
             return "has pieces that are not within it"
         elements = lengths.prod(axis=1)
         if elements.sum() != math.prod(self.shape):
             return f"has {elements.sum()} of its {math.prod(self.shape)} elements"
-        if sizes is None or not elements.size:
+        divided = np.flatnonzero((lengths != np.array(self.shape, np.int64)).any(axis=0))
+        if divided.size > _MOST_DIVIDED:
+            return f"is divided along {divided.size} dims, of which at most {_MOST_DIVIDED} can be"
+        if elements.size > 1 and not _covers(starts[:, divided], lengths[:, divided], np.array(self.shape)[divided]):
+            return "has pieces that overlap, and elements that are in none"
+        if not elements.size:
             return None
         numbers, begins = self.pieces[:, 0], self.pieces[:, 1]
         if numbers.min() < 0 or numbers.max() >= len(sizes):
@@ -109,14 +115,10 @@ class Index:
         """Shape and dtype of each tensor."""
         return {name: (each.shape, each.dtype) for name, each in self.tensors.items()}
 
-    def whole_piece(self, file: BinaryIO, stored: StoredPiece) -> Tensor | None:
-        """A stored rectangle, where files hold more than elements, so that none can be read in part; else None."""
-        return None
-
 
 def payload_name(rank: int) -> str:
     """The file that holds what a rank has written."""
-    return f"tensors-{rank:05d}.bin"
+    return f"{PAYLOAD}{rank:05d}.bin"
 
 
 def written_index(owned: Sequence[Sequence[Rectangle]], kinds: Mapping[str, tuple[Sequence[int], str]]) -> bytes:
@@ -137,7 +139,7 @@ def written_index(owned: Sequence[Sequence[Rectangle]], kinds: Mapping[str, tupl
     return json.dumps(content, separators=(",", ":")).encode()
 
 
-def check_tensors(directory: Where, tensors: Mapping[str, StoredTensor], sizes: Sequence[int] | None) -> None:
+def check_tensors(directory: Where, tensors: Mapping[str, StoredTensor], sizes: Sequence[int]) -> None:
     """Refuse an index whose pieces are not parts of its tensors and files; see `StoredTensor.problem`.
 
     Raises:
@@ -147,6 +149,28 @@ def check_tensors(directory: Where, tensors: Mapping[str, StoredTensor], sizes: 
         problem = each.problem(sizes)
         if problem is not None:
             raise broken(directory, f"{name} {problem}")
+    nbytes = sum(each.nbytes for each in tensors.values())
+    if nbytes > sum(sizes):
+        raise broken(directory, f"its tensors are said to have {nbytes} bytes, and its files have {sum(sizes)}")
+
+
+def _covers(starts: np.ndarray, lengths: np.ndarray, shape: np.ndarray) -> bool:
+    """Whether rectangles within a whole, with as many elements in all, have each of its elements once.
+
+    [Note: corners] Modulo 2, how many rectangles an element is in follows from their corners alone: a corner at which
+    an even number of them meet changes nothing. So if all corners but those of the whole occur an even number of times,
+    each element is in an odd number of rectangles; as there are no more elements than in the whole, in one.
+
+    Args:
+        starts, lengths: int64, (number of rectangles, dims).
+        shape: of the whole, (dims).
+    """
+    dims = shape.size
+    corners = np.array(np.meshgrid(*[(0, 1)] * dims, indexing="ij"), np.int64).reshape(dims, -1).T
+    of_pieces = (starts[:, None] + corners * lengths[:, None]).reshape(-1, dims)
+    found, counts = np.unique(of_pieces, axis=0, return_counts=True)
+    odd = found[counts % 2 == 1]
+    return len(odd) == len(corners) and bool((odd == np.unique(corners * shape, axis=0)).all())
 
 
 def dtype_name(dtype: torch.dtype) -> str:

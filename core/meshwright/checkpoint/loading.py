@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..base.errors import CheckpointError, TornCheckpointError
+from ..files.terminal import warn
 from ..mesh.world import World
 from ..model.adapter_base import FromBase, base_of, left_out
 from ..strategy.contract import StrategyManager
@@ -72,7 +72,7 @@ def load_checkpoint(
         same_mesh = manifest.mesh == asdict(manager.mesh.degrees)
         random = random_to_load(stored, dist.get_rank()) if same_mesh else {}
         wanted = {name: each for name, each in flat(target).items() if name in stored}
-        world.together(lambda: read_tensors(directory, index, {**wanted, **random}))
+        world.together(lambda: read_tensors(directory, manifest, index, {**wanted, **random}))
     for sharded in random.values():
         set_random_state(sharded.pieces[0].tensor)
     if scheduler is not None and manifest.scheduler is not None:
@@ -105,7 +105,7 @@ def newest_checkpoint(root: str | Path | Folder, world: World) -> Path | Folder 
     found, torn = first_whole([folder.at(name) for name in names], world)
     if found is not None:
         for text in torn if world.rank == 0 else ():
-            warnings.warn(f"{text} An older one is tried.", stacklevel=2)
+            warn(f"{text} An older one is tried.", stacklevel=2)
     elif torn:
         reasons = "\n".join(f"  {text}" for text in torn)
         raise CheckpointError(

@@ -12,13 +12,19 @@ from typing import Any
 from ..base.errors import CheckpointError, TornCheckpointError
 from .keys import ForeignCheckpointError, Key
 from .opening import place_of
-from .places import Folder, LocalFolder, Place, Where, steps_of
+from .places import STEP, Folder, LocalFolder, Place, Where, steps_of
 
 MANIFEST = "checkpoint.json"
 SIGNATURE = "hmac_sha256"
 """Where it has the signature, if it has one; see `keys`."""
 FORMAT, OF_ADAPTERS = 2, 3
-"""Of what is written: of whole models, and of adapters without their base. Those before them are read, too."""
+"""Of what is written: of whole models, and of adapters without their base."""
+PAYLOAD = "tensors-"
+"""What the names of files begin with that hold tensors, and are read in part."""
+CHUNK = 1 << 24
+"""Bytes of a signed file that are verified together where it is read in part."""
+_LARGEST = 1 << 28
+"""Bytes of a manifest."""
 
 
 def step_name(step: int) -> str:
@@ -70,10 +76,15 @@ def _steps(folder: Folder) -> list[tuple[int, Folder]]:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Size in bytes and SHA-256 of a file."""
+    """Size in bytes and SHA-256 of a file.
+
+    Attributes:
+        chunks: SHA-256 of each `CHUNK` bytes, where it is signed and is read in part; see `signed_reading`.
+    """
 
     size: int
     sha256: str
+    chunks: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -134,6 +145,8 @@ def manifest_and_sizes(place: Place) -> tuple[Manifest, dict[str, int]]:
             raise TornCheckpointError(
                 f"{place} is no checkpoint: it has no {MANIFEST}, so it was never completed.{place.hint()}"
             )
+        if sizes[MANIFEST] > _LARGEST:
+            raise broken(place, f"{MANIFEST} has {sizes[MANIFEST]} bytes, and no manifest has more than {_LARGEST}")
         with place.open(MANIFEST) as file:
             content = file.read()
     except OSError as error:
@@ -146,19 +159,18 @@ def _parsed(place: Place, text: bytes) -> Manifest:
         content = json.loads(text.decode())
         is_whole = text.decode() == text_of(content)
         version = content.pop("format")
-        if version not in range(1, OF_ADAPTERS + 1):
+        if version not in (FORMAT, OF_ADAPTERS):
             raise CheckpointError(
-                f"{place} has format {version!r}, but this meshwright reads those up to {OF_ADAPTERS}. Load it "
-                f"with the version that has written it: {content.get('versions')}."
+                f"{place} has format {version!r:.20}, but this meshwright reads {FORMAT} and {OF_ADAPTERS}. Load it "
+                f"with the version that has written it: {content.get('versions')!r:.200}."
             )
         signature = content.pop(SIGNATURE, None)
         checksum = content.pop("sha256")
         if not is_whole or checksum != digest(content):
             raise ValueError("its checksum is another")
-        if version == 1:
-            content["has_optimizer"] = None not in (content.pop("groups"), content.pop("values"))
-        files = {_plain_name(name): StoredFile(**each) for name, each in content.pop("files").items()}
+        files = {_plain_name(name): _stored(**each) for name, each in content.pop("files").items()}
         manifest = Manifest(**content, files=files, format=version, is_signed=signature is not None)
+        _check_types(manifest)
         if (manifest.base is None) is (version == OF_ADAPTERS):
             raise ValueError("only one of adapters names a base")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -171,7 +183,44 @@ def _parsed(place: Place, text: bytes) -> Manifest:
             f"that it was signed with, or none if you trust it; or go on from another. It was neither changed nor "
             f"removed."
         )
+    _check_step(place, manifest)
     return manifest
+
+
+def _check_step(place: Place, manifest: Manifest) -> None:
+    """Refuse a checkpoint whose name is that of another step: one that was put in a newer one's place.
+
+    Raises:
+        CheckpointError: both steps are named.
+    """
+    named = STEP.fullmatch(place.name)
+    if named and int(named[1]) != manifest.step:
+        raise CheckpointError(
+            f"the checkpoint {place} is of step {manifest.step}, and not of the step that it is called by. Give it its "
+            f"own name, {step_name(manifest.step)}, if you have renamed it; else somebody has replaced it."
+        )
+
+
+def _check_types(manifest: Manifest) -> None:
+    """ValueError: a value is of another type than what is written."""
+    told = (manifest.mesh, manifest.versions, manifest.extra, manifest.scheduler or {}, manifest.base or {})
+    is_right = (
+        all(isinstance(each, dict) for each in told)
+        and all(type(each) is int and 0 <= each < 1 << 62 for each in (manifest.step, manifest.world_size))
+        and all(type(each) is int for each in manifest.mesh.values())
+        and isinstance(manifest.strategy, str)
+        and isinstance(manifest.has_optimizer, bool)
+    )
+    if not is_right:
+        raise ValueError("it has values of other types")
+
+
+def _stored(size: int, sha256: str, chunks: Sequence[str] = ()) -> StoredFile:
+    """A file as the manifest has it. ValueError or TypeError: it has something else."""
+    is_size = type(size) is int and 0 <= size < 1 << 62
+    if not is_size or not isinstance(sha256, str) or not isinstance(chunks, list | tuple):
+        raise ValueError("it has no size and checksum of a file")
+    return StoredFile(size, sha256, tuple(chunks))
 
 
 def wrong_size(manifest: Manifest, sizes: Mapping[str, int], name: str) -> str | None:
@@ -196,7 +245,7 @@ def verify(where: Where, manifest: Manifest, names: Sequence[str]) -> None:
         except OSError as error:
             raise unreadable(directory, error) from None
         if stored != manifest.files[name]:
-            raise _changed(directory, name)
+            raise changed(directory, name)
 
 
 def read_verified(where: Where, manifest: Manifest, name: str) -> bytes:
@@ -215,7 +264,7 @@ def read_verified(where: Where, manifest: Manifest, name: str) -> bytes:
     except OSError as error:
         raise unreadable(place, error) from None
     if StoredFile(len(content), hashlib.sha256(content).hexdigest()) != manifest.files[name]:
-        raise _changed(place, name)
+        raise changed(place, name)
     return content
 
 
@@ -232,7 +281,8 @@ def unreadable(where: Where, error: OSError) -> CheckpointError:
     )
 
 
-def _changed(place: Place, name: str) -> CheckpointError:
+def changed(place: Place, name: str) -> TornCheckpointError:
+    """The error for a file that is not what was written."""
     return broken(place, f"the contents of {name} have changed since it was written")
 
 
@@ -258,6 +308,9 @@ def sealed(manifest: Manifest, key: Key | None) -> str:
     del content["is_signed"]
     if manifest.base is None:
         del content["base"]
+    for stored in content["files"].values():
+        if not stored["chunks"]:
+            del stored["chunks"]
     checksum = digest(content)
     signature = {} if key is None else {SIGNATURE: key.signature(version, checksum)}
     return text_of({"format": version, "sha256": checksum, **signature, **content})
@@ -270,6 +323,10 @@ def text_of(content: Mapping[str, Any]) -> str:
 
 def digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+BESIDE = (".writing", ".replaced", ".deleting")
+"""What names of checkpoints and models end in that are not complete, or on their way out."""
 
 
 def beside(final: Path, what: str) -> Path:

@@ -27,12 +27,13 @@ class OnDisk:
 
 
 def on_this_machine(place: Place, manifest: Manifest, names: Iterable[str]) -> OnDisk:
-    """Some of a checkpoint's files: where they are, or copies of them.
+    """Some of a checkpoint's files: where they are, or copies of them, where they are elsewhere or signed: a file
+    could be exchanged after it was verified.
 
     Raises:
         CheckpointError: one was altered, or cannot be read.
     """
-    if isinstance(place, LocalFolder):
+    if isinstance(place, LocalFolder) and place.access.key is None:
         return OnDisk(place.path, is_copy=False)
     held = OnDisk(Path(tempfile.mkdtemp(prefix="meshwright-")), is_copy=True)
     for name in names:

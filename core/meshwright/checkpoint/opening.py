@@ -8,7 +8,8 @@ from typing import overload
 
 from .places import DEFAULT, Access, Folder, LocalFolder, Place
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://")
+# Chained ones, such as "simplecache::s3://bucket", are URLs, too, and refused.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(::.*)?://", re.DOTALL)
 
 
 def is_url(where: object) -> bool:

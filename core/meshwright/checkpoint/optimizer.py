@@ -13,9 +13,9 @@ from typing import Any
 from ..base.errors import CheckpointError
 from ..tensors.state import OptimizerState, TensorKind
 from .agreement import Share
-from .manifest import MANIFEST, Manifest, broken, read_verified, unreadable
+from .manifest import Manifest, broken, read_verified
 from .opening import place_of
-from .places import Place, Where
+from .places import Where
 from .values import OPTIMIZER, decoded, plain
 
 _PREFIX = "optimizer-"
@@ -59,11 +59,9 @@ def read_optimizer(where: Where, manifest: Manifest, stored: Mapping[str, Tensor
         raise CheckpointError(
             f"the checkpoint {place} holds a model without an optimizer. Load it before build_optimizer."
         )
-    names = [MANIFEST] if manifest.format == 1 else [name for name in manifest.files if name.startswith(_PREFIX)]
     found: OptimizerState[TensorKind] = OptimizerState()
-    for name in names:
-        # In format 1 the manifest, which has been verified, has them.
-        text = _read(place, name) if name == MANIFEST else read_verified(place, manifest, name)
+    for name in (name for name in manifest.files if name.startswith(_PREFIX)):
+        text = read_verified(place, manifest, name)
         try:
             content = json.loads(text)
             found.groups += decoded(content["groups"])
@@ -75,11 +73,3 @@ def read_optimizer(where: Where, manifest: Manifest, stored: Mapping[str, Tensor
             name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
             found.tensors.setdefault(name, {})[key] = kind
     return found
-
-
-def _read(place: Place, name: str) -> bytes:
-    try:
-        with place.open(name) as file:
-            return file.read()
-    except OSError as error:
-        raise unreadable(place, error) from None

@@ -18,9 +18,10 @@ from ..base.errors import CheckpointError
 from ..tensors.pieces import Piece, Sharded
 from .drafts import Draft
 from .index import Index, StoredPiece
-from .manifest import StoredFile
+from .manifest import Manifest, StoredFile
 from .opening import place_of
 from .places import Place, Where
+from .signed_reading import open_verified
 
 
 def write_tensors(draft: Draft, name: str, tensors: Sequence[Tensor]) -> StoredFile:
@@ -32,12 +33,12 @@ def write_tensors(draft: Draft, name: str, tensors: Sequence[Tensor]) -> StoredF
     return draft.write(name, lambda: (_bytes_of(each.detach().to("cpu").contiguous()) for each in tensors))
 
 
-def read_tensors(where: Where, index: Index, tensors: Mapping[str, Sharded]) -> None:
+def read_tensors(where: Where, manifest: Manifest, index: Index, tensors: Mapping[str, Sharded]) -> None:
     """Fill this rank's pieces of tensors from a checkpoint. No communication.
 
     Args:
         where: the checkpoint.
-        index: of it.
+        manifest, index: of it.
         tensors: by name; their shapes are those of the index. Other dtypes are converted to.
 
     Raises:
@@ -48,13 +49,9 @@ def read_tensors(where: Where, index: Index, tensors: Mapping[str, Sharded]) -> 
     parts.sort(key=lambda part: (part.stored.file, part.stored.begin))
     try:
         for number, some in itertools.groupby(parts, key=lambda part: part.stored.file):
-            with place.open(index.files[number]) as file:
+            with open_verified(place, manifest, index.files[number]) as file:
                 for part in some:
-                    whole = index.whole_piece(file, part.stored)
-                    if whole is None:
-                        part.read(file)
-                    else:
-                        part.take(whole)
+                    part.read(file)
     except OSError as error:
         raise CheckpointError(f"the checkpoint {place} cannot be read: {error}.") from error
 
@@ -84,10 +81,6 @@ class _Part:
         _fill(file, rows)
         columns = (slice(a - b, a - b + n) for a, b, n in self._against(self.stored.offsets))
         target.copy_(rows[(slice(None), *list(columns)[1:])] if shape else rows)
-
-    def take(self, stored: Tensor) -> None:
-        """Copy from the whole stored rectangle."""
-        self._target().copy_(stored[tuple(slice(a - b, a - b + n) for a, b, n in self._against(self.stored.offsets))])
 
     def _target(self) -> Tensor:
         return self.piece.tensor[tuple(slice(a - b, a - b + n) for a, b, n in self._against(self.piece.offsets))]

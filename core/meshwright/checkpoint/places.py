@@ -17,12 +17,12 @@ import random
 import re
 import shutil
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
 
+from ..files.terminal import warn
 from .keys import Key
 
 T = TypeVar("T")
@@ -133,7 +133,8 @@ class LocalFolder:
         if not self.path.is_dir():
             return None
         found = {}
-        for directory, _, names in os.walk(self.path, onerror=_raise, followlinks=True):
+        # Links to directories may lead in a circle; those to files, as in the hub's cache, cannot.
+        for directory, _, names in os.walk(self.path, onerror=_raise):
             for path in (Path(directory, name) for name in names):
                 if path.is_file():
                     found[path.relative_to(self.path).as_posix()] = path.stat().st_size
@@ -202,7 +203,7 @@ def retried(work: Callable[[], T], access: Access, what: str) -> T:
             # they are.
             longest = min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S)
             wait_s = longest * random.SystemRandom().uniform(0.5, 1.0)
-            warnings.warn(
+            warn(
                 f"{what} failed: {error}. Trying again in {wait_s:.1f} s ({attempt + 1} of {access.retries}).",
                 stacklevel=2,
             )

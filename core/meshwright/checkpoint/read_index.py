@@ -1,4 +1,4 @@
-"""Read the index of a checkpoint, of any format that can be read."""
+"""Read the index of a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from .format1 import read_metadata
 from .index import INDEX, Index, StoredTensor, check_tensors, dtype_named
 from .manifest import Manifest, StoredFile, broken, read_verified
 from .places import Where
 
 
 def read_index(directory: Where, manifest: Manifest) -> Index:
-    """Read the index of a checkpoint, of any format that can be read. Nothing in it is run.
+    """Read the index of a checkpoint. Nothing in it is run.
 
     Raises:
         CheckpointError: it was altered, or is none.
     """
-    if manifest.format == 1:
-        return read_metadata(directory, manifest)
     try:
         content = json.loads(read_verified(directory, manifest, INDEX))
         files = tuple(str(name) for name in content["files"])

@@ -23,21 +23,50 @@ READ_AHEAD_BYTES = 8_000_000
 _MANIFEST = "checkpoint.json"
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
 """Extras of this distribution that have what a kind of URL needs."""
+PROTOCOLS = ("file", "local", "memory", "s3", "s3a", "gs", "gcs", "abfs", "az", "hf")
+"""Kinds of URLs that are opened. fsspec has others that read a file in the place of a server: of `reference://`, older
+versions run what is in it."""
 
 
 def remote_folder(url: str, access: Access) -> Folder:
     """The place that a URL names.
 
     Raises:
-        ConfigError: nobody knows that kind of URL, or a package is not installed.
+        ConfigError: that kind of URL is not opened, or a package is not installed.
     """
-    protocol, _, rest = url.partition("://")
+    protocol, rest = _checked(url)
     if protocol in ("file", "local"):
         return LocalFolder(Path(rest), access)
     _file_system_class(url, protocol)
     if not rest.strip("/"):
         raise ConfigError(f"{url!r} names no place. Give a bucket and a prefix, such as {protocol}://bucket/prefix.")
     return RemoteFolder(f"{protocol}://{rest.rstrip('/')}", access)
+
+
+def _checked(url: str) -> tuple[str, str]:
+    """Kind and place of a URL that may be opened.
+
+    Raises:
+        ConfigError: it chains several, or is of another kind.
+    """
+    protocol, _, rest = url.partition("://")
+    _refuse_chains(url)
+    if "@" in rest.partition("/")[0] and ":" in rest.partition("@")[0]:
+        raise ConfigError(
+            f"a URL of {protocol} holds a password, which would be written with the run file. Leave it out: packages "
+            f"of fsspec take it from the environment, or from their own files."
+        )
+    if protocol not in PROTOCOLS:
+        raise ConfigError(
+            f"{url!r} is of a kind of URL that is not opened: {protocol!r}.{nearest(protocol, PROTOCOLS)} Allowed: "
+            f"{', '.join(PROTOCOLS)}; a path without :// is a directory."
+        )
+    return protocol, rest
+
+
+def _refuse_chains(url: str) -> None:
+    if "::" in url:
+        raise ConfigError(f"{url!r} is a chain of URLs, which is not opened. Give one without '::'.")
 
 
 def _file_system_class(url: str, protocol: str) -> Any:
@@ -50,12 +79,6 @@ def _file_system_class(url: str, protocol: str) -> Any:
         ) from None
     try:
         return fsspec.get_filesystem_class(protocol)
-    except ValueError:
-        known = fsspec.available_protocols()
-        raise ConfigError(
-            f"{url!r} is of a kind of URL that fsspec does not know: {protocol!r}.{nearest(protocol, known)} Known "
-            f"are s3, gs, abfs and others; a path without :// is a directory."
-        ) from None
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
         remedy = f"pip install -e '.[{extra}]' in a clone." if extra else str(error).rstrip(".") + "."
@@ -68,6 +91,10 @@ class RemoteFolder:
 
     url: str
     access: Access = DEFAULT
+
+    def __post_init__(self) -> None:
+        # Names that a server lists are added to it.
+        _refuse_chains(self.url)
 
     def __str__(self) -> str:
         return self.url

@@ -66,6 +66,7 @@ class StoredModel:
         stored = averaged if self._average and averaged in self._index.kinds else f"{MODEL}{name}"
         read_tensors(
             self.checkpoint,
+            self.manifest,
             self._index,
             {stored: Sharded(tensor.shape, tensor.dtype, tuple(tensor_pieces(tensor)))},
         )

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..base.errors import CheckpointError, TornCheckpointError
-from .format1 import METADATA
 from .index import INDEX
 from .manifest import MANIFEST, Manifest, all_in, manifest_and_sizes, stored_in, unreadable, wrong_size
 from .places import Folder, Place
@@ -37,7 +36,7 @@ def found_in(folder: Folder) -> list[Folder]:
     """
     found = all_in(folder)
     try:
-        if not found and not {MANIFEST, INDEX, METADATA} & (folder.sizes() or {}).keys():
+        if not found and not {MANIFEST, INDEX} & (folder.sizes() or {}).keys():
             # Says that it is none.
             manifest_and_sizes(folder)
     except OSError as error:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
 from ..base.version import __version__
+from ..files.terminal import say
 
 
 def _tell_version(wanted: bool) -> None:
     if wanted:
-        sys.stdout.write(f"meshwright {__version__}\n")
+        say(f"meshwright {__version__}\n")
         raise typer.Exit
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..files.terminal import new_console
 from ..mesh.sizes import MeshSizes
 from .errors import told
 
@@ -29,8 +30,6 @@ def check(
 ) -> None:
     """Prove a strategy: train what it claims on real ranks and compare with `single`, in float64."""
     with told(traceback):
-        from rich.console import Console
-
         from ..testing.conformance import conformance
         from ..testing.models import known_models
         from ..train.run_file import as_options
@@ -40,10 +39,10 @@ def check(
         options = as_options(assignments or [])
         sizes = {name: options.pop(name) for name in MeshSizes.model_fields if name in options}
         cells = conformance(strategy, ranks=ranks, config=options, models=chosen, device=device, sizes=sizes)
-        console = Console()
+        console = new_console()
         if not console.is_terminal:
             console.width = 160  # a file cuts nothing off
-        results = run_cells(cells, json_file=json_file, resume=resume, console=Console(stderr=True))
+        results = run_cells(cells, json_file=json_file, resume=resume, console=new_console(stderr=True))
         console.print(as_table(results))
         for line in reasons(results):
             console.print(f"\n{line}", markup=False, highlight=False, soft_wrap=True)

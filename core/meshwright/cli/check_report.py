@@ -14,13 +14,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
+from ..files.terminal import styled
 from ..testing.cells import Cell, Result
 
 # What a traceback says of the machine, in front of the packages' own paths.
 _OUTSIDE = re.compile(r'File ".*?/(?:site-packages/|(?=(?:core|plugins|tests)/))')
 
-_SIGNS = {"passed": "ok", "failed": "[bold red]FAILED[/]", "does not apply": "-"}
+_SIGNS: dict[str, str | Text] = {"passed": "ok", "failed": styled("[bold red]FAILED[/]"), "does not apply": "-"}
 
 
 def run_cells(cells: Sequence[Cell], *, json_file: Path | None, resume: bool, console: Console) -> list[Result]:

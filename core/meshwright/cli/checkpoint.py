@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..files.terminal import new_console
 from .errors import told
 
 if TYPE_CHECKING:
@@ -22,12 +23,10 @@ KeyFile = Annotated[
 def show(directory: Directory, key_file: KeyFile = None) -> None:
     """Tell what is in a checkpoint, and whether it is whole; exits with 1 where one is not."""
     with told(traceback=False):
-        from rich.console import Console
-
         from ..checkpoint.show import shown
 
         table, all_whole = shown(place_given(directory, key_file))
-        console = Console()
+        console = new_console()
         if not console.is_terminal:
             console.width = 10_000  # a file cuts nothing off
         console.print(table)
@@ -41,11 +40,9 @@ def verify(directory: Directory, key_file: KeyFile = None) -> None:
     given and one is not signed with it.
     """
     with told(traceback=False):
-        from rich.console import Console
-
         from ..checkpoint.verifying import signed, verified
 
-        console, all_whole = Console(soft_wrap=True, highlight=False, markup=False), True
+        console, all_whole = new_console(soft_wrap=True, highlight=False), True
         for each in verified(place_given(directory, key_file)):
             all_whole = all_whole and not each.problems
             state = "torn" if each.problems else "whole"

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..files.terminal import new_console
 from ..train.run_file import load_run
 from .errors import told
 
@@ -23,8 +24,6 @@ def show(
 ) -> None:
     """Show the data of a run: its first rows as the model sees them, lengths, and what was cut or left out."""
     with told(traceback):
-        from rich.console import Console
-
         from ..data.rows.feed import Feed, Place
         from ..data.run_rows import lay_out
         from ..data.summary import first_rows, measured_fill, summarize
@@ -44,7 +43,7 @@ def show(
                 laid_out.training, place, batch_size=config.batch_size, seed=config.seed, weights=laid_out.weights
             )
 
-        console = Console()
+        console = new_console()
         if not console.is_terminal:
             console.width = 160  # a file cuts nothing off
         tokenizer = load_tokenizer(data.tokenizer_dir)

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from ..files.terminal import say
 from ..launch.environment import started_by_launcher
 from ..launch.join import join
 from ..launch.rank import leave
@@ -41,6 +42,6 @@ def doctor(
             code, found = 0, [*of_machine(directory), *of_local_ranks()]
         if found and os.environ.get("RANK", "0") == "0":
             text = json.dumps(as_plain(found), indent=2) if as_json else "\n".join(as_lines(found))
-            sys.stdout.write(f"{text}\n")
+            say(f"{text}\n")
             sys.stdout.flush()
     leave(code or exit_code(found))

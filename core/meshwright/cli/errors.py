@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 import traceback as tracebacks
 
 from ..base.errors import MeshwrightError
+from ..files.terminal import say
 from ..launch.error_text import said
 
 
@@ -30,5 +30,5 @@ class told:
             # Each node has its own files, so each tells what is wrong with them.
             if self._everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
                 frames = "".join(tracebacks.format_exception(error)[:-1]) if self._traceback else ""
-                sys.stderr.write(f"{frames}{said(error)}\n")
+                say(f"{frames}{said(error)}\n", stderr=True)
             raise SystemExit(error.exit_code) from None

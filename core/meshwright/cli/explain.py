@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ..files.terminal import new_console
 from ..launch.environment import started_by_launcher
 from ..train.run_file import load_run
 from .errors import told
@@ -34,14 +35,12 @@ def explain(
         if os.environ.get("RANK", "0") != "0":
             return
         with uncollected():
-            from rich.console import Console
-
             from ..guide.explain.facts import facts_of
             from ..guide.explain.words import told as sections_of
             from ..train.plan import processes
 
         count = world or (int(os.environ["WORLD_SIZE"]) if started_by_launcher() else processes(config))
-        console = Console()
+        console = new_console()
         for section in sections_of(facts_of(config, count)):
             console.print(section.title, style="bold", markup=False, highlight=False)
             for line in section.lines:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..files.terminal import say
 from .checkpoint import KeyFile, place_given
 from .errors import told
 
@@ -64,4 +64,4 @@ def export(
             from ..checkpoint.export import export_checkpoint
 
             export_checkpoint(place, output, dtype=chosen, max_shard_size=max_shard_size, average=ema)
-    sys.stdout.write(f"written {output}\n")
+    say(f"written {output}\n")

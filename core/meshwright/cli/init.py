@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ..files.terminal import new_console, say
 from ..strategy.registry import get_registry
 from .errors import told
 
@@ -39,8 +40,6 @@ def init(
 ) -> None:
     """Write a first run file, with a comment on each part. Asks five questions; flags answer them, too."""
     with told(traceback):
-        from rich.console import Console
-
         from ..guide.first_run.answers import known_of
         from ..guide.first_run.machine import find_machine
         from ..guide.first_run.questions import Wishes, answered
@@ -49,10 +48,10 @@ def init(
         check_place(file, overwrite=overwrite)
         asks = not yes and sys.stdin.isatty() and sys.stdout.isatty()
         wishes = Wishes(model, tuple(data) if data else None, format, adapter, devices, strategy, steps, epochs)
-        answers = answered(wishes, find_machine, get_registry(), Console() if asks else None)
+        answers = answered(wishes, find_machine, get_registry(), new_console() if asks else None)
         write_run_file(file, answers, known_of(answers.model), find_machine(), overwrite=overwrite)
         name = shlex.quote(str(file))
-        sys.stdout.write(
+        say(
             f"written {file}: {answers.strategy} on {answers.ranks} rank{'s' if answers.ranks > 1 else ''}\n"
             f"  meshwright explain {name}    # what it will do, in words\n"
             f"  meshwright train {name}      # do it\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 
 from ..clusters.files import check_can_submit, files_of, submission, submit, write
 from ..clusters.job import TARGETS, Target, is_of_one_machine, plan_job
+from ..files.terminal import say
 from ..train.run_file import load_run, read_values
 from .errors import told
 
@@ -45,16 +45,16 @@ def launch(
         job = plan_job(read_values(run_file, changes), config, to, out)
         files, command = files_of(job, to), submission(job, to)
         if dry_run:
-            for name, text in files.items():
-                sys.stdout.write(f"# {job.directory / name}\n{text}\n")
+            for name, text in files_of(job.shown(), to).items():
+                say(f"# {job.directory / name}\n{text}\n")
             return
         if is_of_one_machine(config.output_dir):
-            sys.stderr.write(f"note: {config.output_dir} is this machine's own; the job can go on only here\n")
+            say(f"note: {config.output_dir} is this machine's own; the job can go on only here\n", stderr=True)
         if submits:
             check_can_submit(command)
         write(job, files)
-        sys.stdout.write(f"{job.launch.nodes} x {job.ranks_per_node} ranks: {config.strategy} on {job.degrees}\n")
-        sys.stdout.write(f"written {', '.join(str(job.directory / name) for name in files)}\n")
+        say(f"{job.launch.nodes} x {job.ranks_per_node} ranks: {config.strategy} on {job.degrees}\n")
+        say(f"written {', '.join(str(job.directory / name) for name in files)}\n")
         if submits:
             raise SystemExit(submit(command))
-        sys.stdout.write(f"submit  {shlex.join(command)}\n")
+        say(f"submit  {shlex.join(command)}\n")

@@ -5,14 +5,22 @@ Importing it imports no torch, so that listing and errors in a run file take no 
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
+from contextlib import suppress
+from io import TextIOWrapper
 from typing import Any
 
 import typer
 from typer.main import get_group
 
+from ..base.errors import ConfigError
 from ..files.requirements import check_torch
+from ..files.terminal import say
 from ..launch.allocator import prefer_expandable_segments
 from ..launch.rank import leave
+from ..launch.safe_path import protect_children
 from ..strategy.registry import Failure, Registry, get_registry
 from . import data, profile
 from .about import about
@@ -31,6 +39,8 @@ from .schema import schema
 from .strategies import strategies
 from .train import train
 from .watch import watch
+
+_OUTPUT_FAILS = (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)
 
 app = typer.Typer(
     name="meshwright",
@@ -67,18 +77,51 @@ app.command()(doctor)
 
 def main() -> None:
     """Entry point of the command `meshwright`."""
+    protect_children()
     prefer_expandable_segments()
-    add_commands(app, get_registry())
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            # What its encoding lacks is no reason to fail.
+            stream.reconfigure(errors="backslashreplace")
+    code = 0
     try:
-        # For the commands of plugins.
+        # For the commands of plugins, too.
         with told(traceback=False):
+            _check_place()
+            add_commands(app, get_registry())
             check_torch()
             app()
     except SystemExit as end:
         if not isinstance(end.code, int):
             raise
-        # An interpreter that takes down torch piece by piece needs as long for it as for importing it.
-        leave(end.code)
+        code = end.code
+    except OSError as error:
+        if error.filename is not None or error.errno not in _OUTPUT_FAILS:
+            raise
+        code = _output_failed(error)
+    # An interpreter that takes down torch piece by piece needs as long for it as for importing it.
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os._exit(_output_failed(error))
+    leave(code)
+
+
+def _check_place() -> None:
+    """Raise ConfigError where the current directory has been removed."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the current directory is not there any more ({error.strerror}). Go to another one, by cd."
+        ) from None
+
+
+def _output_failed(error: OSError) -> int:
+    """Say so where that can be said; the exit code."""
+    with suppress(OSError):
+        say(f"error: the output cannot be written: {error.strerror}.\n", stderr=True)
+    return 1
 
 
 def add_commands(app: typer.Typer, registry: Registry) -> None:

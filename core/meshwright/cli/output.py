@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..base.errors import ConfigError
+from ..files.terminal import new_console
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all of it here.")]
 
@@ -19,9 +20,8 @@ def tell(what: Any, values: dict[str, Any], json_file: Path | None) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    from rich.console import Console
 
-    console = Console()
+    console = new_console()
     if not console.is_terminal:
         console.width = 10_000  # a file cuts nothing off
     console.print(what, highlight=False)

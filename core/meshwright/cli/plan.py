@@ -11,6 +11,7 @@ import typer
 
 from ..base.errors import ConfigError
 from ..base.validation import validated
+from ..files.terminal import new_console
 from ..launch.join import join
 from ..launch.rank import leave
 from ..plan.asked import laid_out, read_job
@@ -220,9 +221,8 @@ def _write(found: dict[str, Any], json_file: Path | None) -> None:
 
 def show(parts: list[Any]) -> None:
     """Print tables."""
-    from rich.console import Console
 
-    console = Console()
+    console = new_console()
     if not console.is_terminal:
         console.width = 200  # a file cuts nothing off
     for part in parts:

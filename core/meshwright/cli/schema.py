@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 
+from ..files.terminal import say
 from ..train.run_schema import run_schema
 
 
 def schema() -> None:
     """Print the JSON schema of the run file, with the options of the installed strategies, for editors."""
-    sys.stdout.write(json.dumps(run_schema(), indent=2) + "\n")
+    say(json.dumps(run_schema(), indent=2) + "\n")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from textwrap import indent, wrap
 
+from ..files.terminal import say
 from ..mesh.sizes import CLAIMABLE_AXES
 from ..strategy.registry import Registry, get_registry
 from ..strategy.spec import StrategySpec
@@ -12,7 +12,7 @@ from ..strategy.spec import StrategySpec
 
 def strategies() -> None:
     """List the strategies: installed, broken (with the reason), and installable."""
-    sys.stdout.write(described(get_registry()))
+    say(described(get_registry()))
 
 
 def described(registry: Registry) -> str:

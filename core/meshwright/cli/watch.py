@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from ..files.terminal import say
 from .errors import told
 
 PORT = 6420
@@ -22,29 +23,29 @@ def watch(
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help=f"Default: {PORT}, or one that is free; 0: one that is free.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on. Whoever reaches it sees the runs.")] = LOOPBACK[0],
+    host: Annotated[str, typer.Option(help="Address to listen on. Its token lets in whoever has it.")] = LOOPBACK[0],
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Open no browser.")] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show tracebacks of errors in the input.")] = False,
 ) -> None:
     """Watch runs on a local page: loss, norms, rates, memory, stragglers, timelines; several are compared."""
     with told(traceback):
         from ..watch.run import watched
-        from ..watch.server import address, listening, serve
+        from ..watch.server import address, listening, new_token, serve
 
         runs = watched(directories)
         listener = listening(host, port, default=PORT)
-        url = address(listener)
-        sys.stdout.write(f"watching {', '.join(run.name for run in runs)} at {url} (Ctrl-C ends it)\n")
-        sys.stdout.flush()
+        token = new_token()
+        url = address(listener, token)
+        say(f"watching {', '.join(run.name for run in runs)} at {url} (Ctrl-C ends it)\n")
         if host not in LOOPBACK:
-            sys.stderr.write(f"note: whoever reaches {host} can see these runs\n")
+            say("note: whoever has this address can see these runs, and it is sent unencrypted\n", stderr=True)
         if not no_browser and _has_display():
             # The listener is there already: a browser that is quick waits for the server.
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
         try:
-            serve(runs, listener, host=host)
+            serve(runs, listener, host=host, token=token)
         except KeyboardInterrupt:
-            sys.stdout.write("\n")
+            say("\n")
 
 
 def _has_display() -> bool:

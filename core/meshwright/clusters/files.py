@@ -7,6 +7,7 @@ import subprocess
 
 from ..base.errors import ConfigError
 from ..files.parsing import as_yaml
+from ..files.writing import write_whole
 from . import kubernetes, ray, skypilot, slurm
 from .job import RUN_FILE, Job, Target
 
@@ -54,7 +55,7 @@ def write(job: Job, files: dict[str, str]) -> None:
     try:
         job.directory.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            (job.directory / name).write_text(text, encoding="utf-8")
+            write_whole(job.directory / name, text, mode=0o600 if job.has_secrets else 0o666)
     except OSError as error:
         raise ConfigError(f"--out={str(job.directory)!r} cannot be written: {error.strerror}. Name another.") from None
 

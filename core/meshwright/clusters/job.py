@@ -7,10 +7,12 @@ somebody is there to read it, and not by the first of many machines.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
 
@@ -19,6 +21,7 @@ from ..data.rows.order import check_batch_size
 from ..mesh.sizes import Degrees
 from ..strategy.registry import get_registry
 from ..strategy.stack import resolve
+from ..train.hidden_values import HIDDEN, FromEnvironment, is_secret, resolved, without_secrets
 from ..train.launch_section import LaunchConfig
 from ..train.run_file import RunConfig
 
@@ -46,6 +49,7 @@ class Job:
         degrees: of the mesh of all ranks.
         name: of the job.
         directory: of the job's files, absolute.
+        hides_secrets: whether its files have *** in the place of secrets.
     """
 
     values: Mapping[str, Any]
@@ -56,6 +60,7 @@ class Job:
     degrees: Degrees
     name: str
     directory: Path
+    hides_secrets: bool = False
 
     @property
     def world_size(self) -> int:
@@ -70,7 +75,28 @@ class Job:
     @property
     def environment(self) -> dict[str, str]:
         """Variables of all ranks."""
-        return {"OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1", **self.launch.env}
+        ours = {"OMP_NUM_THREADS": str(self.threads), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+        given: dict[str, str] = resolved(self.launch.env, "launch.env")
+        if self.hides_secrets:
+            given = {
+                name: HIDDEN if isinstance(self.launch.env[name], FromEnvironment) or is_secret(name, value) else value
+                for name, value in given.items()
+            }
+        return {**ours, **given}
+
+    @property
+    def has_secrets(self) -> bool:
+        """Whether the job's files have values that others should not read."""
+        given = resolved(self.launch.env, "launch.env")
+        return (
+            any(isinstance(each, FromEnvironment) for each in self.launch.env.values())
+            or any(is_secret(name, value) for name, value in given.items())
+            or without_secrets(self.values) != dict(self.values)
+        )
+
+    def shown(self) -> Job:
+        """The job, to be looked at: secrets are not in it."""
+        return replace(self, values=without_secrets(self.values), hides_secrets=True)
 
     @property
     def kill_after_s(self) -> int:
@@ -124,6 +150,12 @@ def plan_job(values: Mapping[str, Any], config: RunConfig, to: Target, directory
             f"{launch.grace_s} s before, or up to {_EARLY_S} s sooner. Raise the one or lower the other."
         )
     _check_storage(config, launch, to)
+    directory = directory and directory.absolute()
+    # The environment is to have what is taken from it.
+    resolved(launch.env, "launch.env")
+    _check_text({"--out": str(directory or ""), "the current directory": os.getcwd(), "launch": launch.model_dump()})
+    if to == "skypilot":
+        _check_not_expanded({"--out": str(directory or ""), "launch.skypilot": launch.skypilot.model_dump()})
     name = launch.name or _name(config.output_dir)
     where = directory or Path("launch") / name
     return Job(
@@ -223,6 +255,35 @@ def _check_storage(config: RunConfig, launch: LaunchConfig, to: Target) -> None:
 def is_of_one_machine(path: str) -> bool:
     """Whether a directory is surely on one machine alone."""
     return any(_is_below(PurePosixPath(path), place) for place in _OF_ONE_MACHINE)
+
+
+def _check_text(values: Mapping[str, Any]) -> None:
+    """Refuse characters that end a line in some file, or that no file can hold."""
+    for where, text in _texts(values):
+        if any(unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") for each in text):
+            raise ConfigError(
+                f"{where}={text!r} has control characters, which the files of a job cannot have. Leave them out."
+            )
+
+
+def _check_not_expanded(values: Mapping[str, Any]) -> None:
+    """Refuse variables in what SkyPilot would put the job's own variables into."""
+    for where, text in _texts(values):
+        if "$" in text:
+            raise ConfigError(f"{where}={text!r} has a $, which SkyPilot takes for a variable. Leave it out.")
+
+
+def _texts(values: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    """All texts in nested values, by their keys; a key is a text, too."""
+    if isinstance(values, str):
+        yield where, values
+    elif isinstance(values, Mapping):
+        for key, value in values.items():
+            yield where or str(key), str(key)
+            yield from _texts(value, f"{where}.{key}" if where else str(key))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _texts(value, where)
 
 
 def _is_below(path: PurePosixPath, place: str) -> bool:

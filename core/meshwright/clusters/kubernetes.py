@@ -63,7 +63,7 @@ def _job_set(job: Job) -> dict[str, Any]:
         job,
         "ranks",
         # The first pod of the only job of the group, in the set's headless service.
-        job.torchrun(_run_file(), node_rank="$(NODE_RANK)", address=f"{job.name}-{_RANKS}-0-0.{job.name}"),
+        _torchrun(job, node_rank="$(NODE_RANK)", address=f"{job.name}-{_RANKS}-0-0.{job.name}"),
         [{"name": "NODE_RANK", "valueFrom": node_rank}],
     )
     spec: dict[str, Any] = {
@@ -103,7 +103,7 @@ def _train_job(job: Job) -> dict[str, Any]:
         "runtimeRef": {"name": kubernetes.runtime},
         "trainer": {
             "image": kubernetes.image,
-            "command": _command(job, job.torchrun(_run_file())),
+            "command": _command(job, _torchrun(job)),
             "env": _environment(job),
             "numNodes": launch.nodes,
             "numProcPerNode": job.ranks_per_node,
@@ -119,7 +119,7 @@ def _train_job(job: Job) -> dict[str, Any]:
 def _pytorch_job(job: Job) -> dict[str, Any]:
     launch = job.launch
     # The operator's RANK is the pod's number, until torchrun sets it for each rank.
-    command = job.torchrun(_run_file(), node_rank="$(RANK)", address="$(MASTER_ADDR)")
+    command = _torchrun(job, node_rank="$(RANK)", address="$(MASTER_ADDR)")
     container = {**_container(job, "pytorch", command), "ports": [{"name": "pytorchjob-port", "containerPort": PORT}]}
     pod = {"spec": {**_pod(job), "containers": [container]}}
 
@@ -172,7 +172,18 @@ def _command(job: Job, command: list[str]) -> list[str]:
     """The command, behind the lines of `launch.setup`; it takes the shell's place, so that signals reach it."""
     if not job.launch.setup:
         return command
-    return ["bash", "-c", "\n".join([*job.launch.setup, 'exec "$@"']), "bash", *command]
+    return ["bash", "-c", _plain("\n".join([*job.launch.setup, 'exec "$@"'])), "bash", *command]
+
+
+def _torchrun(job: Job, **variables: str) -> list[str]:
+    """The command, in which Kubernetes replaces these variables and nothing else."""
+    words = job.torchrun(_run_file(), **variables)
+    return [_plain(words[0]), *words[1:]]
+
+
+def _plain(text: str) -> str:
+    """Text that Kubernetes leaves as it is: in commands and variables it replaces $(NAME), and $$ by one $."""
+    return text.replace("$", "$$")
 
 
 def _mounts(job: Job) -> list[dict[str, Any]]:
@@ -184,7 +195,7 @@ def _mounts(job: Job) -> list[dict[str, Any]]:
 
 
 def _environment(job: Job) -> list[dict[str, Any]]:
-    return [{"name": name, "value": value} for name, value in job.environment.items()]
+    return [{"name": name, "value": _plain(value)} for name, value in job.environment.items()]
 
 
 def _resources(job: Job) -> dict[str, Any]:

@@ -71,5 +71,6 @@ def _options(job: Job) -> Iterator[str]:
     yield f"--signal=TERM@{launch.grace_s}"
     yield "--requeue"
     yield "--open-mode=append"
-    yield f"--output={shlex.quote(str(job.directory / '%x-%j.log'))}"
+    # sbatch replaces what is behind a %, unless there are two.
+    yield f"--output={shlex.quote(str(job.directory).replace('%', '%%') + '/%x-%j.log')}"
     yield from slurm.options

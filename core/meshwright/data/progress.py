@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-CONSOLE = Console(stderr=True)
+from ..base.errors import printable
+from ..files.terminal import new_console
+
+CONSOLE = new_console(stderr=True)
 """What shows that work goes on shares one, or it would be drawn over what another shows."""
 _EVERY_S = 0.2
 
@@ -69,4 +71,6 @@ def progress(name: str, meter: Meter) -> Iterator[Bar]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as shown:
+        # What is alive is drawn past the console's own escaping.
+        name = printable(name)
         yield Bar(shown, name if len(name) < 40 else f"...{name[-36:]}", meter)

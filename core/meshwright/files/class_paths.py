@@ -1,13 +1,17 @@
 """Import classes that a configuration names, from an allow-list only.
 
-A run file is data: it may say which class of torch makes a policy, and must not run any code that it names. So a name
-is imported only if its module is on the allow-list, and taken only if it is a class (or function) that a module on the
-list defines; `torch.os.system` is neither, though `torch.` leads to it.
+A run file is data: it may say which class of torch makes a policy, and must not run any code that it names. So there
+are two kinds of names:
 
-The list grows by `allow_imports("my_package")`, or by the environment variable MESHWRIGHT_ALLOWED_IMPORTS, which holds
-modules separated by commas. Both belong to the user who starts the program, not to the file.
+- Classes of a few modules of torch, transformers and meshwright. No option makes an object of one before the class is
+  known to be a subclass of what the option asks for (`base`).
+- What a user's own modules hold: classes, functions, plans. These modules are named by `allow_imports("my_package")`,
+  or by the environment variable MESHWRIGHT_ALLOWED_IMPORTS, which holds modules separated by commas. Both belong to
+  the user who starts the program, not to the file.
 
-This module imports no torch.
+What a module has imported from elsewhere is in neither: `torch.optim.optimizer.os.system` is refused.
+
+This module imports no torch. tests/security/README.md lists the options that take such names.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
@@ -23,46 +28,28 @@ from ..base.errors import ConfigError, nearest
 
 ENVIRONMENT_VARIABLE = "MESHWRIGHT_ALLOWED_IMPORTS"
 
-_ALLOWED = {
-    "torch",
-    "transformers",
-    "meshwright",
-    "meshwright_fsdp2",
-    "meshwright_ddp",
-    "meshwright_megatron_fsdp",
-    "meshwright_pipeline",
-}
-# Within allowed packages: what loads or runs code that an argument names.
-_REFUSED = frozenset(
-    {
-        "torch.hub",
-        "torch.package",
-        "torch.utils.cpp_extension",
-        "torch.utils.model_zoo",
-        "torch.multiprocessing",
-        "torch.distributed.run",
-        "torch.distributed.launch",
-        "torch.distributed.launcher",
-        "torch.distributed.elastic",
-        "torch.distributed.rpc",
-        "torch.testing",
-        "transformers.dynamic_module_utils",
-        "meshwright.launch.local",
-        "meshwright.launch.rank",
-        "meshwright.files.class_paths",
-        "meshwright.testing",
-    }
+# Modules whose classes, and those of modules below, may be named. Importing them has no effect beside.
+_BUILT_IN = (
+    "torch.nn",
+    "torch.optim",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.models",
+    "meshwright.objectives",
 )
-
-# Functions, unlike classes that must be subclasses of something, can do anything: these packages have no plan to offer.
-_NO_FUNCTIONS = frozenset({"torch", "transformers", "meshwright"})
+# What the pipeline's own loss is called where its config is written as JSON.
+_BUILT_IN_FUNCTIONS = ("meshwright.step.token_loss.target_loss_sum",)
+# Beside the modelling code of transformers lie scripts that convert checkpoints.
+_MODELS = re.compile(r"transformers\.models\.(\w+\.)+modeling_\w+\.\w+")
+_users: set[str] = set()
 
 Kind = Literal["class", "function", "dict"]
 _NAMES: Mapping[Kind, str] = MappingProxyType({"class": "a class", "function": "a function", "dict": "a dict"})
 
 
 def allow_imports(*modules: str) -> None:
-    """Let configurations name classes of these modules and of all modules below them, for the rest of the process.
+    """Let configurations name classes, functions and plans of these modules and of all modules below them, for the
+    rest of the process.
 
     Args:
         modules: names, such as "my_package.layers".
@@ -70,14 +57,12 @@ def allow_imports(*modules: str) -> None:
     Raises:
         ConfigError: a name is no module name.
     """
-    for module in modules:
-        _ALLOWED.add(_checked(module, "allow_imports"))
+    _users.update(_checked(module, "allow_imports") for module in modules)
 
 
 def allowed_imports() -> list[str]:
     """The modules that names may come from: the built-in ones, those of `allow_imports`, those of the environment."""
-    listed = (name.strip() for name in os.environ.get(ENVIRONMENT_VARIABLE, "").split(","))
-    return sorted(_ALLOWED | {_checked(name, ENVIRONMENT_VARIABLE) for name in listed if name})
+    return sorted({*_BUILT_IN, *_users_modules()})
 
 
 def check_import(name: str) -> None:
@@ -91,23 +76,35 @@ def check_import(name: str) -> None:
     """
     if not isinstance(name, str) or "." not in name or not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"{name!r} is no import path. Give module and name, such as 'torch.optim.AdamW'.")
-    refused = _within(name, _REFUSED)
-    if refused:
-        raise ConfigError(f"{name!r} is not imported: configurations may not name what {refused} holds.")
-    if not _within(name, allowed_imports()):
+    if is_users(name):
+        return
+    if any(part.startswith("_") for part in name.split(".")):
+        raise ConfigError(f"{name!r} is not imported: it is private. Name a public class, such as 'torch.optim.AdamW'.")
+    if not _is_built_in(name):
         raise ConfigError(
             f"{name!r} is not imported: its module is not on the allow-list ({', '.join(allowed_imports())}). "
-            f"If you trust it, call meshwright.allow_imports({name.split('.')[0]!r}) before, or start "
-            f"with {ENVIRONMENT_VARIABLE}={name.split('.')[0]}."
+            f"If you trust it, {_how_to_allow(name)}"
         )
 
 
-def import_class_from_path(name: str, *, kind: Kind | Sequence[Kind] = "class") -> Any:
+def is_users(name: str) -> bool:
+    """Whether a name lies in a module that the user has allowed, by `allow_imports` or in the environment.
+
+    Args:
+        name: with its module.
+    """
+    return _within(name, _users_modules()) is not None
+
+
+def import_class_from_path(name: str, *, kind: Kind | Sequence[Kind] = "class", base: type | None = None) -> Any:
     """Import a class by its path.
 
     Args:
         name: with its module, such as "torch.optim.AdamW".
-        kind: what the name may stand for; "function" and "dict" serve plans.
+        kind: what the name may stand for; "function" and "dict" serve plans, and are taken from the user's own modules
+            only.
+        base: a class that is not the user's own must be a subclass of it; None: any class, which the caller must not
+            make objects of.
 
     Raises:
         ConfigError: the name is not on the allow-list, does not exist, or is not of this kind.
@@ -118,20 +115,24 @@ def import_class_from_path(name: str, *, kind: Kind | Sequence[Kind] = "class") 
     found = _attribute(_import(module, name), leaf, name)
     fits = {
         "class": inspect.isclass(found),
-        "function": inspect.isfunction(found) and not _within(name, _NO_FUNCTIONS),
-        "dict": isinstance(found, dict),
+        "function": inspect.isfunction(found) and (is_users(name) or name in _BUILT_IN_FUNCTIONS),
+        "dict": isinstance(found, dict) and is_users(name),
     }
     if not any(fits[each] for each in kinds):
         wanted = " or ".join(_NAMES[each] for each in kinds)
-        raise ConfigError(f"{name!r} is not {wanted}, but {type(found).__name__}. Name {wanted}.")
+        place = "" if is_users(name) or kinds == ("class",) else f" Functions and dicts of {module!r} are not taken."
+        raise ConfigError(f"{name!r} is not {wanted}, but {type(found).__name__}. Name {wanted}.{place}")
     if isinstance(found, dict):
         return found
     # A module may hold what it has imported itself from anywhere.
-    home = getattr(found, "__module__", None) or ""
-    try:
-        check_import(f"{home}.{leaf}")
-    except ConfigError as error:
-        raise ConfigError(f"{name!r} is defined in {home!r}, which is not to be imported from. {error}") from None
+    home = f"{getattr(found, '__module__', None) or ''}.{leaf}"
+    if not is_users(home) and not _is_built_in(home):
+        raise ConfigError(
+            f"{name!r} is defined in {home.rpartition('.')[0]!r}, which is not to be imported from. If you trust it, "
+            f"name it there, and {_how_to_allow(home)}"
+        )
+    if base is not None and inspect.isclass(found) and not is_users(home) and not issubclass(found, base):
+        raise ConfigError(f"{name!r} is no {base.__name__}. Name a subclass of {_path(base)}.")
     return found
 
 
@@ -197,7 +198,25 @@ def dtype(name: str) -> Any:
     return found
 
 
-def _within(name: str, modules: Sequence[str] | frozenset[str]) -> str | None:
+def _is_built_in(name: str) -> bool:
+    """Whether a name lies in a module that is always allowed."""
+    if name in _BUILT_IN_FUNCTIONS:
+        return True
+    module = _within(name, _BUILT_IN)
+    return module is not None and (module != "transformers.models" or _MODELS.fullmatch(name) is not None)
+
+
+def _how_to_allow(name: str) -> str:
+    package = name.split(".")[0]
+    return f"call meshwright.allow_imports({package!r}) before, or start with {ENVIRONMENT_VARIABLE}={package}."
+
+
+def _users_modules() -> set[str]:
+    listed = (name.strip() for name in os.environ.get(ENVIRONMENT_VARIABLE, "").split(","))
+    return _users | {_checked(name, ENVIRONMENT_VARIABLE) for name in listed if name}
+
+
+def _within(name: str, modules: Iterable[str]) -> str | None:
     """The module that `name` is or lies below, a dot apart: "torchevil.x" is not within "torch"."""
     return next((module for module in modules if name == module or name.startswith(f"{module}.")), None)
 

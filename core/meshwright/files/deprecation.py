@@ -6,7 +6,8 @@ docs/releasing.md says what may go away, and when.
 from __future__ import annotations
 
 import sys
-import warnings
+
+from ..files.terminal import warn
 
 _OURS = ("meshwright", "pydantic")
 """Packages whose lines nobody can mend who is warned: ours, and what calls our validators."""
@@ -24,7 +25,7 @@ def warn_deprecated(what: str, *, since: str, removed_in: str, instead: str) -> 
         instead: what to do, as a sentence.
     """
     text = f"{what} is deprecated since meshwright {since} and goes away in {removed_in}. {instead}"
-    warnings.warn(text, DeprecationWarning, stacklevel=_callers_level())
+    warn(text, DeprecationWarning, stacklevel=_callers_level())
 
 
 def _callers_level() -> int:

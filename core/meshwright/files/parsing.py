@@ -7,11 +7,14 @@ Source: YAML 1.2.2, section 10.3.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -137,10 +140,27 @@ def read_json_object(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
         ValueError: it is no UTF-8, no JSON, nested too deeply, too large, or holds something else than an object.
     """
-    value = parse_json(read_text(path, max_bytes=MAX_JSON_BYTES))
+    with open_regular(path) as file:
+        content = file.read(MAX_JSON_BYTES + 1)
+    if len(content) > MAX_JSON_BYTES:
+        raise ValueError(f"it is larger than {MAX_JSON_BYTES:,} bytes")
+    value = parse_json(content.decode("utf-8-sig"))
     if not isinstance(value, dict):
         raise ValueError(f"it holds a JSON {type(value).__name__}, not an object")
     return value
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file that somebody else may have made, to be read: a pipe, at which one would wait for ever, is refused.
+
+    Raises:
+        OSError: it is no file, or cannot be opened.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    return open(file, "rb")
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:

@@ -20,9 +20,12 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
+
+from ..files.terminal import warn
+from .process_identity import Handle
+from .safe_path import PYTHON
 
 LEAST_INTERVAL_S = 1.0
 """A word takes a quarter of a millisecond of a CPU, on both sides."""
@@ -48,12 +51,12 @@ class Companion(threading.Thread):
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Companion:
-        command = [sys.executable, "-m", f"{__package__}.companion", str(os.getpid()), str(self._interval_s)]
+        command = [*PYTHON, "-m", f"{__package__}.companion", str(os.getpid()), str(self._interval_s)]
         nothing = subprocess.DEVNULL
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, bufsize=0)
         except OSError as error:
-            warnings.warn(f"nothing would end this rank once it is stopped: no process started: {error}", stacklevel=2)
+            warn(f"nothing would end this rank once it is stopped: no process started: {error}", stacklevel=2)
             return self
         if self._process.stdin is not None:
             os.set_blocking(self._process.stdin.fileno(), False)
@@ -89,6 +92,8 @@ def watch(rank: int, words: int, interval_s: float) -> None:
         interval_s: between two.
     """
     patience_s, silent_s, last_s = math.inf, 0.0, time.monotonic()
+    # Opened while it is the parent, it is no other process with its number.
+    process = Handle(rank)
     while os.getppid() == rank:
         has_come = select.select([words], [], [], interval_s)[0]
         elapsed_s, last_s = time.monotonic() - last_s, time.monotonic()
@@ -100,7 +105,7 @@ def watch(rank: int, words: int, interval_s: float) -> None:
                 return
             (patience_s,) = _WORD.unpack(read[-_WORD.size :])
         if silent_s > patience_s:
-            os.kill(rank, signal.SIGKILL)
+            process.send(signal.SIGKILL)
             return
 
 

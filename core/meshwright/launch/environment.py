@@ -35,6 +35,12 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def on_one_machine() -> bool:
+    """Whether all ranks of this process's world are on its machine."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    return not started_by_launcher() or size == "1" or os.environ.get("LOCAL_WORLD_SIZE") == size
+
+
 def host_of_store() -> Host | None:
     """Who hosts the store; None: this process, or a launcher of this machine."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

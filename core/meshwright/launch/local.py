@@ -19,21 +19,23 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from multiprocessing import forkserver, resource_tracker
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError
+from ..files.terminal import say
 from .cores import usable_cores
 from .parent_signals import interrupts_held, left_to_agent, own_signals, passing_on, signal_name
-from .process_identity import end_with_launcher
+from .process_identity import Handle, end_with_launcher, identity_of
 from .rank import INTERRUPTED, guarded, leave
+from .safe_path import protected_children
+from .store import LOOPBACK, ONE_MACHINE, register_one_machine
 
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
@@ -72,8 +74,11 @@ def warm_up(preload: Sequence[str] = ()) -> None:
     # With one thread, torch and numpy start no thread pool on import: threads do not survive the fork into a rank.
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        resource_tracker.ensure_running()  # the server would start it otherwise, and that ends with SIGINT let through
-        with interrupts_held():  # the server inherits the mask; see meshwright.launch.interruptible
+        with protected_children():
+            # The server would start it otherwise, and that ends with SIGINT let through.
+            resource_tracker.ensure_running()
+        # The server inherits the mask; see meshwright.launch.interruptible.
+        with protected_children(), interrupts_held():
             forkserver.ensure_running()
     finally:
         if threads is None:
@@ -146,10 +151,10 @@ def _run_agent(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    roll: SimpleQueue[tuple[int, int | None]] = multiprocessing.get_context("forkserver").SimpleQueue()
+    roll: SimpleQueue[tuple[int, tuple[int, str] | None]] = multiprocessing.get_context("forkserver").SimpleQueue()
     order = _Order(main, args, _threads_per_rank(nproc), show_traceback, roll)
     try:
-        with _Reaper(roll) as reaper, passing_on(passed_on, reaper.pids) as passed:
+        with _Reaper(roll) as reaper, passing_on(passed_on, reaper.ranks) as passed:
             elastic_launch(_launch_config(nproc, passed_on), _run_rank)(order)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
@@ -159,7 +164,7 @@ def _run_agent(
         if failure.exitcode > 0:
             return failure.exitcode
         hint = " (for instance: out of memory)" if -failure.exitcode == signal.SIGKILL else ""
-        sys.stderr.write(f"rank {rank} was killed by {signal_name(-failure.exitcode)}{hint}\n")
+        say(f"rank {rank} was killed by {signal_name(-failure.exitcode)}{hint}\n", stderr=True)
         return 1
     return 0
 
@@ -168,6 +173,7 @@ def _launch_config(nproc: int, passed_on: Sequence[str]) -> LaunchConfig:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
+    register_one_machine()
     options: dict[str, Any] = {}
     if "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}:  # older versions wait 30 s
         options["shutdown_timeout"] = KILL_DELAY_S
@@ -176,9 +182,8 @@ def _launch_config(nproc: int, passed_on: Sequence[str]) -> LaunchConfig:
         max_nodes=1,
         nproc_per_node=nproc,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",  # the host's own name need not resolve
+        rdzv_backend=ONE_MACHINE,
+        local_addr=LOOPBACK,
         max_restarts=0,
         monitor_interval=MONITOR_INTERVAL_S,
         start_method="forkserver",
@@ -196,8 +201,8 @@ class _Order:
     args: tuple[Any, ...]
     threads: int
     show_traceback: bool
-    roll: SimpleQueue[tuple[int, int | None]]
-    """A rank signs with its pid when it starts, and with None when it is done."""
+    roll: SimpleQueue[tuple[int, tuple[int, str] | None]]
+    """A rank signs with its pid and identity when it starts, and with None when it is done."""
 
 
 def _run_rank(order: _Order) -> None:
@@ -208,7 +213,7 @@ def _run_rank(order: _Order) -> None:
     import torch
 
     rank = int(os.environ["RANK"])
-    order.roll.put((rank, os.getpid()))
+    order.roll.put((rank, (os.getpid(), identity_of(os.getpid()))))
     end_with_launcher()
     torch.set_num_threads(order.threads)
     os.environ["OMP_NUM_THREADS"] = str(order.threads)  # for what this rank itself starts
@@ -229,19 +234,19 @@ class _Reaper(threading.Thread):
     Python cannot while it is blocked in a collective.
     """
 
-    def __init__(self, roll: SimpleQueue[tuple[int, int | None]]) -> None:
+    def __init__(self, roll: SimpleQueue[tuple[int, tuple[int, str] | None]]) -> None:
         super().__init__(name="meshwright-reaper", daemon=True)
         self._roll = roll
-        self._pids: dict[int, int] = {}
+        self._ranks: dict[int, Handle] = {}
         self._over = threading.Event()
 
     def __enter__(self) -> _Reaper:
         self.start()
         return self
 
-    def pids(self) -> list[int]:
-        """Of the ranks that have begun, and not ended well."""
-        return list(self._pids.values())
+    def ranks(self) -> list[Handle]:
+        """Those that have begun, and not ended well."""
+        return list(self._ranks.values())
 
     def __exit__(self, *exc_info: object) -> None:
         self._over.set()
@@ -251,30 +256,22 @@ class _Reaper(threading.Thread):
         deadline_s = None
         while not self._over.wait(MONITOR_INTERVAL_S):
             self._read_roll()
-            alive = {rank: pid for rank, pid in self._pids.items() if _is_alive(pid)}
-            if deadline_s is None and len(alive) < len(self._pids):
+            alive = {rank: each for rank, each in self._ranks.items() if each.is_alive()}
+            if deadline_s is None and len(alive) < len(self._ranks):
                 deadline_s = time.monotonic() + KILL_DELAY_S
             if deadline_s is not None and time.monotonic() > deadline_s:
-                for pid in alive.values():
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                self._pids = {}
+                for each in alive.values():
+                    each.send(signal.SIGKILL)
+                self._ranks = {}
 
     def _read_roll(self) -> None:
         while not self._roll.empty():
-            rank, pid = self._roll.get()
-            if pid is None:
-                self._pids.pop(rank, None)
+            rank, process = self._roll.get()
+            if process is None:
+                if rank in self._ranks:
+                    self._ranks.pop(rank).close()
             else:
-                self._pids[rank] = pid
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+                self._ranks[rank] = Handle(*process)
 
 
 def _threads_per_rank(nproc: int) -> int:

@@ -11,9 +11,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 
+from .process_identity import Handle
 from .stopping import SAME_S, noted_text
 
 _AGENTS_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
@@ -26,7 +27,7 @@ def left_to_agent(passed_on: Sequence[str]) -> str:
 
 
 @contextmanager
-def passing_on(names: Sequence[str], find_pids: Callable[[], Sequence[int]]) -> Iterator[list[int]]:
+def passing_on(names: Sequence[str], find_ranks: Callable[[], Sequence[Handle]]) -> Iterator[list[int]]:
     """Pass on the first of some signals to the ranks; gives the numbers of those that were."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -35,17 +36,16 @@ def passing_on(names: Sequence[str], find_pids: Callable[[], Sequence[int]]) -> 
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal first_s
-        again, pids = bool(passed) and time.monotonic() - first_s > SAME_S, find_pids()
-        if again or not pids:
+        again, ranks = bool(passed) and time.monotonic() - first_s > SAME_S, find_ranks()
+        if again or not ranks:
             raise SignalException(f"got {signal_name(number)}", sigval=signal.Signals(number))
         if not passed:
             first_s = time.monotonic()
             passed.append(number)
             # Not by a stream, which the handler may have interrupted.
             os.write(2, f"{noted_text(number)}\n".encode())
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
+            for each in ranks:
+                each.send(number)
 
     before = {name: signal.signal(signal.Signals[name], handle) for name in names}
     try:

@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 _LOOK_S = 0.5
@@ -29,6 +30,57 @@ def launcher_pid() -> int:
     """The process that has started the ranks of this node: `meshwright train`, torchrun's agent, or whoever else."""
     parent = multiprocessing.parent_process()
     return os.getppid() if parent is None or parent.pid is None else parent.pid
+
+
+class Handle:
+    """One process, and none that has its number later: by a file of it that is held open, where the system has such.
+
+    Args:
+        pid: of a process that is there now.
+        identity: of the process that is meant, where another may have its number by now; see `identity_of`.
+    """
+
+    def __init__(self, pid: int, identity: str = "") -> None:
+        self.pid = pid
+        self._file: int | None = None
+        self._has_gone = False
+        try:
+            self._file = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._has_gone = True
+        except (OSError, AttributeError):
+            # No Linux, or an old one.
+            self._file = None
+        if identity and identity_of(pid) != identity:
+            self.close()
+            self._has_gone = True
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        if self._file is not None:
+            return not select.select([self._file], [], [], 0)[0]
+        return not self._has_gone and self._sent(0)
+
+    def send(self, number: int) -> None:
+        """Send it a signal, if it is there."""
+        if self._file is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._file, number)
+        elif not self._has_gone:
+            self._sent(number)
+
+    def close(self) -> None:
+        """Let go of it."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file, self._has_gone = None, True
+
+    def _sent(self, number: int) -> bool:
+        try:
+            os.kill(self.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
 
 
 def await_end(pid: int, identity: str) -> None:

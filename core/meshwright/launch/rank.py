@@ -24,6 +24,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..base.errors import MeshwrightError, RankError
+from ..files.terminal import say
 from .companion import Companion
 from .echoes import TIMEOUT_TEXTS, is_echo, reads_like
 from .environment import host_of_store, rank, started_by_launcher, started_by_torchrun, started_elsewhere, world_size
@@ -34,6 +35,7 @@ from .progress import Progress
 from .pulse import Pulse
 from .same_world import agreed_prefix
 from .stopping import Stopped
+from .store import host_for_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -80,8 +82,9 @@ def connect_store(timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
     from torch.distributed import PrefixStore, rendezvous
 
     try:
+        host_for_ranks(timeout_s)
         store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
-    except (ValueError, RuntimeError) as error:  # a variable is missing or malformed; nobody answers
+    except (ValueError, RuntimeError, OSError) as error:  # a variable is missing or malformed; nobody answers
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         values = ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in names)
         raise RankError(
@@ -328,5 +331,5 @@ def _store_of_one() -> Store:
 
 def _say(text: str) -> None:
     """Write in one piece, so that the lines of two ranks do not mix."""
-    sys.stderr.write(text)
+    say(text, stderr=True)
     sys.stderr.flush()

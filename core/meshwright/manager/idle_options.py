@@ -5,13 +5,13 @@ They are no error: the same run file is debugged on one rank. By definition noth
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch.distributed as dist
 from pydantic import BaseModel
 
+from ..files.terminal import warn
 from ..mesh.mesh import Mesh
 
 _OPTIONS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -29,4 +29,4 @@ def tell_idle_options(config: BaseModel, mesh: Mesh) -> None:
         if idle and dist.get_rank() == 0:
             told = " and ".join(f"{name}={getattr(config, name)}" for name in idle)
             verb = "acts" if len(idle) == 1 else "act"
-            warnings.warn(f"{told} {verb} on nothing here: {axis}_size is 1.", stacklevel=2)
+            warn(f"{told} {verb} on nothing here: {axis}_size is 1.", stacklevel=2)

@@ -10,7 +10,6 @@ strategy cuts parameters. So nothing need be known of a class, and optimizers of
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from torch.optim import Optimizer
 
 from .._compat.torch import is_sharded
 from ..base.errors import MeshwrightError, StrategyError
+from ..files.terminal import warn
 from ..mesh.world import World
 from ..strategy.contract import OptimizerFactory
 from ..tensors.known_values import with_values
@@ -184,7 +184,7 @@ def _take_untried(cls: type[Optimizer], kind: _Kind, error: Exception) -> None:
             f"{cls.__name__} cannot step with these settings: {reason(error)}. Change them, or use another optimizer."
         ) from error
     if kind.is_piece or kind.mesh is not None:
-        warnings.warn(
+        warn(
             f"{cls.__name__} could not be tried ({reason(error)}), so it is not known whether it steps the parts of "
             f"parameters that it has under this strategy as it would step whole ones. Compare with strategy single.",
             stacklevel=2,

@@ -9,7 +9,6 @@ Shapes: B sequences of a microbatch, S tokens each, N rows in all, K ids for eac
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base.errors import ModelError
+from ..files.terminal import warn
 from ..mesh.world import World
 from ..step.deferred_logits import DeferredLogits, RowsError
 from ..step.row_head import RowHead
@@ -97,7 +97,7 @@ class RowLoss:
             defect = self._defect(alike)
         self._takes_rows = bool(world.reduce_ints([defect is None], dist.ReduceOp.MIN)[0])
         if not self._takes_rows and self._is_wanted and world.rank == 0:
-            warnings.warn(
+            warn(
                 f"the loss of {self._model} needs whole logits, rows x vocabulary "
                 f"({defect or 'on another rank'}): loss_chunk_rows acts on nothing.",
                 stacklevel=2,

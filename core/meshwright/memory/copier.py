@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
@@ -26,6 +25,7 @@ from ..checkpoint.content import Content, content_of
 from ..checkpoint.index import payload_name
 from ..checkpoint.keys import Key
 from ..checkpoint.manifest import StoredFile, sealed
+from ..files.terminal import warn
 from ..launch.stopping import Stopped
 from ..mesh.world import new_group
 from ..strategy.contract import StrategyManager
@@ -116,7 +116,7 @@ class Copier:
         if failed and not busy:
             self._has_ceased = True
             if is_first:
-                warnings.warn(
+                warn(
                     f"state is no longer copied to memory, from step {step} on: {self._failed or 'a rank cannot'}. The "
                     f"run goes on, and checkpoints are saved as before.",
                     stacklevel=4,

@@ -1,9 +1,9 @@
-"""The process that holds copies of state on one node: `python -m meshwright.memory.keeper NAME PID IDENTITY`.
+"""The process that holds copies of state on one node: `python -m meshwright.memory.keeper SOCKET PID IDENTITY`.
 
-[Note: nothing is left] What it holds is in memory without a name (memfd), and so is what it is reached by (an abstract
-socket); both vanish with it. It ends when the process does that has started the ranks, however that ends. It is in a
-session of its own, since torchrun kills the process groups of its ranks, and heeds no signal that schedulers send to
-all processes; only SIGKILL ends it before.
+[Note: nothing is left] What it holds is in memory without a name (memfd), which vanishes with it. The socket by which
+it is reached (see `socket_file`) it removes when it ends; where it was killed, the next keeper does. It ends when the
+process does that has started the ranks, however that ends. It is in a session of its own, since torchrun kills the
+process groups of its ranks, and heeds no signal that schedulers send to all processes; only SIGKILL ends it before.
 
 [Note: steps that are kept] A step is written file by file, and sealed by its manifest, which ranks send once all of
 them have handed over their files everywhere. Then what was before it is let go. So at any time either the last sealed
@@ -23,12 +23,17 @@ import threading
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..launch.process_identity import await_end
-from . import wire
+from . import socket_file, wire
 
 _LOOK_S = 0.5
+STRANGERS = 64
+"""Connections from other nodes that have not shown yet that they know the token; more wait to be accepted."""
+FRIENDS = 1024
+"""Connections that have; more are refused."""
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -129,6 +134,7 @@ class Keeper:
         self._token = ""
         self._port = 0
         self._lock = threading.Lock()
+        self._strangers, self._friends = threading.Semaphore(STRANGERS), threading.Semaphore(FRIENDS)
 
     def listen(self, listener: socket.socket, *, is_local: bool) -> None:
         """Take connections, in the background."""
@@ -136,28 +142,41 @@ class Keeper:
 
     def _accept(self, listener: socket.socket, is_local: bool) -> None:
         while True:
+            if not is_local:
+                self._strangers.acquire()
             try:
                 connection, _ = listener.accept()
-            except OSError:
-                # As many are open as there may be; some will close.
+                threading.Thread(target=self._serve, args=(connection, is_local), daemon=True).start()
+            except (OSError, RuntimeError):
+                # As many are open, or threads there, as there may be; some will end.
+                if not is_local:
+                    self._strangers.release()
                 threading.Event().wait(_LOOK_S)
-                continue
-            threading.Thread(target=self._serve, args=(connection, is_local), daemon=True).start()
 
     def _serve(self, connection: socket.socket, is_local: bool) -> None:
         with connection, suppress(OSError):
             if is_local:
                 wire.check_user(connection)
             else:
-                connection.settimeout(wire.PATIENCE_S)
-                wire.admit(connection, self._token)
-                connection.settimeout(None)
-            while True:
-                message, file = wire.receive(connection)
                 try:
-                    self._answer(connection, message, file, is_local)
-                except (KeyError, TypeError, ValueError) as error:
-                    wire.send(connection, {"error": f"{type(error).__name__}: {error}"})
+                    wire.admit(connection, self._token)
+                finally:
+                    self._strangers.release()
+                connection.settimeout(None)
+            if not self._friends.acquire(blocking=False):
+                return
+            try:
+                self._converse(connection, is_local)
+            finally:
+                self._friends.release()
+
+    def _converse(self, connection: socket.socket, is_local: bool) -> None:
+        while True:
+            message, file = wire.receive(connection)
+            try:
+                self._answer(connection, message, file, is_local)
+            except (KeyError, TypeError, ValueError) as error:
+                wire.send(connection, {"error": f"{type(error).__name__}: {error}"})
 
     def _answer(self, connection: socket.socket, message: dict[str, Any], file: int | None, is_local: bool) -> None:
         what = message["do"]
@@ -232,26 +251,24 @@ def _received(connection: socket.socket, size: int) -> File:
     return File(file, size)
 
 
-def main(name: str, pid: int, identity: str) -> None:
+def main(path: Path, pid: int, identity: str) -> None:
     """Be a keeper until a process has ended.
 
     Args:
-        name: of the abstract socket.
+        path: of the socket.
         pid, identity: of the process that has started the ranks.
     """
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(f"\0{name}")
-    except OSError:
+    listener = socket_file.listen_at(path)
+    if listener is None:
         # There is one already.
         return
-    listener.listen(128)
     Keeper().listen(listener, is_local=True)
     await_end(pid, identity)
+    socket_file.remove(path)
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,4 +1,4 @@
-"""The keepers of all nodes, as a rank reaches them: its own node's by an abstract socket, others by TCP."""
+"""The keepers of all nodes, as a rank reaches them: its own node's by a socket file, others by TCP."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import os
 import secrets
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ..base.errors import ConfigError, RankError
 from ..launch.process_identity import identity_of, launcher_pid
+from ..launch.safe_path import PYTHON
 from ..mesh.world import World
 from . import wire
+from .socket_file import socket_path
 from .wire import Link
 
 _START_S = 30.0
@@ -146,6 +148,10 @@ def _found_or_started() -> str:
     """The id of this node's keeper, which the first of its ranks starts where there is none."""
     if not hasattr(os, "memfd_create") or not hasattr(socket, "SO_PEERCRED") or not identity_of(os.getpid()):
         raise ConfigError("checkpoint.replicate needs Linux, with /proc. Leave it out.")
+    try:
+        _socket()
+    except OSError as error:
+        raise ConfigError(f"checkpoint.replicate has no place for its socket: {error}.") from error
     starts, until = os.environ.get("LOCAL_RANK", "0") == "0", time.monotonic() + _START_S
     while True:
         try:
@@ -164,7 +170,7 @@ def _found_or_started() -> str:
 
 def _start() -> None:
     pid = launcher_pid()
-    command = [sys.executable, "-m", f"{__package__}.keeper", _name(), str(pid), identity_of(pid)]
+    command = [*PYTHON, "-m", f"{__package__}.keeper", str(_socket()), str(pid), identity_of(pid)]
     # See [Note: nothing is left] in `keeper`. It holds nothing open that others wait to see closed.
     nothing = subprocess.DEVNULL
     started = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
@@ -172,15 +178,15 @@ def _start() -> None:
     started.returncode = 0
 
 
-def _name() -> str:
-    """Of the keeper's socket: one for each process that starts ranks."""
-    return f"meshwright-keeper-{hashlib.sha256(identity_of(launcher_pid()).encode()).hexdigest()[:32]}"
+def _socket() -> Path:
+    """The keeper's: one for each process that starts ranks."""
+    return socket_path(hashlib.sha256(identity_of(launcher_pid()).encode()).hexdigest()[:32])
 
 
 def _own_link() -> Link:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.connect(f"\0{_name()}")
+        connection.connect(str(_socket()))
         wire.check_user(connection)
     except OSError:
         connection.close()

@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from itertools import count
 from typing import NoReturn, TypeVar
 
 import torch
@@ -29,15 +30,17 @@ from ..base.errors import MeshError, MeshwrightError
 from ..launch.allocator import prefer_expandable_segments
 from ..launch.background import in_background
 from ..launch.drivers import missing_driver
-from ..launch.environment import started_by_launcher, started_by_torchrun
+from ..launch.environment import started_by_launcher
 from ..launch.gloo_threads import settle_at_exit
 from ..launch.join import join, local_rank
 from ..launch.progress import Progress
-from ..launch.rank import connect_store
+from ..launch.rank import CONNECT_TIMEOUT_S, connect_store
 from ..launch.slurm import devices_of_step
+from ..launch.store import keep_to_loopback
 
 T = TypeVar("T")
 
+_WORLDS = count()  # of this process; each has keys of its own in the store
 CONTROL_TAG = 4711
 """Of the control plane's messages between two ranks, so that no other takes them for its own."""
 
@@ -265,14 +268,12 @@ def open_world(
     # Bound to its device, NCCL makes the groups of an axis by one split, instead of one group after the other.
     bound = chosen if on_device == "nccl" else None
     timeout = timedelta(seconds=timeout_s)
-    if store is None and started_by_torchrun():
-        # Its own store may have what ranks before this world have left.
-        store = dist.PrefixStore("meshwright/world", connect_store())
-    if store is not None and started_by_launcher():
+    keep_to_loopback()
+    if started_by_launcher():
+        if store is None:
+            store = dist.PrefixStore(f"world/{next(_WORLDS)}", connect_store(max(timeout_s, CONNECT_TIMEOUT_S)))
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
-    elif started_by_launcher():
-        dist.init_process_group(backend, timeout=timeout, device_id=bound)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return World(chosen, owns_group=True)

@@ -15,7 +15,6 @@ again waits for who does not. What came over the network is held where all ranks
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from .._compat.torch import is_communication
 from ..base.errors import ConfigError, StrategyError
+from ..files.terminal import warn
 from ..mesh.world import World
 from .forward_order import ForwardMethod
 from .knapsack import Choice, Choices, Moment, Profile
@@ -91,7 +91,7 @@ class BudgetedBlocks:
         """Warn, once, of a microbatch that is larger than those for which was chosen."""
         elements = _elements(args, kwargs)
         if elements > self._largest:
-            warnings.warn(
+            warn(
                 f"a microbatch is {elements / self._largest:.2f} times as large as those of the first step, for which "
                 f"budget_gb={self.budget_gb:g} was divided: blocks may hold as much more.",
                 stacklevel=2,

@@ -190,15 +190,25 @@ def check_brings_no_code(path: Path, *, set_anew: Iterable[str] = ()) -> None:
         # transformers tells what is wrong with it.
         return
     given = set(set_anew)
-    waiting = [each for each in values.items() if each[0] not in given]
+    _check_names_no_kernels(
+        {key: value for key, value in values.items() if key not in given},
+        str(path),
+        f"set model.KEY in the run file, for instance to 'sdpa', or take it out of {path.name}",
+    )
+
+
+def _check_names_no_kernels(values: Mapping[str, Any], source: str, remedy: str) -> None:
+    """Refuse names of kernels of the Hugging Face hub, "owner/name", as an implementation, of which `remedy` has
+    KEY."""
+    waiting = list(values.items())
     while waiting:
         key, value = waiting.pop()
         if isinstance(value, Mapping):
             waiting += [(f"{key}.{each}", below) for each, below in value.items()]
         elif "implementation" in key and isinstance(value, str) and "/" in value:
             raise ModelError(
-                f"{path} asks for code of the Hugging Face hub: {key}={value!r}. What a file names is not run: set "
-                f"model.{key.split('.')[0]} in the run file, for instance to 'sdpa', or take it out of {path.name}."
+                f"{source} asks for code of the Hugging Face hub: {key}={value!r}. What a file names is not run: "
+                f"{remedy.replace('KEY', key.split('.')[0])}."
             )
 
 
@@ -222,6 +232,7 @@ def _check_fields(config: Any, fields: Mapping[str, Any], where: str = "model") 
     known = {key for key in config.to_dict() if not key.startswith("_")}
     known |= {*inspect.signature(type(config)).parameters, *config.attribute_map, "attn_implementation"} - {"kwargs"}
     _check_depth(fields, where)
+    _check_names_no_kernels(fields, where, "name an implementation of transformers, such as 'sdpa'")
     if "rope_parameters" in known:
         # Older names, which transformers reads into rope_parameters.
         known |= {"rope_theta", "rope_scaling"}

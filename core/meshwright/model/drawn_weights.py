@@ -10,6 +10,8 @@ are read, by tiles, and so only those that this rank holds ([Note: tiles] in `ra
 device and under every layout, but not those of transformers. What cannot be drawn in parts, since it depends on other
 values (orthogonal matrices, say), is computed whole, from the same tiles.
 
+One thing, since what is recorded, what is freed and what is drawn anew are three sides of one table of tensors.
+
 Without a seed, operators run as they come, on torch's own generator, whose state is recorded: values are those that
 transformers draws, bit for bit, at the price of drawing all of them on every rank, and once more when they are read.
 

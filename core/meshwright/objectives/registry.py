@@ -82,23 +82,21 @@ def _parts(value: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _imported(path: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function, or an object of the class, at an import path."""
-    found = import_class_from_path(path, kind=("function", "class"))
-    if inspect.isclass(found):
-        made = _made(found, path, options)
-    elif options:
-        raise ConfigError(
-            f"objective {path!r} is a function, which has no options, and got {', '.join(sorted(options))}. Name a "
-            f"class that takes them."
-        )
-    else:
-        made = found
-    if not callable(made):
-        raise ConfigError(
-            f"objective {path!r} makes a {type(made).__name__}, which cannot be called. Give it __call__."
-        )
-    objective: Callable[..., Any] = made
-    return objective
+    """The function, or an object of the class, at an import path: an objective of ours, or anything that a module of
+    the user's own defines and that can be called."""
+    found = import_class_from_path(path, kind=("function", "class"), base=Objective)
+    if not inspect.isclass(found):
+        if options:
+            raise ConfigError(
+                f"objective {path!r} is a function, which has no options, and got {', '.join(sorted(options))}. Name "
+                f"a class that takes them."
+            )
+        function: Callable[..., Any] = found
+        return function
+    if not any("__call__" in vars(cls) for cls in found.__mro__):
+        raise ConfigError(f"objective {path!r} is a class whose objects cannot be called. Give it __call__.")
+    made: Callable[..., Any] = _made(found, path, options)
+    return made
 
 
 def _made(cls: type, path: str, options: Mapping[str, Any]) -> Any:

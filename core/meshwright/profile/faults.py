@@ -10,6 +10,7 @@ from typing import Any
 
 from .._compat.profiling import flight_records
 from ..events.run import Fault
+from ..files.writing import write_whole, written_whole
 from ..strategy.hooks import hookimpl
 from .files import FAULTS
 
@@ -48,14 +49,14 @@ class FaultFiles:
             How many collectives of each process group this rank has enqueued, has seen begin and has seen end.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
-        with self.stacks.open("w", encoding="utf-8") as file:
+        with written_whole(self.stacks) as file:
             faulthandler.dump_traceback(file, all_threads=True)
         told = {}
         for backend, as_json, as_pickle in flight_records(with_stacks=cpp_stacks):
-            (self._directory / f"{self._name}-{backend}.pickle").write_bytes(as_pickle)
+            write_whole(self._directory / f"{self._name}-{backend}.pickle", as_pickle)
             told[backend] = json.loads(as_json)
         text = json.dumps({"fault": asdict(fault), "collectives": told}, indent=1) + "\n"
-        (self._directory / f"{self._name}.json").write_text(text, encoding="utf-8")
+        write_whole(self._directory / f"{self._name}.json", text)
         return {group: counts for record in told.values() for group, counts in _counts(record).items()}
 
 

@@ -7,18 +7,20 @@ them, too. Before and after, a step is surrounded by nothing. Source: torch.prof
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from io import StringIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from torch.profiler import ProfilerActivity, profile
 
 from .._compat.profiling import dump_memory_snapshot, quieten_kineto, record_memory_history
+from ..files.terminal import new_console, warn
+from ..files.writing import fresh, write_whole
 from .config import ProfileConfig
 from .files import DIRECTORY, memory_name, snapshot_name, suffix, trace_name
 from .marks import marked
@@ -65,7 +67,7 @@ class Recorder:
         device: torch.device,
         about: Mapping[str, Any],
         start: int = 0,
-        say: Callable[[RenderableType], None] = lambda shown: Console().print(shown),
+        say: Callable[[RenderableType], None] = lambda shown: new_console().print(shown),
     ) -> None:
         self._config, self._directory, self._rank, self._device = config, directory / DIRECTORY, rank, device
         self._about, self._start, self._say = about, start, say
@@ -123,7 +125,7 @@ class Recorder:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._write(profiler, suffix(window, self._config.windows))
         except OSError as error:
-            warnings.warn(
+            warn(
                 f"the profile cannot be written to {self._directory}: {error}. The run goes on without it.",
                 stacklevel=2,
             )
@@ -131,25 +133,26 @@ class Recorder:
     def _write(self, profiler: profile, suffix: str) -> None:
         path, config = self._directory / trace_name(self._rank, suffix), self._config
         # A trace that is there is whole. torch packs what ends in .gz.
-        new = path.with_name(f".{path.name}")
+        new = fresh(path.with_name(f".{path.name}"))
         profiler.export_chrome_trace(str(new))
         new.replace(path)
         if config.memory and self._device.type == "cuda":
-            dump_memory_snapshot(self._directory / snapshot_name(self._rank, suffix))
+            dump_memory_snapshot(fresh(self._directory / snapshot_name(self._rank, suffix)))
             record_memory_history(False)
         if not config.memory and self._rank != config.teller:
             return
         trace = read_trace(path)
         if config.memory:
             text = json.dumps(timeline(trace)) + "\n"
-            (self._directory / memory_name(self._rank, suffix)).write_text(text, encoding="utf-8")
+            write_whole(self._directory / memory_name(self._rank, suffix), text)
         if self._rank == config.teller:
             self._tell(trace, suffix)
 
     def _tell(self, trace: Trace, suffix: str) -> None:
         summary = summarized(trace)
         values = json.dumps(as_values(summary), indent=1) + "\n"
-        (self._directory / f"summary{suffix}.json").write_text(values, encoding="utf-8")
-        with (self._directory / f"summary{suffix}.txt").open("w", encoding="utf-8") as file:
-            Console(file=file, width=120).print(shown(summary))
+        write_whole(self._directory / f"summary{suffix}.json", values)
+        text = StringIO()
+        new_console(file=text, width=120).print(shown(summary))
+        write_whole(self._directory / f"summary{suffix}.txt", text.getvalue())
         self._say(shown(summary))

@@ -6,10 +6,11 @@ import io
 import re
 from collections.abc import Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..files.terminal import new_console, plain, styled
 from .compare import Comparison, Difference
 from .summary import Summary
 
@@ -27,9 +28,13 @@ def shown(summary: Summary, *, rows: int = ROWS) -> Group:
 def _headline(summary: Summary) -> list[RenderableType]:
     about, steps = summary.about, summary.steps
     which = "one window" if not steps else f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    where = f" of {about['run']}" if "run" in about else ""
-    layout = f" ({about['strategy']} on {about['mesh']})" if {"strategy", "mesh"} <= about.keys() else ""
-    rank = f", rank {about['rank']} of {about['world_size']}" if {"rank", "world_size"} <= about.keys() else ""
+    where = f" of {plain(about['run'])}" if "run" in about else ""
+    layout = f" ({plain(about['strategy'])} on {plain(about['mesh'])})" if {"strategy", "mesh"} <= about.keys() else ""
+    rank = (
+        f", rank {plain(about['rank'])} of {plain(about['world_size'])}"
+        if {"rank", "world_size"} <= about.keys()
+        else ""
+    )
     whole = summary.seconds
     busy = "the device computes" if summary.is_on_device else "computing"
     lines = [
@@ -40,10 +45,10 @@ def _headline(summary: Summary) -> list[RenderableType]:
     ]
     if summary.memory is not None:
         peak = summary.memory
-        at = f" in {peak.part}" if peak.part else ""
-        by = f", by {peak.operator}" if peak.operator else ""
+        at = f" in {plain(peak.part)}" if peak.part else ""
+        by = f", by {plain(peak.operator)}" if peak.operator else ""
         lines.append(f"memory: {megabytes(peak.bytes)} at the peak{at}{by}")
-    return [Text.from_markup(line) for line in lines]
+    return [styled(line) for line in lines]
 
 
 def _parts(summary: Summary) -> Table:
@@ -102,7 +107,7 @@ def _operators(summary: Summary, rows: int) -> Table:
 
 def as_svg(what: RenderableType, *, title: str) -> str:
     """A picture of a terminal that shows it."""
-    console = Console(record=True, file=io.StringIO(), width=100, force_terminal=True)
+    console = new_console(record=True, file=io.StringIO(), width=100, force_terminal=True)
     console.print(what)
     # rich names fonts on a server, which a picture is not to ask.
     return re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=title), flags=re.DOTALL)
@@ -114,7 +119,7 @@ def as_svg(what: RenderableType, *, title: str) -> str:
 def compared(comparison: Comparison, *, rows: int = ROWS) -> Group:
     """What got slower and faster, by what makes most of the difference."""
     first, second = comparison.names
-    title = Text.from_markup(f"[bold]A[/bold] {first}\n[bold]B[/bold] {second}")
+    title = styled(f"[bold]A[/bold] {plain(first)}\n[bold]B[/bold] {plain(second)}")
     tables = [
         _differences("a step", comparison.whole, len(comparison.whole)),
         _differences("part of the step", comparison.parts, rows),
@@ -128,15 +133,15 @@ def _differences(name: str, rows: Sequence[Difference], most: int) -> Table:
     table = _table(name, "A ms", "B ms", "B - A", "change", "calls A", "calls B")
     for row in rows[:most]:
         color = "red" if row.seconds > 0 else "green" if row.seconds < 0 else ""
-        calls = ["", ""] if row.calls is None else [f"{each:,.4g}" for each in row.calls]
+        calls: list[str | Text] = ["", ""] if row.calls is None else [f"{each:,.4g}" for each in row.calls]
         if row.calls is not None and row.calls[0] != row.calls[1]:
-            calls[1] = f"[bold]{calls[1]}[/bold]"
+            calls[1] = styled(f"[bold]{calls[1]}[/bold]")
         difference = milliseconds(row.seconds, unit="", sign="+")
         table.add_row(
             row.name,
             milliseconds(row.before, unit=""),
             milliseconds(row.after, unit=""),
-            f"[{color}]{difference}[/{color}]" if color else difference,
+            styled(f"[{color}]{difference}[/{color}]") if color else difference,
             "new" if not row.before and row.after else "gone" if not row.after and row.before else _percent(row),
             *calls,
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError
+from ..files.parsing import open_regular
 from .spans import Span
 
 MAX_BYTES = 1 << 30
@@ -85,9 +86,10 @@ def read_json(path: Path) -> Any:
         ConfigError: it cannot be read.
     """
     try:
-        with path.open("rb") as file:
-            is_packed = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rb") if is_packed else path.open("rb") as file:
+        with open_regular(path) as raw:
+            is_packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            file = gzip.GzipFile(fileobj=raw) if is_packed else raw
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}. {_ASK}") from None

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 
 from ..base.errors import CheckpointError, ConfigError
 from ..checkpoint import read_manifest
 from ..data import Place
 from ..events.step import StepResult
+from ..files.terminal import new_console
 from ..launch.rank import signs_of_life
 from ..mesh.mesh import Mesh
 from ..mesh.world import World, open_world
@@ -155,7 +155,7 @@ def _begun(order: Order, plan: Plan, source: Source | None, world: World) -> _Se
     model, weights = world.together(lambda: make_model(config.model, plan.model, plan.model_config, seed=config.seed))
     manager.parallelize(model, weights)
     del model, weights
-    plan = begin_with_weights(manager, config, plan, source, Console(quiet=True))
+    plan = begin_with_weights(manager, config, plan, source, new_console(quiet=True))
     optimizers = NotedOptimizers(config.optimizer)
     place: Place | None = None
     draw: Any = None

@@ -23,12 +23,15 @@ from ..checkpoint import Manifest, read_manifest
 from ..checkpoint.manifest import all_in
 from ..checkpoint.places import Folder, LocalFolder
 from ..events.step import StepResult
-from ..files.parsing import parse_json
+from ..files.parsing import open_regular, parse_json
 from ..train.fate import AUTO, NEVER
 from ..train.files import CHECKPOINTS, EVENTS, METRICS, RUN
 from ..train.report import read_metrics
 from ..train.run_file import RunConfig, load_run
 from ..train.saved import access_of, is_elsewhere, named_place, saved_by
+
+_MOST_EVENTS = 1 << 28
+"""Bytes of the file of events that are read."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ class Recorded:
     def events(self) -> Sequence[Mapping[str, Any]]:
         """The lines of its events that are whole, in their order."""
         try:
-            lines = (self.directory / EVENTS).read_text(encoding="utf-8").splitlines()
+            with open_regular(self.directory / EVENTS) as file:
+                lines = file.read(_MOST_EVENTS).decode(errors="replace").splitlines()
         except OSError:
             return ()
         found = []

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
+
+from ..files.terminal import plain, styled
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from .diff import Diff, Step
     from .parted import Parted
     from .start import Replayed, Value
@@ -26,16 +28,16 @@ _EXPECTED = {
 
 def shown(replayed: Replayed) -> Group:
     """The numbers of a step beside those that were written, and what follows from them."""
-    return Group(*_headline(replayed), _numbers(replayed), *map(Text.from_markup, _verdict(replayed)))
+    return Group(*_headline(replayed), _numbers(replayed), *map(styled, _verdict(replayed)))
 
 
 def _headline(replayed: Replayed) -> Iterator[RenderableType]:
     done, checkpoint = replayed.beginning
     begun = f"from {checkpoint}" if checkpoint else "from the beginning of the run"
     steps = replayed.step - done
-    yield Text.from_markup(
-        f"[bold]replay[/bold] of {escape(replayed.run)}, step {replayed.step}: {escape(replayed.strategy)} on "
-        f"{replayed.mesh}, {escape(begun)} ({steps} step{'s' if steps > 1 else ''})"
+    yield styled(
+        f"[bold]replay[/bold] of {plain(replayed.run)}, step {replayed.step}: {plain(replayed.strategy)} on "
+        f"{replayed.mesh}, {plain(begun)} ({steps} step{'s' if steps > 1 else ''})"
     )
 
 
@@ -48,11 +50,11 @@ def _numbers(replayed: Replayed) -> Table:
     return table
 
 
-def _apart(value: Value) -> str:
+def _apart(value: Value) -> str | Text:
     if value.is_same:
         return "the same, bit for bit"
     if value.written is None or value.replayed is None:
-        return "[bold]only one[/bold]"
+        return styled("[bold]only one[/bold]")
     return f"{abs(value.written - value.replayed):.3g} apart, relatively {value.apart:.2g}"
 
 
@@ -74,7 +76,7 @@ def _verdict(replayed: Replayed) -> Iterator[str]:
             "order; or a rank has computed wrongly: see --compare-rank."
         )
     if replayed.note:
-        yield replayed.note
+        yield plain(replayed.note)
     yield from _shares(replayed)
 
 
@@ -90,12 +92,13 @@ def _shares(replayed: Replayed) -> Iterator[str]:
         return
     for share, told in found["shares"].items():
         one, other = told["ranks"]
-        yield f"the work of data rank {share} differs between ranks {one} and {other}, first in the {told['tensor']}"
+        where = plain(told["tensor"])
+        yield f"the work of data rank {share} differs between ranks {one} and {other}, first in the {where}"
     if found["unsteady"]:
         yield f"ranks that do not agree with themselves: {', '.join(map(str, found['unsteady']))}"
     suspects = ", ".join(map(str, found["suspects"]))
     if found["why"]:
-        yield f"No rank is named: {found['why']}."
+        yield f"No rank is named: {plain(found['why'])}."
     elif len(found["suspects"]) == 1:
         yield f"[bold]Suspect: the hardware of rank {suspects}[/bold]. Take it out, and test it."
     else:
@@ -115,14 +118,14 @@ def relatively(value: float) -> str:
 def compared(found: Diff) -> Group:
     """Where two runs part, and what is known of why."""
     lines = [*_settings(found), *_course(found), *_step(found)]
-    return Group(*map(Text.from_markup, lines))
+    return Group(*map(styled, lines))
 
 
 def _settings(found: Diff) -> Iterator[str]:
-    yield f"[bold]diff[/bold] of {escape(found.runs[0])} and {escape(found.runs[1])}"
+    yield f"[bold]diff[/bold] of {plain(found.runs[0])} and {plain(found.runs[1])}"
     for what, settings in (("by which numbers follow", found.settings), ("of the layout", found.layout)):
         for name, one, other in settings:
-            yield f"run files differ in what is {what}: {escape(name)} is {escape(one)} against {escape(other)}"
+            yield f"run files differ in what is {what}: {plain(name)} is {plain(one)} against {plain(other)}"
 
 
 def _course(found: Diff) -> Iterator[str]:
@@ -139,7 +142,7 @@ def _course(found: Diff) -> Iterator[str]:
     yield from _way(found)
     for directory, step in zip(found.runs, found.resumed, strict=True):
         if step is not None:
-            yield f"{escape(directory)} went on after step {step} (events.jsonl), and has done step {parted.step} since"
+            yield f"{plain(directory)} went on after step {step} (events.jsonl), and has done step {parted.step} since"
     for other in found.course.parted[1:]:
         yield f"then {_name(other).lower()} at step {other.step}: {number(other.one)} against {number(other.other)}"
 
@@ -164,8 +167,8 @@ def _way(found: Diff) -> Iterator[str]:
 def _name(parted: Parted) -> str:
     names = {"num_tokens": "Token counts", "loss": "Losses", "grad_norm": "Gradient norms"}
     if parted.name.startswith("learning_rate"):
-        return f"Learning rates{parted.name.removeprefix('learning_rate')}"
-    return names.get(parted.name, f"The {parted.name}")
+        return f"Learning rates{plain(parted.name.removeprefix('learning_rate'))}"
+    return names.get(parted.name, f"The {plain(parted.name)}")
 
 
 def _meaning(name: str) -> str:
@@ -178,17 +181,17 @@ def _step(found: Diff) -> Iterator[str]:
     step = found.replayed
     if step is None:
         if found.why_not:
-            yield f"No step was done again: {escape(found.why_not)}"
+            yield f"No step was done again: {plain(found.why_not)}"
         return
-    mode = f" ({step.mode})" if step.mode else ""
+    mode = f" ({plain(step.mode)})" if step.mode else ""
     yield f"\n[bold]step {step.step}, done again in both layouts[/bold]{mode}"
     for directory, begun in zip(found.runs, step.beginnings, strict=True):
-        yield f"  {escape(directory)} from {escape(begun)}"
+        yield f"  {plain(directory)} from {plain(begun)}"
     rows = "the same" if step.same_rows else "[bold]differ[/bold]: the data, or their order"
     yield f"  rows of the step        {rows}"
     yield f"  parameters before it    {_tensors(step.before)}"
     if step.outputs is None:
-        yield f"  outputs of modules      not compared: {step.reason}"
+        yield f"  outputs of modules      not compared: {plain(step.reason)}"
     else:
         yield f"  outputs of modules      {_tensors(step.outputs)}"
     for name, (one, other) in step.values.items():
@@ -206,8 +209,8 @@ def _tensors(found: Differences) -> str:
     first = found.first
     told = first.why or f"relatively {relatively(first.relative)}, absolutely {relatively(first.absolute)}"
     furthest = found.largest
-    more = f"; furthest apart is {escape(furthest.name)}, by {relatively(furthest.relative)}" if furthest else ""
-    return f"[bold]{found.beyond} of {found.count} differ, first {escape(first.name)}[/bold]: {told}{more}"
+    more = f"; furthest apart is {plain(furthest.name)}, by {relatively(furthest.relative)}" if furthest else ""
+    return f"[bold]{found.beyond} of {found.count} differ, first {plain(first.name)}[/bold]: {plain(told)}{more}"
 
 
 def _conclusion(step: Step) -> str:
@@ -217,12 +220,10 @@ def _conclusion(step: Step) -> str:
     if step.before.first is not None:
         return "The parameters differ before the step: what parts them is earlier, or in what was loaded."
     if step.outputs is not None and step.outputs.first is not None:
-        return (
-            f"From the same rows and parameters, {escape(step.outputs.first.name)} is the first to compute otherwise."
-        )
+        return f"From the same rows and parameters, {plain(step.outputs.first.name)} is the first to compute otherwise."
     if step.gradients.first is not None:
         return (
-            f"Forward is the same, and the gradient of {escape(step.gradients.first.name)} is not: backward, or how "
+            f"Forward is the same, and the gradient of {plain(step.gradients.first.name)} is not: backward, or how "
             f"gradients are summed over ranks and microbatches, differs."
         )
     if step.after.first is not None:

@@ -18,13 +18,14 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..base.errors import RankError
+from ..files.terminal import warn
+from ..launch.safe_path import protected_children
 
 T = TypeVar("T")
 
@@ -68,7 +69,7 @@ class WorkerPool:
             return self._run(task, args, timeout_s, device)
         except (ConnectionResetError, BrokenPipeError):
             # A worker ended with the message unread: what killed it came after the task before, and is not this one.
-            warnings.warn("a worker died after a task had ended; new ones take its place.", stacklevel=2)
+            warn("a worker died after a task had ended; new ones take its place.", stacklevel=2)
             return self._run(task, args, timeout_s, device)
 
     def _run(self, task: Callable[..., T], args: tuple[Any, ...], timeout_s: float, device: str) -> list[T]:
@@ -113,7 +114,8 @@ class WorkerPool:
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.size, theirs), daemon=True)
-            process.start()
+            with protected_children():
+                process.start()
             theirs.close()
             self._workers.append((process, ours))
 

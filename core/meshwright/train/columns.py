@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ..base.errors import BatchError, ConfigError
 from ..data import Place, Rows, RunRows, eval_microbatches
+from ..files.writing import written_whole
 from ..objectives.base import Column
 from ..step.objective import Given
 from ..strategy.contract import Batch, Objective, StrategyManager
@@ -201,11 +202,9 @@ def _read(file: Path, key: str, sets: Mapping[str, Rows]) -> dict[str, np.ndarra
 
 def _write(file: Path, key: str, values: Mapping[str, np.ndarray]) -> None:
     """OSError is that of the run, which needs the file to go on."""
-    new = file.with_name(f"{file.name}.tmp")
     arrays: dict[str, Any] = {_KEY: np.array(key), **values}
     try:
-        with new.open("wb") as opened:
+        with written_whole(file) as opened:
             np.savez(opened, **arrays)
-        new.replace(file)
     except OSError as error:
         raise ConfigError(f"output_dir: {file} cannot be written: {error}.") from error

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 
 from ..events.step import StepResult
+from ..files.writing import written_whole
+from ..launch.safe_path import PYTHON
 from ..strategy.hooks import hookimpl
 from .report import read_metrics, shown
 
@@ -47,9 +49,8 @@ def draw_loss_curve(results: Sequence[StepResult], path: Path, *, of_tokens: boo
     axes.set(xlabel="step", ylabel="loss [nats per token]" if of_tokens else "loss")
     axes.grid(alpha=0.3)
     axes.legend()
-    new = path.with_name(f".{path.name}")
-    figure.savefig(new, format="png")
-    new.replace(path)
+    with written_whole(path) as file:
+        figure.savefig(file, format="png")
 
 
 def draw_metrics(metrics: Path, path: Path, *, of_tokens: bool = True) -> None:
@@ -98,7 +99,7 @@ class Curve:
             self._due = now + (now - self._begun) / PART_OF_TIME
         if self.drawing is None and now >= self._due:
             self._begun = now
-            command = [sys.executable, "-c", _NICE, str(self._metrics), str(self._path), str(int(self._of_tokens))]
+            command = [*PYTHON, "-c", _NICE, str(self._metrics), str(self._path), str(int(self._of_tokens))]
             quiet = subprocess.DEVNULL
             self.drawing = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
 

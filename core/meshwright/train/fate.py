@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from enum import Enum
 from pathlib import Path
@@ -12,8 +11,10 @@ from ..base.errors import CheckpointError, ConfigError, TornCheckpointError
 from ..checkpoint import read_manifest
 from ..checkpoint.manifest import all_in
 from ..checkpoint.places import Folder, LocalFolder
+from ..files.parsing import read_json_object
 from ..launch.environment import started_elsewhere
-from .files import AVERAGED_MODEL, MODEL, RUN, SUMMARY
+from .files import AVERAGED_MODEL, HOLDER, LISTED, LOCK, MODEL, RUN, SUMMARY
+from .listing import check_listed
 from .run_file import RunConfig, load_run
 from .run_sections import EvalConfig, MetricsConfig
 from .saved import is_elsewhere, named_place, saved_by
@@ -81,6 +82,7 @@ def check_output(config: RunConfig, steps: int | None) -> Fate:
     fate = _fate(config, directory, steps)
     if fate is Fate.REPLACE:
         _check_not_needed(config, directory)
+        check_listed(directory)
         _check_own(config)
     return fate
 
@@ -157,7 +159,7 @@ def _trains(config: RunConfig, **without: Any) -> RunConfig:
 
 
 def _holds_something(directory: Path) -> bool:
-    return directory.is_dir() and any(not path.name.startswith(".lock") for path in directory.iterdir())
+    return directory.is_dir() and any(path.name not in (LOCK, HOLDER, LISTED) for path in directory.iterdir())
 
 
 def lies_within(place: Folder, root: Folder) -> bool:
@@ -167,6 +169,8 @@ def lies_within(place: Folder, root: Folder) -> bool:
 
 def _run_before(directory: Path) -> RunConfig | None:
     """The run file that was left in an output directory; None where there is none that can be read."""
+    if not (directory / RUN).is_file():
+        return None
     try:
         return load_run(directory / RUN)
     except ConfigError:
@@ -203,7 +207,7 @@ def _named(checkpoint: Folder) -> str | None:
 def _read_summary(directory: Path) -> dict[str, Any]:
     """Of the finished run in a directory: `steps` done `of_steps`, both whole numbers, and what else it tells."""
     try:
-        summary = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
+        summary = read_json_object(directory / SUMMARY)
         done = int(summary["steps"])
         return {**summary, "steps": done, "of_steps": int(summary.get("of_steps", done))}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

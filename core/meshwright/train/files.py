@@ -13,3 +13,10 @@ TIMELINE, PLANNED = "timeline", "planned.json"
 REFERENCE = "reference.npz"
 LOCK, HOLDER = ".lock", ".lock.json"
 """The file that is locked, and another that says by whom: whoever tries to lock a file may empty it."""
+LISTED = ".written.json"
+"""The names in the directory that runs have made: these may be replaced, and no others."""
+ON_THE_WAY = (f"{MODEL}.checkpoint", f"{MODEL}.writing", f"{AVERAGED_MODEL}.writing")
+"""Directories that become a model, or a checkpoint of which one is made."""
+REPLACED = (CHECKPOINTS, MODEL, AVERAGED_MODEL, RANKS, TIMELINE, "profile", "faults", *ON_THE_WAY)
+REPLACED_FILES = (METRICS, CURVE, EVENTS, REFERENCE, SUMMARY, RUN)
+"""Directories and files that a run makes, and removes where it replaces another."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +12,7 @@ from ..base.errors import CheckpointError
 from ..checkpoint.loading import checked
 from ..checkpoint.manifest import all_in, read_manifest
 from ..checkpoint.places import Folder
+from ..files.terminal import warn
 from ..memory.copier import Copier
 from ..memory.keepers import Keepers, open_keepers
 from ..memory.place import MemoryPlace, places_of
@@ -70,7 +70,7 @@ def _newest_copy(config: RunConfig, keepers: Keepers, named: str | None, world: 
             manifest = world.together(lambda place=place: checked(place, world))  # type: ignore[misc]
         except CheckpointError as error:
             if world.rank == 0:
-                warnings.warn(f"step {place.step} in memory is of no use: {error}", stacklevel=2)
+                warn(f"step {place.step} in memory is of no use: {error}", stacklevel=2)
             continue
         if named is None or manifest.extra.get("named") == named:
             return place

@@ -8,7 +8,6 @@ there; one that these functions have started ends with `manager.mesh.world.close
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import nn
 
 from ..base.errors import ModelError
 from ..base.validation import validated
+from ..files.terminal import warn
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import MeshSizes
 from ..mesh.world import World, open_world
@@ -249,4 +249,4 @@ def tell(weights: PretrainedWeights, world: World, *, stacklevel: int) -> None:
     """Warn of what is missing or superfluous, on the first rank."""
     if world.rank == 0:
         for remark in weights.remarks:
-            warnings.warn(remark, stacklevel=stacklevel)
+            warn(remark, stacklevel=stacklevel)

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from ..events.run import Fault
+from ..files.writing import write_whole
 from ..launch.hang import Counts, Hang
 from ..launch.signs import Sign
 from ..profile.faults import FaultFiles
@@ -49,4 +50,4 @@ class HangFiles:
         text = "\n".join([f"Main thread, as of the last sign (most recent call first): {sign.process}", *lines])
         path = FaultFiles(self._directory, rank).stacks
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n", encoding="utf-8")
+        write_whole(path, text + "\n")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from typing import Any
 from ..events.run import BadStep, Evaluation, Fault, RunInfo, RunSummary, SavedCheckpoint
 from ..events.step import StepResult
 from ..files.parsing import parse_json
+from ..files.terminal import warn
+from ..files.writing import append
 from ..strategy.hooks import hookimpl
 from .files import EVENTS
 from .report import NewStragglers, without_nan
@@ -52,11 +53,10 @@ class Journal:
     def note(self, event: str, **values: Any) -> None:
         """Add a line, as far as the disk takes it."""
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"time": time.time(), "event": event, **values}, default=str) + "\n")
+            append(self._path, json.dumps({"time": time.time(), "event": event, **values}, default=str) + "\n")
         except OSError as error:
             if not self._has_told:
-                warnings.warn(f"{self._path} cannot be written: {error}. The run goes on.", stacklevel=2)
+                warn(f"{self._path} cannot be written: {error}. The run goes on.", stacklevel=2)
             self._has_told = True
 
     @hookimpl

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from ..base.validation import FrozenModel
 from ..mesh.sizes import Size
+from .hidden_values import FromEnvironment
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 Word = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -105,8 +106,9 @@ class LaunchConfig(FrozenModel):
     setup: list[Word] = Field(
         default=[], description="Lines of shell before the ranks start, such as module load cuda."
     )
-    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = Field(
-        default={}, description="Variables of all ranks."
+    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str | FromEnvironment] = Field(
+        default={},
+        description="Variables of all ranks: a text, or {from_env: NAME} for the value where the job is made.",
     )
     slurm: SlurmSection = SlurmSection()
     kubernetes: KubernetesSection = KubernetesSection()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ..files.writing import open_to_append
+
 
 class Lines:
     """Adds to a file. What could not be written is kept and comes before what is added next, so that a disk that is
@@ -18,7 +20,7 @@ class Lines:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._file = open_to_append(path)
         self._size = os.fstat(self._file).st_size
         self._rest = b""
 

@@ -16,18 +16,21 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from filelock import FileLock, Timeout
 from rich.console import Console
+from rich.text import Text
 
 from ..base.errors import ConfigError
 from ..checkpoint import export_checkpoint, save_checkpoint
 from ..checkpoint.directory import best_of, put_in_place
 from ..checkpoint.drafts import remove_all
-from ..checkpoint.manifest import all_in
+from ..checkpoint.manifest import BESIDE, all_in
 from ..checkpoint.opening import place_of
 from ..checkpoint.places import Access
 from ..data import load_tokenizer
 from ..data.encoding.chat_template import read_chat_template
 from ..events.step import StepResult
-from ..files.parsing import as_yaml
+from ..files.parsing import as_yaml, read_json_object
+from ..files.terminal import plain, styled
+from ..files.writing import write_whole
 from ..profile.files import DIRECTORY, FAULTS
 from ..strategy.contract import StrategyManager
 from .curve import draw_loss_curve
@@ -37,15 +40,20 @@ from .files import (
     CURVE,
     EVENTS,
     HOLDER,
+    LISTED,
     LOCK,
     METRICS,
     MODEL,
+    ON_THE_WAY,
     RANKS,
     REFERENCE,
+    REPLACED,
+    REPLACED_FILES,
     RUN,
     SUMMARY,
     TIMELINE,
 )
+from .listing import check_listed, listed
 from .report import shown
 from .run_file import RunConfig, as_plain
 from .run_sections import HELD_OUT
@@ -55,7 +63,7 @@ from .saved import is_elsewhere, saved_by
 if TYPE_CHECKING:
     from .plan import Plan
 
-_CHECKPOINT_OF_MODEL, _NEW_MODEL, _NEW_AVERAGED = f"{MODEL}.checkpoint", f"{MODEL}.writing", f"{AVERAGED_MODEL}.writing"
+_CHECKPOINT_OF_MODEL, _NEW_MODEL, _NEW_AVERAGED = ON_THE_WAY
 AVERAGED_STEPS = 20
 """Training loss is told as the mean over this many last steps."""
 
@@ -74,6 +82,7 @@ def locked(directory: Path, *, patience_s: float) -> Iterator[None]:
     holder = directory / HOLDER
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        _refuse_links(directory)
         lock = FileLock(directory / LOCK)
         lock.acquire(timeout=patience_s)
     except Timeout:
@@ -86,17 +95,43 @@ def locked(directory: Path, *, patience_s: float) -> Iterator[None]:
     try:
         started = datetime.now().astimezone().isoformat(timespec="seconds")
         told = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
-        holder.write_text(json.dumps(told) + "\n", encoding="utf-8")
+        write_whole(holder, json.dumps(told) + "\n")
         yield
     finally:
         holder.unlink(missing_ok=True)
         lock.release()
 
 
+def _refuse_links(directory: Path) -> None:
+    """Refuse a directory with links where a run writes.
+
+    Raises:
+        ConfigError: names one.
+    """
+    written = (METRICS, CURVE, EVENTS, REFERENCE, SUMMARY, RUN, HOLDER, LOCK, LISTED, _CHECKPOINT_OF_MODEL)
+    within = (CHECKPOINTS, RANKS, TIMELINE, DIRECTORY, FAULTS)
+    replaced = (MODEL, AVERAGED_MODEL)
+    names = [*written, *within, *(name + end for name in replaced for end in ("", *BESIDE))]
+    # A checkpoint itself may lie elsewhere: it is read, and not written again.
+    below = [
+        path
+        for name in within
+        if (directory / name).is_dir() and not (directory / name).is_symlink()
+        for path in (directory / name).iterdir()
+        if name != CHECKPOINTS or path.suffix in BESIDE
+    ]
+    for path in (*(directory / name for name in names), *below):
+        if path.is_symlink():
+            raise ConfigError(
+                f"{path} is a link, and a run does not write through links. Remove it, or name another output_dir; "
+                f"checkpoints go elsewhere by checkpoint.to."
+            )
+
+
 def _told(holder: Path) -> str:
     """Who holds a lock, as far as it has said so."""
     try:
-        told = json.loads(holder.read_text(encoding="utf-8"))
+        told = read_json_object(holder)
         return f": process {told['pid']} on {told['host']}, started {told['started']}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
@@ -113,25 +148,23 @@ def prepare_output(config: RunConfig, *, replaces: bool) -> None:
         if replaces:
             if is_elsewhere(config):
                 remove_all(saved_by(config))
-            for name in (CHECKPOINTS, MODEL, AVERAGED_MODEL, RANKS, TIMELINE, DIRECTORY, FAULTS):
+            check_listed(directory)
+            for name in REPLACED:
                 if (directory / name).is_dir():
                     shutil.rmtree(directory / name)
-            for name in (METRICS, CURVE, EVENTS, REFERENCE):
-                (directory / name).unlink(missing_ok=True)
-        for name in (_CHECKPOINT_OF_MODEL, _NEW_MODEL, _NEW_AVERAGED):
-            shutil.rmtree(directory / name, ignore_errors=True)
+            for name in REPLACED_FILES:
+                if name not in (SUMMARY, RUN):
+                    (directory / name).unlink(missing_ok=True)
+        mine = listed(directory) | {name for name in (*REPLACED, *REPLACED_FILES) if not (directory / name).exists()}
+        write_whole(directory / LISTED, json.dumps(sorted(mine)) + "\n")
+        for name in ON_THE_WAY:
+            if name in mine:
+                shutil.rmtree(directory / name, ignore_errors=True)
         # As long as there is a summary, the directory is that of the run that has finished.
         (directory / SUMMARY).unlink(missing_ok=True)
-        _write(directory / RUN, as_yaml(as_plain(config)))
+        write_whole(directory / RUN, as_yaml(as_plain(config)))
     except OSError as error:
         raise ConfigError(f"output_dir={config.output_dir!r} cannot be written: {error}.") from error
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all."""
-    new = path.with_name(f"{path.name}.tmp")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
 
 
 def run_tokenizer(config: RunConfig, plan: Plan) -> Any:
@@ -172,29 +205,32 @@ def finish(config: RunConfig, plan: Plan, results: list[StepResult], console: Co
     tokenizer = load_tokenizer(plan.data.tokenizer_dir)
     draw_loss_curve(results, directory / CURVE, of_tokens=config.objective is None)
     summary = summarized(config, plan, results, vocab_size=len(tokenizer))
-    _write(directory / SUMMARY, json.dumps(summary, indent=2) + "\n")
+    write_whole(directory / SUMMARY, json.dumps(summary, indent=2) + "\n")
     _say(console, "\n".join(told(summary, config)))
     if config.sample is not None:
         transformers.utils.logging.disable_progress_bar()
         model = load_trained(directory / MODEL, plan.model.directory)
         text = generate_sample(model, tokenizer, config.sample, plan.rows.evaluated, seed=config.seed)
-        console.print("\n[bold]sample[/bold]")
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(styled("\n[bold]sample[/bold]"))
+        console.print(text, highlight=False, soft_wrap=True)
     averaged = f"{directory / AVERAGED_MODEL} (with averaged weights), " if exports_average(config) else ""
     adapted = plan.model.base is not None
     what = "an adapter of peft" if adapted else "a Hugging Face directory"
     _say(
         console,
-        f"\n[bold]written[/bold] {directory / MODEL} ({what}), {averaged}{directory / CURVE}, "
-        f"{directory / METRICS}, {directory / SUMMARY}\n"
-        f"[bold]next[/bold]\n"
-        f"  {f'meshwright export --merge {directory / MODEL} OUT' if adapted else 'meshwright strategies'}\n"
-        f'  python -c "from transformers import pipeline; '
-        f"print(pipeline('text-generation', '{directory / MODEL}')('The ')[0]['generated_text'])\"",
+        styled(
+            f"\n[bold]written[/bold] {plain(directory / MODEL)} ({what}), {plain(averaged)}{plain(directory / CURVE)}, "
+            f"{plain(directory / METRICS)}, {plain(directory / SUMMARY)}\n"
+            f"[bold]next[/bold]\n"
+            f"  {f'meshwright export --merge {plain(directory / MODEL)} OUT' if adapted else 'meshwright strategies'}\n"
+        ).append(
+            f'  python -c "from transformers import pipeline; '
+            f"print(pipeline('text-generation', '{directory / MODEL}')('The ')[0]['generated_text'])\""
+        ),
     )
 
 
-def _say(console: Console, text: str) -> None:
+def _say(console: Console, text: str | Text) -> None:
     console.print(text, highlight=False, soft_wrap=True)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 from ..events.run import RunSummary
 from ..events.step import StepResult
+from ..files.terminal import warn
+from ..files.writing import append
 from ..strategy.hooks import hookimpl
 from .files import RANKS
 
@@ -60,8 +61,7 @@ class RankLog:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write("".join(lines))
+            append(self._path, "".join(lines))
         except OSError as error:
             self._is_off = True
-            warnings.warn(f"{self._path} cannot be written: {error}. The run goes on without it.", stacklevel=2)
+            warn(f"{self._path} cannot be written: {error}. The run goes on without it.", stacklevel=2)

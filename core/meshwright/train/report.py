@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +16,8 @@ from ..base.errors import TrainingError
 from ..events.run import BadStep
 from ..events.step import StepResult
 from ..files.parsing import parse_json
+from ..files.terminal import new_console, warn
+from ..files.writing import write_whole
 from ..launch.stopping import Stopped
 from ..strategy.hooks import hookimpl
 from .files import SUMMARY
@@ -133,14 +134,12 @@ class Reporter:
             raise TrainingError(f"{told} Make room, and start the same command again; or checkpoint.on_error=continue.")
         if not self._has_told:
             self._has_told = True
-            warnings.warn(f"{told} Training goes on (checkpoint.on_error=continue).", stacklevel=3)
+            warn(f"{told} Training goes on (checkpoint.on_error=continue).", stacklevel=3)
 
 
 def _begun_with(metrics: Path, results: Sequence[StepResult]) -> Lines:
     """The file, to add lines to, with those of some steps; what is there stays until it is replaced as a whole."""
-    kept = metrics.with_suffix(".tmp")
-    kept.write_text("".join(_line(result) for result in results), encoding="utf-8")
-    kept.replace(metrics)
+    write_whole(metrics, "".join(_line(result) for result in results))
     return Lines(metrics)
 
 
@@ -182,7 +181,7 @@ def metrics_of(content: bytes, path: Path | str, *, until: int, steps: int) -> l
             found.append(result)
     if unread:
         some = ", ".join(map(str, unread[:_TOLD])) + (", ..." if len(unread) > _TOLD else "")
-        warnings.warn(f"{path}: {len(unread)} lines cannot be read and are left out: {some}.", stacklevel=2)
+        warn(f"{path}: {len(unread)} lines cannot be read and are left out: {some}.", stacklevel=2)
     return found
 
 
@@ -271,7 +270,7 @@ def shown(name: str) -> str:
 
 def say_finished(config: RunConfig) -> None:
     """The run was done before."""
-    Console().print(
+    new_console().print(
         f"this run has finished: {Path(config.output_dir) / SUMMARY} is there, with the same run file. Nothing was "
         f"done. Raise steps to go on (or, if it has stopped early, the patience of eval.early_stopping), or set "
         f"resume=never and overwrite=true to train anew.",
@@ -290,7 +289,7 @@ def say_stopped(stopped: Stopped, *, steps: int) -> None:
         )
     if not stopped.step:
         saved = "so there is nothing to save"
-    Console().print(
+    new_console().print(
         f"stopped by {stopped.signal} after step {stopped.step} of {steps}, {saved}",
         highlight=False,
         soft_wrap=True,

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..base.errors import ConfigError, MeshwrightError
 from ..files.parsing import parse_json
+from ..files.terminal import say
 from .fate import NEVER
 from .files import METRICS
 from .journal import note
@@ -142,5 +143,5 @@ def _last_step(metrics: Path) -> tuple[int, float]:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+    say(f"{text}\n", stderr=True)
     sys.stderr.flush()

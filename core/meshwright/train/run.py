@@ -16,6 +16,7 @@ from ..checkpoint import Checkpointer
 from ..checkpoint.drafts import move_aside
 from ..events.run import RunInfo
 from ..events.step import StepResult
+from ..files.terminal import new_console
 from ..launch.rank import signs_of_life
 from ..launch.stopping import Stopped, StopSignals
 from ..memory.keepers import Keepers
@@ -87,7 +88,7 @@ def run_rank(
                 raise
         # The other ranks are done: what is left needs no collective.
         if world.rank == 0:
-            finish(config, plan, results, Console())
+            finish(config, plan, results, new_console())
 
 
 def _signals(config: RunConfig, world: World) -> StopSignals:
@@ -95,7 +96,7 @@ def _signals(config: RunConfig, world: World) -> StopSignals:
     asked = config.checkpoint.stops_on
 
     def tell(text: str) -> None:
-        Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+        new_console(stderr=True).print(text, highlight=False, soft_wrap=True)
 
     return StopSignals(
         asked.signals,
@@ -116,7 +117,7 @@ def _train(
     startup: Startup,
 ) -> list[StepResult]:
     """Train the model, and write it. Collective."""
-    console = Console()
+    console = new_console()
     keepers = keepers_of(config, world)
     source = find_source(config, fate, plan.identity, world, steps=plan.steps, keepers=keepers)
     mesh = Mesh(plan.degrees, world)

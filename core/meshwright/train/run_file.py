@@ -19,6 +19,7 @@ from ..objectives.registry import check_objective
 from ..profile.config import ProfileConfig
 from .bad_steps import BadStepConfig
 from .checkpoint_section import CheckpointConfig as CheckpointConfig
+from .hidden_values import without_secrets
 from .launch_section import LaunchConfig
 from .model_section import check_model_section
 from .optimizer_config import AVERAGED, FinitePositive
@@ -324,5 +325,6 @@ def _assign(values: dict[str, Any], assignment: str) -> None:
 
 
 def as_plain(config: RunConfig) -> dict[str, Any]:
-    """The run as plain values, to be written beside its results; `load_run` reads the same run from them."""
-    return config.model_dump(by_alias=True)
+    """The run as plain values, to be written beside its results; `load_run` reads the same run from them, but for
+    secrets, see `hidden_values`."""
+    return without_secrets(config.model_dump(by_alias=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
@@ -13,6 +12,7 @@ from typing import Any
 from ..base.errors import TrainingError
 from ..events.run import BadStep, Evaluation, Fault, Reason, RunInfo, RunSummary, SavedCheckpoint
 from ..events.step import StepResult
+from ..files.terminal import warn
 from ..launch.stopping import Stopped
 from ..mesh.mesh import Mesh
 from ..strategy.contract import StrategyManager
@@ -99,7 +99,7 @@ def _in_vain(tell: Callable[[], Any]) -> None:
     try:
         tell()
     except Exception as error:
-        warnings.warn(f"an observer fails at the end of the run: {type(error).__name__}: {error}", stacklevel=2)
+        warn(f"an observer fails at the end of the run: {type(error).__name__}: {error}", stacklevel=2)
 
 
 def _info(manager: StrategyManager, loop: Loop) -> RunInfo:

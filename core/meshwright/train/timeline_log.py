@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..events.run import RunInfo
 from ..events.step import StepResult
+from ..files.terminal import warn
+from ..files.writing import append, write_whole
 from ..strategy.contract import StrategyManager
 from ..strategy.hooks import hookimpl
 from .files import PLANNED, TIMELINE
@@ -56,9 +57,7 @@ class TimelineLog:
                 self._write({"step": result.step, **found})
             except OSError as error:
                 self._is_off = True
-                warnings.warn(
-                    f"{self._directory} cannot be written: {error}. The run goes on without it.", stacklevel=2
-                )
+                warn(f"{self._directory} cannot be written: {error}. The run goes on without it.", stacklevel=2)
         self._ask(result.step + 1)
 
     def _ask(self, step: int) -> None:
@@ -68,12 +67,9 @@ class TimelineLog:
     def _write(self, line: dict[str, Any]) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         if self._rank == 0 and not self._has_planned:
-            new = self._directory / f"{PLANNED}.tmp"
-            new.write_text(json.dumps(self._recorder.planned) + "\n", encoding="utf-8")
-            new.replace(self._directory / PLANNED)
+            write_whole(self._directory / PLANNED, json.dumps(self._recorder.planned) + "\n")
             self._has_planned = True
-        with (self._directory / f"rank-{self._rank:05}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append(self._directory / f"rank-{self._rank:05}.jsonl", json.dumps(line) + "\n")
 
 
 def timeline_logs(manager: StrategyManager, directory: Path, every: int | None) -> list[TimelineLog]:

@@ -5,7 +5,6 @@ A tracker that fails while the run trains is told in a warning and left aside: w
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
@@ -14,8 +13,10 @@ from ..base.errors import ConfigError, nearest
 from ..base.validation import FrozenModel, validated
 from ..events.run import RunInfo
 from ..events.tracker import TrackerSpec
+from ..files.terminal import warn
 from ..strategy.hooks import hookimpl
 from ..strategy.registry import Registry, get_registry
+from .hidden_values import resolved
 
 Asked: TypeAlias = "str | Mapping[str, Any]"
 """As the run file has it: a name, or a mapping of name and options."""
@@ -57,6 +58,7 @@ def chosen(asked: Sequence[Asked], registry: Registry | None = None) -> list[tup
                 f"project are installed from a clone with: {INSTALL}"
             )
         spec = known[name]
+        options = resolved(options, f"trackers: {name}")
         config = validated(spec.config_cls, options, where=f"trackers: {name}")
         spec.check(config)
         found.append((spec, config))
@@ -103,7 +105,7 @@ class _Tolerated:
             call(*values)
         except Exception as error:
             self._has_failed = True
-            warnings.warn(
+            warn(
                 f"tracker {self._name!r} has failed in {hook} and is left aside: {type(error).__name__}: {error}. "
                 f"Training goes on; metrics.jsonl has everything.",
                 stacklevel=2,

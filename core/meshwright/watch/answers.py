@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -46,10 +47,15 @@ class Answers:
         for run in self._runs:
             with run.lock:
                 begun, has_more = time.monotonic(), True
-                while has_more and time.monotonic() - begun < _PATIENCE_S:
-                    has_more = run.refresh()
+                try:
+                    while has_more and time.monotonic() - begun < _PATIENCE_S:
+                        has_more = run.refresh()
+                    found.append(run.state())
+                except Exception as error:
+                    # The others are to be seen all the same.
+                    has_more = False
+                    found.append(run.unreadable(error))
                 more |= has_more
-                found.append(run.state())
         return {"runs": found, "more": more}
 
     def series(self, query: QueryParams) -> dict[str, Any]:
@@ -143,10 +149,18 @@ def _difference(found: Difference | None) -> dict[str, Any] | None:
     return None if found is None else _clean(asdict(found))
 
 
+def as_json(value: Any) -> bytes:
+    """A value as JSON in ASCII, so that halves of characters are no error; what is not finite is null."""
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:
+        return json.dumps(_clean(value), allow_nan=False, separators=(",", ":")).encode()
+
+
 def _clean(value: Any) -> Any:
     """A value without numbers that are not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): _clean(each) for key, each in value.items()}
-    return [_clean(each) for each in value] if isinstance(value, list) else value
+    return [_clean(each) for each in value] if isinstance(value, list | tuple) else value

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..base.errors import ConfigError
-from ..files.parsing import MAX_BYTES, parse_json, parse_yaml, read_text
+from ..files.parsing import MAX_BYTES, open_regular, parse_json, parse_yaml
 from ..train.files import EVENTS, HOLDER, METRICS, RANKS, RUN, SUMMARY, TIMELINE
 from .columns import Columns
 from .ranks import Ranks
@@ -24,6 +24,8 @@ PARTS = (METRICS, EVENTS, SUMMARY, RUN, HOLDER, RANKS)
 AT_ONCE = 1 << 22
 """Bytes of metrics that are read at once."""
 MAX_EVENTS = 20_000
+MAX_EVENT = 1 << 14
+"""Bytes of one; longer ones are left out."""
 _TURNS = ("start", "end", "fault", "exit")
 """Events that begin or end a sitting."""
 
@@ -71,7 +73,8 @@ class WatchedRun:
         told = self._event_lines.read(most)
         if told.is_new:
             self.events.clear()
-        found = [each for each in parse_lines(told.lines)[0] if isinstance(each.get("event"), str)]
+        lines = [line for line in told.lines if len(line) <= MAX_EVENT]
+        found = [each for each in parse_lines(lines)[0] if isinstance(each.get("event"), str)]
         if found or told.is_new:
             self._events_version += 1
             self.events = [*self.events, *found][-MAX_EVENTS:]
@@ -90,8 +93,8 @@ class WatchedRun:
             mark = (status.st_ino, status.st_size, status.st_mtime_ns)
             known = self._texts.get(name)
             if known is None or known[0] != mark:
-                known = self._texts[name] = (mark, parse(read_text(path, max_bytes=MAX_BYTES)))
-        except (OSError, ValueError):
+                known = self._texts[name] = (mark, parse(_small_text(path)))
+        except (OSError, ValueError, RecursionError):
             return None
         return known[1]
 
@@ -128,6 +131,27 @@ class WatchedRun:
             },
             "has_ranks": (self.directory / RANKS).is_dir(),
             "has_timeline": self.timeline.is_dir(),
+        }
+
+    def unreadable(self, error: Exception) -> dict[str, Any]:
+        """The state of a run of whose files one has something that nobody has thought of; values of JSON."""
+        nothing = dict.fromkeys(("steps", "world_size", "parameters"))
+        return {
+            "name": self.name,
+            "directory": str(self.directory),
+            "state": "failed",
+            "why": f"its files cannot be read ({type(error).__name__})",
+            "step": 0,
+            **nothing,
+            **dict.fromkeys(("strategy", "mesh", "device", "meshwright"), ""),
+            "names": [],
+            "last": {},
+            "left_out": False,
+            "unread": 0,
+            "read": [0, 0],
+            "versions": {"metrics": 0, "events": 0, "timeline": 0},
+            "has_ranks": False,
+            "has_timeline": False,
         }
 
     def _last(self, event: str) -> dict[str, Any]:
@@ -197,6 +221,14 @@ def _check(directory: Path, given: Path) -> None:
 def looks_like_run(directory: Path) -> bool:
     """Whether a directory has what a run leaves."""
     return any((directory / name).exists() for name in PARTS)
+
+
+def _small_text(path: Path) -> str:
+    with open_regular(path) as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES} bytes")
+    return content.decode()
 
 
 def _is_dead(holder: dict[str, Any]) -> bool:

@@ -2,19 +2,22 @@
 
 [Note: who may ask] By default it listens on loopback alone. A page of somewhere else cannot read an answer, since none
 says that it may; but a name that its owner lets point to this machine would make it one of the same origin. So the
-header Host must name this machine: by an address, which no page can have as its name, or as the user does.
+header Host must name this machine: by an address, which no page can have as its name, or as the user does. Other users
+of the machine reach loopback, too. So the address that is printed has a token, drawn anew each time, which the browser
+keeps in a cookie; without it nothing is answered.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import secrets
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError
-from .answers import Answers, BadQuestion
+from .answers import Answers, BadQuestion, as_json
 from .run import WatchedRun
 
 try:
@@ -23,7 +26,7 @@ try:
     from starlette.datastructures import QueryParams
     from starlette.middleware import Middleware
     from starlette.requests import Request
-    from starlette.responses import JSONResponse, PlainTextResponse, Response
+    from starlette.responses import PlainTextResponse, RedirectResponse, Response
     from starlette.routing import Route
     from starlette.types import ASGIApp, Receive, Scope, Send
 except ImportError as error:
@@ -32,6 +35,8 @@ except ImportError as error:
         f"pip install -e '.[watch]' in a clone."
     ) from None
 
+TOKEN = "token"
+"""The parameter of the address that has it."""
 WEB = Path(__file__).parent / "web"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 HEADERS = {
@@ -65,21 +70,27 @@ def listening(host: str, port: int | None, *, default: int) -> socket.socket:
         ) from None
 
 
-def address(listener: socket.socket) -> str:
+def new_token() -> str:
+    """What a browser must know to see the page."""
+    return secrets.token_urlsafe(24)
+
+
+def address(listener: socket.socket, token: str) -> str:
     """Where a browser of this machine finds the page."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{host}:{port}/"
+    return f"http://{host}:{port}/?{TOKEN}={token}"
 
 
-def serve(runs: Sequence[WatchedRun], listener: socket.socket, *, host: str) -> None:
+def serve(runs: Sequence[WatchedRun], listener: socket.socket, *, host: str, token: str) -> None:
     """Serve until the process is asked to end.
 
     Args:
         host: as the user has named it.
+        token: of `new_token`.
     """
     config = uvicorn.Config(
-        application(runs, host=host),
+        application(runs, host=host, port=listener.getsockname()[1], token=token),
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -92,7 +103,7 @@ def serve(runs: Sequence[WatchedRun], listener: socket.socket, *, host: str) -> 
     uvicorn.Server(config).run(sockets=[listener])
 
 
-def application(runs: Sequence[WatchedRun], *, host: str) -> Starlette:
+def application(runs: Sequence[WatchedRun], *, host: str, port: int, token: str) -> Starlette:
     """The page and its answers, as ASGI."""
     answers = Answers(runs)
     asked = (
@@ -110,18 +121,28 @@ def application(runs: Sequence[WatchedRun], *, host: str) -> Starlette:
         Route("/web/vendor/{vendored}", _file, methods=["GET"]),
         *(Route(f"/api/{answer.__name__}", _answering(answer), methods=["GET"]) for answer in asked),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(_OfThisMachine, host=host)])
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(_OfThisMachine, host=host), Middleware(_OfThisUser, port=port, token=token)],
+    )
 
 
 def _answering(answer: Callable[[QueryParams], Any]) -> Callable[[Request], Response]:
     # Not async: each runs on a thread, so that one that reads much holds up no other.
     def endpoint(request: Request) -> Response:
         try:
-            return JSONResponse(answer(request.query_params), headers=HEADERS)
+            return _json(answer(request.query_params))
         except BadQuestion as error:
-            return JSONResponse({"error": str(error)}, status_code=400, headers=HEADERS)
+            return _json({"error": str(error)}, status_code=400)
+        except Exception as error:
+            # Files hold what nobody has thought of. The page says so, and shows what else there is.
+            return _json({"error": f"the files of the run cannot be read ({type(error).__name__})"}, status_code=400)
 
     return endpoint
+
+
+def _json(value: Any, *, status_code: int = 200) -> Response:
+    return Response(as_json(value), status_code, headers=HEADERS, media_type="application/json")
 
 
 def _file(request: Request) -> Response:
@@ -148,6 +169,30 @@ class _OfThisMachine:
             await PlainTextResponse(told, status_code=421, headers=HEADERS)(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+
+class _OfThisUser:
+    """Refuses who has not the token; see [Note: who may ask]."""
+
+    def __init__(self, app: ASGIApp, port: int, token: str) -> None:
+        # Cookies are of a host, and pages of several commands differ by their ports alone.
+        self._app, self._token, self._cookie = app, token, f"meshwright-{port}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
+        if self._is_right(request.query_params.get(TOKEN)) and scope["path"] == "/":
+            # So that the token is not in the address any more, which people copy.
+            answer: Response = RedirectResponse("/", status_code=303, headers=HEADERS)
+            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
+            await answer(scope, receive, send)
+        elif self._is_right(request.cookies.get(self._cookie)):
+            await self._app(scope, receive, send)
+        else:
+            told = "Open the whole address that meshwright watch has printed, with its token.\n"
+            await PlainTextResponse(told, status_code=403, headers=HEADERS)(scope, receive, send)
+
+    def _is_right(self, given: str | None) -> bool:
+        return given is not None and secrets.compare_digest(given.encode(errors="replace"), self._token.encode())
 
 
 def is_of_this_machine(host: str, names: set[str]) -> bool:

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..files.parsing import open_regular
+
+LONGEST = 1 << 22
+"""Bytes of a line, if it is to be read at once; longer ones are left out."""
 _KNOWN = 64
 """So many bytes before the place where reading goes on must be as they were; else the file was written anew."""
 
@@ -51,6 +55,8 @@ class Tail:
         self._before = b""
         self._mark: tuple[int, ...] = ()
         self.offset = self.size = 0
+        self._is_within = False
+        """Whether reading goes on within a line of which nothing is given."""
 
     def read(self, most: int) -> Part:
         """What was written since the last time, up to `most` bytes (or one line, if that is longer)."""
@@ -58,17 +64,17 @@ class Tail:
             # Asking is cheaper than opening, for a thousand files of which few have grown.
             if _mark(self.path.stat()) == self._mark:
                 return Part(False, [])
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 status = os.fstat(file.fileno())
                 self.size = status.st_size
                 is_new = self._has_changed((status.st_dev, status.st_ino), file)
                 if is_new:
-                    self.offset, self._before = 0, b""
+                    self.offset, self._before, self._is_within = 0, b"", False
                 self._file_id = (status.st_dev, status.st_ino)
-                skips = self._skip()
+                self._is_within |= self._skip()
                 file.seek(self.offset)
                 content = file.read(most)
-                while content and b"\n" not in content and (rest := file.read(most)):
+                while content and b"\n" not in content and len(content) < LONGEST and (rest := file.read(most)):
                     content += rest
         except OSError:
             # It is not there, or no longer.
@@ -78,12 +84,15 @@ class Tail:
         # There is more of what was left for later only if the file grows.
         self._mark = _mark(status) if self.offset + len(content) >= self.size else ()
         end = content.rfind(b"\n") + 1
-        if not end:
+        if not end and len(content) < LONGEST:
             return Part(is_new, [])
+        skips, self._is_within = self._is_within, not end
+        end = end or len(content)
         self.offset += end
         self._before = (self._before + content[:end])[-_KNOWN:]
-        lines = content[: end - 1].split(b"\n")
-        return Part(is_new, lines[1:] if skips else lines, len(content) == most and self.offset < self.size)
+        # Of a line that is too long, nothing is given.
+        lines = [] if self._is_within else content[: end - 1].split(b"\n")
+        return Part(is_new, lines[1:] if skips else lines, len(content) >= most and self.offset < self.size)
 
     def _has_changed(self, file_id: tuple[int, int], file: Any) -> bool:
         if self._file_id is None:

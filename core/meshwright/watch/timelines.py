@@ -6,6 +6,7 @@ Only the ends of these are read.
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def _files(directory: Path) -> list[tuple[int, Path]]:
 def _measured(rank: int, record: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
     """A step and what a rank did in it; None: the line holds none."""
     step, begin, actions = record.get("step"), number(record.get("time")), _actions(record.get("actions"))
-    if type(step) is not int or begin is None or not actions:
+    if type(step) is not int or begin is None or not math.isfinite(begin) or not actions:
         return None
     pp_rank = record.get("pp_rank")
     return step, {
@@ -98,5 +99,7 @@ def _actions(value: Any) -> list[list[Any]]:
     for each in value[:_MAX_ACTIONS] if isinstance(value, list) else []:
         kinds = [type(part) for part in each] if isinstance(each, list) else []
         if kinds[:3] == [str, int, int] and len(kinds) == 5 and {*kinds[3:]} <= {int, float}:
-            found.append(each)
+            start, end = number(each[3]), number(each[4])
+            if start is not None and end is not None and math.isfinite(start) and math.isfinite(end):
+                found.append([*each[:3], start, end])
     return found

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import IO, Any
 
 from ...base.errors import DataError
+from ...launch.safe_path import PYTHON
 
 _LENGTH = 8
 
@@ -32,7 +33,7 @@ class Worker:
         """Start a process that makes `make(*args)`, a function of a module and plain values."""
         code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ)
+            [*PYTHON, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ)
         )
         self._begin = (make, args)
         self._begun = False

@@ -19,8 +19,11 @@ from ..progress import Meter
 
 COMPRESSED = (".gz", ".zst")
 _CHUNK = 1 << 20
-_COMPRESSED_CHUNK = 1 << 14
-"""Of what may become many times as much."""
+_COMPRESSED_CHUNK = 1 << 12
+"""Of what may become 32,768 times as much."""
+FREE, MOST_TIMES = 1 << 26, 500
+"""A file may become so many bytes, and beyond that so many times its size: text shrinks to a tenth or so, and what
+shrinks more is made to fill a memory."""
 
 
 def kind_of(path: Path) -> str:
@@ -45,9 +48,9 @@ def opened(path: Path, meter: Meter) -> Iterator[BinaryIO]:
         with path.open("rb") as file:
             meter.file = file
             if compression == ".gz":
-                yield gzip.GzipFile(fileobj=file)  # type: ignore[misc]
+                yield io.BufferedReader(_Bounded(gzip.GzipFile(fileobj=file), file), _CHUNK)
             elif zstandard is not None:
-                yield io.BufferedReader(_Zst(file, zstandard), _CHUNK)
+                yield io.BufferedReader(_Bounded(_Zst(file, zstandard), file), _CHUNK)
             else:
                 yield file
     except broken as error:
@@ -58,6 +61,30 @@ def opened(path: Path, meter: Meter) -> Iterator[BinaryIO]:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
+class _Bounded(io.RawIOBase):
+    """The content of a compressed file, as long as it is not far larger than the file itself.
+
+    Raises:
+        DataError: it is.
+    """
+
+    def __init__(self, content: Any, file: BinaryIO) -> None:
+        self._content, self._file, self._count = content, file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = int(self._content.readinto(memoryview(buffer)[:_CHUNK]))
+        self._count += count
+        if self._count > FREE and self._count > MOST_TIMES * self._file.tell():
+            raise DataError(
+                f"{getattr(self._file, 'name', 'the file')}: the compressed content is more than {MOST_TIMES} times "
+                f"as large as the file. Give the file as it is, without its compression, if that is what it holds."
+            )
+        return count
+
+
 class _Zst(io.RawIOBase):
     """The content of frames of Zstandard, one after the other; the library's own reader takes a cut file for whole."""
 
@@ -66,7 +93,7 @@ class _Zst(io.RawIOBase):
         self._zstandard = zstandard
         self._frame: Any = None
         self._rest = b""
-        self._content = b""
+        self._content = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -79,7 +106,7 @@ class _Zst(io.RawIOBase):
                     raise EOFError("a frame of Zstandard has no end")
                 return 0
             frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
-            self._content = frame.decompress(compressed)
+            self._content = memoryview(frame.decompress(compressed))
             self._rest = frame.unused_data
             self._frame = None if frame.eof else frame
         count = min(len(buffer), len(self._content))

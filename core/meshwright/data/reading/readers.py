@@ -18,7 +18,7 @@ from ...base.errors import DataError
 from ..extras import extra
 from ..progress import Meter
 from .json_array import elements
-from .opening import COMPRESSED, kind_of, opened
+from .opening import COMPRESSED, FREE, MOST_TIMES, kind_of, opened
 
 Found = tuple[Any, str]
 """A value, and where it is."""
@@ -45,13 +45,20 @@ def read_file(path: Path, meter: Meter) -> Iterator[Found]:
 
 
 def _read_text(file: BinaryIO, path: Path) -> Iterator[Found]:
-    yield {"text": decoded(file.read(), str(path))}, str(path)
+    yield {"text": decoded(_whole(file, path), str(path))}, str(path)
 
 
 def _read_python(file: BinaryIO, path: Path) -> Iterator[Found]:
-    text = file.read().decode("utf-8", errors="replace")
+    text = _whole(file, path).decode("utf-8", errors="replace")
     # As a file that is opened as text.
     yield {"text": text.replace("\r\n", "\n").replace("\r", "\n")}, str(path)
+
+
+def _whole(file: BinaryIO, path: Path) -> bytes:
+    content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise DataError(f"{path}: a document of more than {MAX_BYTES:,} bytes. Cut it into several files.")
+    return content
 
 
 def _read_lines(file: BinaryIO, path: Path) -> Iterator[Found]:
@@ -126,12 +133,27 @@ def _read_parquet(file: BinaryIO, path: Path) -> Iterator[Found]:
             file = whole
         number = 0
         try:
-            for batch in parquet.ParquetFile(file).iter_batches(batch_size=_ROWS):
+            table = parquet.ParquetFile(file)
+            _check_expansion(table.metadata, path)
+            for batch in table.iter_batches(batch_size=_ROWS):
                 for row in batch.to_pylist():
                     yield row, f"{path}:row {number}"
                     number += 1
         except (arrow.ArrowException, OSError) as error:
             raise DataError(f"{path}: not a whole .parquet file, from row {number} on ({error}).") from error
+
+
+def _check_expansion(metadata: Any, path: Path) -> None:
+    """Refuse groups of rows that are far larger than their bytes in the file: a page is unpacked as a whole."""
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        columns = [group.column(each) for each in range(group.num_columns)]
+        for each in columns:
+            if each.total_uncompressed_size > max(FREE, MOST_TIMES * each.total_compressed_size):
+                raise DataError(
+                    f"{path}: {each.path_in_schema} is more than {MOST_TIMES} times as large as its bytes in the "
+                    f"file. Write the file anew, without compression, if that is what it holds."
+                )
 
 
 KINDS: Mapping[str, Callable[[BinaryIO, Path], Iterator[Found]]] = MappingProxyType(

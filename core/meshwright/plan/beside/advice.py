@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...base.errors import MeshwrightError
 from ...base.validation import validated
-from ...train.run_file import RunConfig, as_plain, assigned
+from ...train.run_file import RunConfig, assigned
 from ..device import Device
 from ..job import job_of
 from ..planned import plan
@@ -24,7 +24,7 @@ def advice(config: RunConfig, world_size: int, device: Device) -> str:
     nearest: tuple[int, Sequence[str]] | None = None
     for changes in CHANGES:
         try:
-            changed = validated(RunConfig, assigned(as_plain(config), changes), where="the run file")
+            changed = validated(RunConfig, assigned(config.model_dump(by_alias=True), changes), where="the run file")
             found = plan(job_of(changed, world_size), device, [0])
         except MeshwrightError:
             continue

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from ...base.errors import MeshwrightError, ModelError
 from ...events.step import StepResult
+from ...files.terminal import new_console
 from ...mesh.world import CONTROL_TAG, find_device
 from ...objectives.registry import get_objective
 from ...strategy.contract import StrategyManager
@@ -134,7 +134,7 @@ class Comparison:
         self._is_told = len(self.seconds) > LOOKED_AT + self.has_time or result.step == result.steps
         if self._is_told:
             for line in self.compared():
-                Console().print(line, highlight=False, soft_wrap=True)
+                new_console().print(line, highlight=False, soft_wrap=True)
 
     def compared(self) -> list[str]:
         """Where the plan was off, quantity by quantity."""
@@ -185,7 +185,7 @@ def _planned(config: RunConfig, world_size: int, job: Job, device: Device, *, ha
         if config.plan.when_too_large == "refuse":
             comparison.refusal = refusal
         else:
-            Console(stderr=True).print(f"warning: {refusal}", highlight=False, soft_wrap=True)
+            new_console(stderr=True).print(f"warning: {refusal}", highlight=False, soft_wrap=True)
     return comparison
 
 

@@ -16,6 +16,7 @@ import yaml
 from ...base.errors import ConfigError, TrainingError
 from ...base.validation import validated
 from ...launch.cores import usable_cores
+from ...launch.local import warm_up
 from ...model.size import model_size
 from ...parallel.expert.find import find_experts
 from ...train.run_file import RunConfig
@@ -158,7 +159,8 @@ def _executor(processes: int) -> Iterator[Executor]:
         yield _Here()
         return
     others = active_children()
-    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_begin)
+    warm_up()
+    pool = ProcessPoolExecutor(processes, get_context("forkserver"), initializer=_begin)
     try:
         for _ in range(processes):
             pool.submit(_begin)

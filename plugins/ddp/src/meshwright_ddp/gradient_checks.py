@@ -7,13 +7,13 @@ backward, and no rank stops alone: all ranks hear of a defect together.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from meshwright.base.errors import NotFiniteError, TrainingError
+from meshwright.files.terminal import warn
 
 LEARNED = 100
 """Norms that only set the largest one to be expected."""
@@ -86,7 +86,7 @@ class GradientChecks:
             self._learned += 1
             self._largest = max(self._largest, norm)
         elif norm >= LARGE * self._largest:
-            warnings.warn(
+            warn(
                 f"check_for_large_grads: the gradients of bucket {bucket} ({names[-1]} to {names[0]}) have norm "
                 f"{norm:.3g} on this rank before the data-parallel collective, at least {LARGE:g} times the largest "
                 f"of the first {LEARNED} norms ({self._largest:.3g}).",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,6 +10,7 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from meshwright.base.errors import ConfigError, nearest
 from meshwright.base.validation import DTYPES, NO_FLOAT16
 from meshwright.files.class_paths import check_import
+from meshwright.files.terminal import warn
 from meshwright.model.activation_options import ActivationCheckpointing
 from meshwright.strategy.spec import ROUNDS_ANEW, StrategyConfig
 
@@ -189,7 +189,7 @@ class FSDP2Config(StrategyConfig):
                 object.__setattr__(self, name, True)
             if missing:
                 told = " and ".join(f"{name}=true" for name in missing)
-                warnings.warn(f"enable_async_tensor_parallel=true needs {told}, and has set so.", stacklevel=2)
+                warn(f"enable_async_tensor_parallel=true needs {told}, and has set so.", stacklevel=2)
         theirs = policy_value(self.mp_policy, "reduce_dtype")
         if self.reduce_dtype and theirs is not None and dtype_name(theirs) != self.reduce_dtype:
             raise ValueError(

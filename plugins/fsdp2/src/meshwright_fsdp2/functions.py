@@ -7,7 +7,6 @@ divide the loss of each rank by the token count of the global batch, not of its 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 from meshwright.base.errors import MeshError
+from meshwright.files.terminal import warn
 from meshwright.manager.start import check_trainable
 from meshwright.model.drawn_weights import DeferredModel
 from meshwright.model.layout import layout_by_structure
@@ -182,7 +182,7 @@ def _meshes(
 
 
 def _warn_of_idle_options(axis: str) -> None:
-    warnings.warn(
+    warn(
         f"sequence_parallel and tp_shard_plan act on nothing here: no axis {axis!r} has 2 or more ranks.",
         # Where the user has called.
         stacklevel=3,

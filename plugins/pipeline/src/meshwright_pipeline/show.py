@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwright.base.errors import ConfigError
+from meshwright.files.terminal import new_console
 from meshwright.train.run_file import RunConfig, load_run
 
 from .config import PipelineConfig, number_of_microbatches, number_of_stages, schedule_of
@@ -289,9 +290,8 @@ def add_commands(app: typer.Typer) -> None:
         ] = None,
     ) -> None:
         """Show the schedule of a run: the split, what each rank does when, bubbles, and live microbatches."""
-        from rich.console import Console
 
-        console = Console()
+        console = new_console()
         view = view_of(load_run(run_file, assignments or []))
         for each in as_tables(view):
             console.print(each, highlight=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.base.errors import CheckpointError
 from meshwright.checkpoint import export_checkpoint, first_whole, load_checkpoint, save_checkpoint
+from meshwright.files.terminal import warn
 from meshwright.mesh.world import World
 from meshwright.strategy.contract import StrategyManager
 
@@ -109,7 +109,7 @@ def newest(world: World, root: Path) -> Path | None:
     paths = world.from_first(candidates)
     whole, torn = first_whole([path / INNER for path in paths], world)
     for text in torn if world.rank == 0 else ():
-        warnings.warn(f"{text} An older one is tried.", stacklevel=3)
+        warn(f"{text} An older one is tried.", stacklevel=3)
     return None if whole is None else whole.parent
 
 

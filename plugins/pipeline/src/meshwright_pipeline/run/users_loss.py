@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.loss import _Loss
 
 from meshwright.base.errors import ConfigError
 from meshwright.files.class_paths import import_class_from_path
@@ -52,7 +53,8 @@ def objective_of(value: Any) -> Objective | None:
     loss: Any = value
     try:
         if isinstance(value, str):
-            loss = import_class_from_path(value, kind=("function", "class"))
+            # torch's losses are modules that torch.nn names; their base is private.
+            loss = import_class_from_path(value, kind=("function", "class"), base=_Loss)
             loss = loss() if inspect.isclass(loss) else loss
         return LossOfLogits(loss)
     except TypeError as error:

@@ -1,0 +1,237 @@
+"""Checkpoints of others: what is read is what was signed, each element is somewhere, and links lead nowhere."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from meshwright import CheckpointError, load_checkpoint, save_checkpoint
+from meshwright.checkpoint import export_checkpoint, loading, signed_reading, stored_model
+from meshwright.checkpoint.index import StoredTensor
+from meshwright.checkpoint.keys import Key
+from meshwright.checkpoint.manifest import MANIFEST, StoredFile, read_manifest
+from meshwright.checkpoint.places import Access, LocalFolder
+from meshwright.checkpoint.signed_reading import Chunks, open_verified
+from meshwright.cli import main as cli
+from meshwright.testing import Case, pool
+from meshwright.testing.parity import build_manager, train_steps
+
+CASE = Case(steps=1, layers=1, dtype="float32")
+SECRET = b"a secret of 32 bytes and a few more"
+PAYLOAD = "tensors-00000.bin"
+
+
+# -- each element once
+
+
+def _divided(shape: tuple[int, ...], draw: random.Random) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """A whole, cut into rectangles at random."""
+    found = [((0,) * len(shape), shape)]
+    for _ in range(draw.randint(0, 12)):
+        offsets, sizes = found.pop(draw.randrange(len(found)))
+        dim = draw.randrange(len(shape))
+        if sizes[dim] < 2:
+            found.append((offsets, sizes))
+            continue
+        at = draw.randint(1, sizes[dim] - 1)
+        found.append((offsets, (*sizes[:dim], at, *sizes[dim + 1 :])))
+        found.append(
+            (
+                (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :]),
+                (*sizes[:dim], sizes[dim] - at, *sizes[dim + 1 :]),
+            )
+        )
+    return found
+
+
+def _problem(shape: tuple[int, ...], rectangles: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> str | None:
+    pieces = np.array([(0, 0, *offsets, *sizes) for offsets, sizes in rectangles], np.int64)
+    return StoredTensor(torch.Size(shape), torch.int8, pieces).problem([10**6])
+
+
+def _is_exact(shape: tuple[int, ...], rectangles: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """By counting."""
+    counts = np.zeros(shape, np.int64)
+    for offsets, sizes in rectangles:
+        counts[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
+    return bool((counts == 1).all())
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_pieces_have_each_element_once_or_are_refused(dims: int) -> None:
+    draw = random.Random(dims)
+    refused = 0
+    for _ in range(300):
+        shape = tuple(draw.randint(1, 6) for _ in range(dims))
+        rectangles = _divided(shape, draw)
+        assert _problem(shape, rectangles) is None
+        # Moved, doubled or exchanged, often with as many elements as before.
+        number = draw.randrange(len(rectangles))
+        offsets, sizes = rectangles[number]
+        dim = draw.randrange(dims)
+        moved = (*offsets[:dim], draw.randint(0, shape[dim] - sizes[dim]), *offsets[dim + 1 :])
+        changed = [*rectangles[:number], (moved, sizes), *rectangles[number + 1 :]]
+        if draw.random() < 0.3:
+            changed[draw.randrange(len(changed))] = draw.choice(changed)
+        is_exact = _is_exact(shape, changed)
+        refused += not is_exact
+        assert (_problem(shape, changed) is None) == is_exact, (shape, changed)
+    assert refused > 20
+
+
+def test_the_same_row_three_times_is_no_cover() -> None:
+    # Corners at which an odd number of rectangles meet cancel out, and the number of elements does not tell either.
+    assert _problem((4, 1), [((0, 0), (1, 1))] * 3 + [((1, 0), (1, 1))]) is not None
+
+
+def test_a_tensor_that_is_divided_along_many_dims_is_refused_at_once() -> None:
+    shape = (2,) * 30
+    rectangles = [((0,) * 30, (1,) * 30), ((1,) * 30, (1,) * 30)]
+    assert "elements" in str(_problem(shape, rectangles))
+    pieces = list(itertools.product((0, 1), repeat=9))
+    assert "at most 8" in str(_problem((2,) * 9, [(each, (1,) * 9) for each in pieces]))
+
+
+# -- what is read is what was signed
+
+
+def _save(root: str) -> None:
+    manager = build_manager("single", {}, {}, CASE)
+    train_steps(manager, CASE, range(1))
+    access = Access(Key(SECRET))
+    for step in (1, 2):
+        save_checkpoint(manager, LocalFolder(Path(root) / f"step-{step:08d}", access), step=step)
+        train_steps(manager, CASE, range(step, step + 1))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("signed")
+    pool(1).run(_save, str(root))
+    return root
+
+
+@pytest.fixture
+def root(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "root"))
+
+
+def _swapped_after(module: object, name: str, swap: Callable[[], None]) -> Iterator[None]:
+    """Have a file exchanged when a function, which comes after verification, is called."""
+    original = getattr(module, name)
+
+    def swapping(*arguments: object, **options: object) -> object:
+        swap()
+        return original(*arguments, **options)
+
+    setattr(module, name, swapping)
+    yield
+    setattr(module, name, original)
+
+
+def _swap(checkpoint: Path, name: str) -> None:
+    content = bytearray((checkpoint / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (checkpoint / name).write_bytes(content)
+
+
+def _load(checkpoint: str, name: str) -> str:
+    place = LocalFolder(Path(checkpoint), Access(Key(SECRET)))
+    manager = build_manager("single", {}, {}, CASE, seed=4)
+    for _ in _swapped_after(
+        loading, "read_index" if name.startswith("tensors") else "_check_base", lambda: _swap(place.path, name)
+    ):
+        try:
+            load_checkpoint(manager, place)
+        except CheckpointError as error:
+            return str(error)
+    return "loaded"
+
+
+@pytest.mark.parametrize("name", [PAYLOAD, "optimizer-00000.json"])
+def test_a_file_that_is_exchanged_after_it_was_verified_is_not_loaded(root: Path, name: str) -> None:
+    (told,) = pool(1).run(_load, str(root / "step-00000001"), name)
+    assert f"the contents of {name} have changed" in told
+
+
+@pytest.mark.parametrize("name", [PAYLOAD, "huggingface/config.json"])
+def test_a_file_that_is_exchanged_after_it_was_verified_is_not_exported(root: Path, name: str, tmp_path: Path) -> None:
+    place = LocalFolder(root / "step-00000001", Access(Key(SECRET)))
+    after = "read_index" if name == PAYLOAD else "on_this_machine"
+    for _ in _swapped_after(stored_model, after, lambda: _swap(place.path, name)):
+        with pytest.raises(CheckpointError, match=f"the contents of {name} have changed"):
+            export_checkpoint(place, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_configuration_that_is_exchanged_later_is_not_seen(root: Path, tmp_path: Path) -> None:
+    place = LocalFolder(root / "step-00000001", Access(Key(SECRET)))
+    for _ in _swapped_after(stored_model, "read_index", lambda: _swap(place.path, "huggingface/config.json")):
+        export_checkpoint(place, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_hidden_layers"] == 1
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_an_older_checkpoint_in_the_place_of_a_newer_one_is_refused(root: Path, secret: bytes | None) -> None:
+    shutil.rmtree(root / "step-00000002")
+    shutil.copytree(root / "step-00000001", root / "step-00000002")
+    place = LocalFolder(root / "step-00000002", Access(Key(secret) if secret else None))
+    with pytest.raises(CheckpointError, match="is of step 1, and not of the step that it is called by"):
+        read_manifest(place)
+    # Under a name that tells no step, it is what it says.
+    (root / "step-00000002").rename(root / "best")
+    assert read_manifest(LocalFolder(root / "best", place.access)).step == 1
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
+def test_parts_are_read_as_they_lie_in_the_file(root: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signed_reading, "CHUNK", chunk)
+    place = LocalFolder(root, Access(Key(SECRET)))
+    content = random.Random(chunk).randbytes(1000)
+    (root / "file").write_bytes(content)
+    chunks = Chunks()
+    for begin in range(0, 1000, 300):
+        chunks.update(content[begin : begin + 300])
+    manifest = read_manifest(root / "step-00000001")
+    manifest.files["file"] = StoredFile(1000, "", chunks.digests())
+    draw = random.Random(1)
+    with open_verified(place, manifest, "file") as file:
+        for _ in range(50):
+            begin, size = draw.randrange(1000), draw.randrange(400)
+            file.seek(begin)
+            assert file.read(size) == content[begin : begin + size]
+
+
+# -- links
+
+
+def test_links_that_lead_in_a_circle_hang_nobody(root: Path) -> None:
+    checkpoint = root / "step-00000001"
+    names = LocalFolder(checkpoint).sizes()
+    (checkpoint / "circle").symlink_to(checkpoint)
+    assert LocalFolder(checkpoint).sizes() == names
+    for number in range(8):
+        (checkpoint / f"circle-{number}").symlink_to(checkpoint)
+        (checkpoint / "huggingface" / f"circle-{number}").symlink_to("..")
+    for command in ("show", "verify"):
+        result = CliRunner().invoke(cli.app, ["checkpoint", command, str(checkpoint)])
+        assert result.exit_code == 0, result.output
+        assert CliRunner().invoke(cli.app, ["checkpoint", command, str(root)]).exit_code == 0
+    assert read_manifest(checkpoint).step == 1
+
+
+def test_a_manifest_that_is_too_large_is_not_read(root: Path) -> None:
+    with (root / "step-00000001" / MANIFEST).open("r+b") as file:
+        # Without a byte on the disk.
+        file.truncate(1 << 33)
+    with pytest.raises(CheckpointError, match="no manifest has more than"):
+        read_manifest(root / "step-00000001")

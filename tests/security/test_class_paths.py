@@ -1,0 +1,257 @@
+"""Class paths in files: nothing is constructed, and no function called, but what an option is for.
+
+README.md in this directory has the table of all options that take a class path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.benchmark  # of whose classes none may be made
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from meshwright.base.errors import ConfigError, ModelError
+from meshwright.files import class_paths
+from meshwright.files.class_paths import allow_imports, check_import, import_class_from_path, instantiate
+from meshwright.model.configuration import config_from_mapping
+from meshwright.objectives.base import Objective
+from meshwright.objectives.registry import check_objective, get_objective
+from meshwright.parallel.tensor.plan import find_plan
+from meshwright.train.optim import optimizer_class
+from meshwright.train.optimizer_config import OptimizerConfig, OptimizerGroup
+from meshwright_pipeline.run.users_loss import objective_of
+
+DANGEROUS = [
+    "torch.utils.benchmark.Timer",
+    "torch.utils.benchmark.utils.timer.Timer",
+    "torch.utils.benchmark.CallgrindStats",
+    "torch.utils.benchmark.FuzzedTensor",
+    "torch._inductor.codecache.DLLWrapper",
+    "torch._inductor.codecache.CppCodeCache",
+    "torch._inductor.codecache.PyCodeCache",
+    "torch._inductor.cpp_builder.CppBuilder",
+    "torch._inductor.cpp_builder.CppTorchOptions",
+    "torch._inductor.compile_worker.subproc_pool.SubprocPool",
+    "torch._inductor.autotune_process.TuningProcess",
+    "torch._inductor.async_compile.AsyncCompile",
+    "torch._dynamo.repro.after_dynamo.WrapBackendDebug",
+    "torch._dynamo.testing.CompileCounter",
+    "torch._C.PyTorchFileReader",
+    "torch._C.PyTorchFileWriter",
+    "torch._ops._OpNamespace",
+    "torch.classes._ClassNamespace",
+    "torch.cuda.CUDAPluggableAllocator",
+    "torch.cuda.memory.CUDAPluggableAllocator",
+    "torch.distributed.TCPStore",
+    "torch.distributed.FileStore",
+    "torch.distributed.HashStore",
+    "torch.distributed.elastic.multiprocessing.SubprocessContext",
+    "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler",
+    "torch.distributed.elastic.multiprocessing.PContext",
+    "torch.distributed.elastic.rendezvous.etcd_server.EtcdServer",
+    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent",
+    "torch.distributed.launcher.api.elastic_launch",
+    "torch.distributed.checkpoint.FileSystemReader",
+    "torch.distributed.checkpoint.FileSystemWriter",
+    "torch.distributed.checkpoint.filesystem.FileSystem",
+    "torch.distributed.rpc.api.AllGatherStates",
+    "torch.distributed.fsdp._wrap_utils._Policy",
+    "torch.fx.GraphModule",
+    "torch.fx.graph_module.GraphModule",
+    "torch.fx.Interpreter",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv",
+    "torch.jit.CompilationUnit",
+    "torch.jit.ScriptModule",
+    "torch.jit.frontend.SourceContext",
+    "torch.library.Library",
+    "torch.multiprocessing.Process",
+    "torch.multiprocessing.ProcessContext",
+    "torch.multiprocessing.Pool",
+    "torch.nn.Linear",
+    "torch.nn.ModuleList",
+    "torch.nn.Bilinear",
+    "torch.nn.EmbeddingBag",
+    "torch.nn.parallel.DistributedDataParallel",
+    "torch.onnx.ONNXProgram",
+    "torch.package.PackageImporter",
+    "torch.package.PackageExporter",
+    "torch.profiler.ExecutionTraceObserver",
+    "torch.testing._internal.common_utils.TestCase",
+    "torch.utils.cpp_extension.BuildExtension",
+    "torch.utils.data.DataLoader",
+    "torch.utils.file_baton.FileBaton",
+    "torch.utils.model_dump.__main__.main",
+    "torch.utils.tensorboard.SummaryWriter",
+    "transformers.Trainer",
+    "transformers.TrainingArguments",
+    "transformers.Pipeline",
+    "transformers.AutoModelForCausalLM",
+    "transformers.AutoTokenizer",
+    "transformers.HfArgumentParser",
+    "transformers.PreTrainedTokenizerFast",
+    "transformers.dynamic_module_utils.get_class_from_dynamic_module",
+    "transformers.integrations.DeepSpeedPlugin",
+    "transformers.models.llama.modeling_llama.LlamaForCausalLM",
+    "transformers.models.llama.convert_llama_weights_to_hf.Llama3Converter",
+    "transformers.models.auto.modeling_auto.AutoModelForCausalLM",
+    "transformers.models.rag.retrieval_rag.RagRetriever",
+    "transformers.models.deprecated.transfo_xl.tokenization_transfo_xl.TransfoXLTokenizer",
+    "transformers.testing_utils.CaptureStd",
+    "meshwright.launch.store.Listener",
+    "meshwright.memory.keeper.Keeper",
+    "meshwright.checkpoint.remote.RemotePlace",
+    "meshwright.files.class_paths.allow_imports",
+    "meshwright.testing.cells.Cell",
+    "subprocess.Popen",
+    "os.system",
+    "builtins.exec",
+    "ctypes.CDLL",
+    "importlib.import_module",
+]
+
+
+MODEL = nn.Linear(2, 2)
+LAYOUT: Any = None
+"""A plan that is given is imported before the model's layout is looked at."""
+
+
+REFUSED = r"not imported|no import path| is no |is not a |does not exist|defined in|cannot be imported"
+# Each option that takes a class path; a path that is refused when a file is checked is refused there, too.
+PLACES: dict[str, Callable[[str], Any]] = {
+    "objective": get_objective,
+    "objective with options": lambda path: get_objective({"name": path, "setup": "pass", "stmt": "1"}),
+    "optimizer.name": lambda path: optimizer_class(OptimizerConfig(name=path).name, "optimizer.name"),
+    "optimizer.groups[].name": lambda path: optimizer_class(
+        OptimizerGroup(name=path, match=["*"]).name or "", "optimizer.groups[0].name"
+    ),
+    "mp_policy._target_": lambda path: instantiate({"_target_": path}, expected=MixedPrecisionPolicy),
+    "offload_policy._target_": lambda path: instantiate({"_target_": path}, expected=CPUOffloadPolicy),
+    "tp_plan": lambda path: find_plan(MODEL, LAYOUT, path),
+    "loss_fn": objective_of,
+}
+
+
+@pytest.mark.parametrize("path", DANGEROUS)
+@pytest.mark.parametrize("place", PLACES)
+def test_no_option_makes_an_object_of_what_it_is_not_for(
+    place: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise AssertionError(f"{path} was called with {arguments} {options}")
+
+    module, _, leaf = path.rpartition(".")
+    target = getattr(sys.modules.get(module), leaf, None)
+    # A class that is known here already: making an object of it ends the test.
+    if isinstance(target, type):
+        with contextlib.suppress(AttributeError, TypeError):
+            monkeypatch.setattr(target, "__init__", refuse)
+    with pytest.raises((ConfigError, ValueError), match=REFUSED):
+        PLACES[place](path)
+
+
+def test_nothing_is_imported_from_modules_that_are_not_on_the_list() -> None:
+    # Importing the first runs a command-line program; the second is a script beside a model.
+    names = (
+        "torch.utils.model_dump.__main__.main",
+        "transformers.models.llama.convert_llama_weights_to_hf.Llama3Converter",
+    )
+    for name in names:
+        for place in PLACES.values():
+            with pytest.raises((ConfigError, ValueError)):
+                place(name)
+        assert name.rpartition(".")[0] not in sys.modules
+        with pytest.raises(ConfigError, match=r"private|not on the allow-list"):
+            check_import(name)
+
+
+OWN = """
+made = []
+class Callable_:
+    def __init__(self, weight=1.0): made.append(weight)
+    def __call__(self, outputs, columns): return None
+class NotCallable:
+    def __init__(self, **options): made.append(options)
+def function(outputs, columns): return None
+from subprocess import Popen
+from torch.utils.benchmark import Timer
+from torch.nn import Linear
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A module of the user's own, not allowed yet."""
+    (tmp_path / "own_module.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(class_paths, "_users", set())
+    yield
+    sys.modules.pop("own_module", None)
+
+
+def test_a_users_own_class_is_taken_once_the_user_allows_its_module(own: None) -> None:
+    for name in ("own_module.Callable_", "own_module.function"):
+        with pytest.raises(ConfigError, match="not on the allow-list"):
+            get_objective(name)
+    assert "own_module" not in sys.modules
+    allow_imports("own_module")
+    get_objective({"name": "own_module.Callable_", "weight": 2.0})
+    assert callable(get_objective("own_module.function"))
+    assert sys.modules["own_module"].made == [2.0]
+
+
+def test_an_allowed_module_does_not_lend_what_it_has_imported(own: None) -> None:
+    allow_imports("own_module")
+    for name, text in {
+        "own_module.Popen": "defined in 'subprocess'",
+        "own_module.Timer": "defined in 'torch.utils.benchmark",
+        "own_module.Linear": "is no Objective",
+        "own_module.NotCallable": "cannot be called",
+    }.items():
+        with pytest.raises(ConfigError, match=text):
+            get_objective({"name": name, "stmt": "pass"})
+    assert sys.modules["own_module"].made == []
+
+
+def test_what_a_checked_file_may_say_is_known_without_importing_it() -> None:
+    for path in DANGEROUS:
+        if path.startswith(("torch.nn.", "transformers.models.")):
+            continue
+        with pytest.raises(ConfigError):
+            check_objective(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "torch.nn.Linear",
+        "torch.nn.CrossEntropyLoss",
+        "torch.optim.AdamW",
+        "torch.distributed.fsdp.CPUOffloadPolicy",
+        "torch.distributed.tensor.parallel.ColwiseParallel",
+        "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
+        "meshwright.objectives.preference.DPO",
+    ],
+)
+def test_classes_that_configurations_need_are_imported(path: str) -> None:
+    assert isinstance(import_class_from_path(path), type)
+
+
+def test_classes_for_their_own_option_are_made() -> None:
+    assert isinstance(get_objective({"name": "meshwright.objectives.preference.DPO", "beta": 0.2}), Objective)
+    assert objective_of("torch.nn.CrossEntropyLoss") is not None
+    assert optimizer_class("torch.optim.AdamW", "optimizer.name") is torch.optim.AdamW
+    policy = {"_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "param_dtype": "bfloat16"}
+    assert instantiate(policy, expected=MixedPrecisionPolicy).param_dtype is torch.bfloat16
+
+
+def test_kernels_of_the_hub_are_refused_in_a_run_file() -> None:
+    for field in ("attn_implementation", "experts_implementation"):
+        with pytest.raises(ModelError, match=f"model asks for code of the Hugging Face hub: {field}="):
+            config_from_mapping({"model_type": "llama", field: "owner/kernels"})

@@ -1,0 +1,90 @@
+"""Compressed data: a small file does not fill a memory, and takes no more time than its content."""
+
+from __future__ import annotations
+
+import gzip
+import resource
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwright.base.errors import DataError
+from meshwright.data.progress import Meter
+from meshwright.data.reading.opening import opened
+from meshwright.data.reading.readers import read_file
+
+zstandard = pytest.importorskip("zstandard")
+LIMIT_S, LIMIT_MB = 20.0, 500
+
+
+def _gz(path: Path, size: int) -> Path:
+    with gzip.open(path.with_name(f"{path.name}.gz"), "wb", compresslevel=9) as file:
+        for _ in range(size >> 20):
+            file.write(bytes(1 << 20))
+    return path.with_name(f"{path.name}.gz")
+
+
+def _zst(path: Path, size: int) -> Path:
+    compressor = zstandard.ZstdCompressor(level=19).compressobj()
+    with path.with_name(f"{path.name}.zst").open("wb") as file:
+        for _ in range(size >> 20):
+            file.write(compressor.compress(bytes(1 << 20)))
+        file.write(compressor.flush())
+    return path.with_name(f"{path.name}.zst")
+
+
+def _parquet(path: Path, size: int) -> Path:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"text": ["x" * (size >> 4)] * 16})
+    parquet.write_table(table, path.with_suffix(".parquet"), compression="zstd", use_dictionary=False)
+    return path.with_suffix(".parquet")
+
+
+@pytest.mark.parametrize("make", [_gz, _zst, _parquet], ids=["gz", "zst", "parquet"])
+@pytest.mark.parametrize("kind", ["corpus.txt", "corpus.jsonl", "corpus.json"])
+def test_a_small_file_that_becomes_a_large_one_is_refused(make: object, kind: str, tmp_path: Path) -> None:
+    if make is _parquet and kind != "corpus.txt":
+        pytest.skip("of one kind")
+    path: Path = make(tmp_path / kind, 1 << 30)  # type: ignore[operator]
+    assert path.stat().st_size < 2_000_000
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    with pytest.raises(DataError, match=r"500 times as large|must hold an array"):
+        list(read_file(path, Meter()))
+    assert time.monotonic() - began < LIMIT_S
+    if make is not _parquet:
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < LIMIT_MB * 1000
+
+
+def test_a_large_frame_is_read_in_time_that_grows_with_it(tmp_path: Path) -> None:
+    # What a decompressor gives at once was cut anew for each small read.
+    path = _zst(tmp_path / "zeros.txt", 60 << 20)
+    began, count = time.monotonic(), 0
+    with opened(path, Meter()) as file:
+        while some := file.read(1 << 12):
+            count += len(some)
+    assert count == 60 << 20
+    assert time.monotonic() - began < LIMIT_S
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_what_is_compressed_well_is_read(suffix: str, tmp_path: Path) -> None:
+    text = b"".join(b'{"text": "%d is even or odd"}\n' % number for number in range(300_000))
+    path = tmp_path / f"corpus.jsonl{suffix}"
+    path.write_bytes(gzip.compress(text) if suffix == ".gz" else zstandard.compress(text))
+    found = list(read_file(path, Meter()))
+    assert len(found) == 300_000
+    assert found[-1][0] == {"text": "299999 is even or odd"}
+    # Cut, it is told as before.
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match="broken or cut off"):
+        list(read_file(path, Meter()))
+
+
+def test_a_document_that_is_too_long_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.data.reading.readers.MAX_BYTES", 10)
+    (tmp_path / "a.txt").write_text("x" * 10)
+    assert next(read_file(tmp_path / "a.txt", Meter()))[0] == {"text": "x" * 10}
+    (tmp_path / "a.txt").write_text("x" * 11)
+    with pytest.raises(DataError, match=r"more than 10 bytes\. Cut it into several"):
+        list(read_file(tmp_path / "a.txt", Meter()))

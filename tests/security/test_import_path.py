@@ -1,0 +1,139 @@
+"""No process that a command starts imports what lies in the directory where the user stands."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from cluster.starts import free_port
+
+import meshwright
+
+CORE = Path(meshwright.__file__).parent
+ROOT = CORE.parents[1]
+FOREIGN = ("torch", "numpy", "transformers", "matplotlib", "yaml", "rich", "typer", "pydantic", "pluggy", "tokenizers")
+NAMES = sorted({*sys.stdlib_module_names, *FOREIGN} - {"__main__", "antigravity", "this"})
+MODULE = """
+import os, sys
+with open({mark!r}, "a") as file:
+    file.write(f"{name} by {{os.getpid()}} {{sys.argv[:3]}}\\n")
+raise ImportError("a module of the current directory")
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A directory with a module of each name, which leaves a mark, and a run file."""
+    for name in NAMES:
+        (tmp_path / f"{name}.py").write_text(MODULE.format(mark=str(tmp_path / "mark"), name=name))
+    lines = (json.dumps({"text": f"{n} is {n * n}"}) for n in range(2000))
+    (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
+    run = {
+        "strategy": "ddp",
+        "nproc": 2,
+        "device": "cpu",
+        "threads_per_rank": 1,
+        "steps": 6,
+        "batch_size": 2,
+        "max_restarts": 1,
+        "output_dir": "out",
+        "model": {
+            "model_type": "llama",
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+        },
+        "data": {"corpus": ["corpus.jsonl"], "cache_dir": "cache", "vocab_size": 300, "seq_len": 16},
+        "checkpoint": {"every": 3, "replicate": "neighbour"},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    return tmp_path
+
+
+def _run(place: Path, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONSAFEPATH", "PYTHONPATH")}
+    # A clone's packages, which are found by absolute paths.
+    path = os.pathsep.join(each for each in sys.path if each and os.path.isabs(each))
+    environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
+    return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def _passes(place: Path, *command: str, **more: str) -> str:
+    done = _run(place, *command, **more)
+    output = done.stdout + done.stderr
+    assert not (place / "mark").exists(), (place / "mark").read_text() + output
+    assert done.returncode == 0, output
+    return output
+
+
+def _console_script() -> str:
+    found = shutil.which("meshwright", path=str(Path(sys.executable).parent))
+    return found or pytest.skip("meshwright is not installed as a command")
+
+
+def test_the_modules_would_be_imported(place: Path) -> None:
+    # -c looks into the current directory.
+    assert _run(place, sys.executable, "-c", "import torch").returncode != 0
+    assert (place / "mark").exists()
+
+
+def test_a_run_of_two_ranks_with_keepers_and_pictures(place: Path) -> None:
+    _passes(place, _console_script(), "train", "run.yaml")
+    assert (place / "out" / "summary.json").exists()
+
+
+def test_python_m(place: Path) -> None:
+    # What Python loads before it runs any module of ours is its own matter; torch is not among it.
+    code = "import runpy, sys, meshwright; print(*(name for name in sys.modules if '.' not in name))"
+    known = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    loaded = {*known.stdout.split()} - {"meshwright"}
+    assert not loaded & {*FOREIGN}
+    for name in loaded:
+        (place / f"{name}.py").unlink(missing_ok=True)
+    alone = ("--set", "nproc=1", "--set", "checkpoint.replicate=null")
+    _passes(place, sys.executable, "-m", "meshwright", "train", "run.yaml", *alone)
+
+
+def test_the_search_of_the_planner(place: Path) -> None:
+    _passes(place, _console_script(), "plan", "run.yaml", "--gpus", "2", "--device", "h100-80gb")
+
+
+def test_ranks_of_another_launcher_and_their_companions(place: Path) -> None:
+    port = str(free_port())
+    of_all = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    alone = ("--set", "nproc=1", "--set", "watchdog_s=60", "--set", "checkpoint.replicate=null")
+    _passes(place, _console_script(), "train", "run.yaml", *alone, **of_all, RANK="0", LOCAL_RANK="0")
+
+
+def test_a_run_that_python_starts(place: Path) -> None:
+    script = place.parent / "script" / "main.py"
+    script.parent.mkdir()
+    script.write_text(
+        "import sys\n"
+        "import meshwright.launch.local as local\n"
+        "def main(store): import torch\n"
+        "if __name__ == '__main__':\n"
+        "    sys.exit(local.launch(main, (), nproc=2))\n"
+    )
+    _passes(place, sys.executable, str(script))
+
+
+def test_every_python_that_is_started_is_started_by_one_name() -> None:
+    sources = [CORE, *ROOT.glob("plugins/*/src")]
+    places = [path for source in sources for path in source.rglob("*.py")]
+    assert len(places) > 300
+    found = {
+        path.name
+        for path in places
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "executable"
+    }
+    assert found == {"safe_path.py"}

@@ -1,0 +1,181 @@
+"""A run does not write through links that are in its directory."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import yaml
+
+from meshwright.base.errors import CheckpointError, ConfigError
+from meshwright.checkpoint.directory import begin
+from meshwright.files.writing import append, fresh, open_to_append, write_whole, written_whole
+from meshwright.train import files
+from meshwright.train.output import locked
+
+CORE = Path(files.__file__).parents[1]
+MODE = re.compile(r"[wax][bt+]*|r[bt]*\+[bt]*")
+SECRET = "what the user has written\n"
+FILES = [files.METRICS, files.CURVE, files.EVENTS, files.REFERENCE, files.SUMMARY, files.RUN, files.HOLDER, files.LOCK]
+DIRECTORIES = [
+    *(files.CHECKPOINTS, files.MODEL, files.AVERAGED_MODEL, files.RANKS, files.TIMELINE, "profile", "faults"),
+    *(f"{files.MODEL}.writing", f"{files.MODEL}.replaced", f"{files.MODEL}.checkpoint"),
+    f"{files.CHECKPOINTS}/step-00000001.writing",
+]
+
+
+def _train(directory: Path, out: Path) -> tuple[int, str]:
+    corpus = directory / "corpus.jsonl"
+    corpus.write_text("".join(f'{{"text": "{n} is {n * n}"}}\n' for n in range(300)))
+    run = directory / "run.yaml"
+    content = {
+        "strategy": "single",
+        "nproc": 1,
+        "device": "cpu",
+        "steps": 2,
+        "batch_size": 2,
+        "output_dir": str(out),
+        "model": {
+            "model_type": "llama",
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+        },
+        "data": {
+            "corpus": [str(corpus)],
+            "cache_dir": str(directory / "cache"),
+            "vocab_size": 300,
+            "seq_len": 16,
+        },
+        "checkpoint": {"every": 1},
+        "overwrite": True,
+    }
+    run.write_text(yaml.safe_dump(content))
+    done = subprocess.run([sys.executable, "-m", "meshwright", "train", str(run)], capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def _refused(out: Path) -> None:
+    with pytest.raises(ConfigError, match="is a link"), locked(out, patience_s=0):
+        pass
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_a_run_that_is_a_link_is_refused_and_what_it_points_to_stays(name: str, tmp_path: Path) -> None:
+    victim, out = tmp_path / "victim", tmp_path / "out"
+    victim.write_text(SECRET)
+    out.mkdir()
+    (out / name).symlink_to(victim)
+    _refused(out)
+    assert victim.read_text() == SECRET
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_a_directory_of_a_run_that_is_a_link_is_refused_and_what_it_points_to_stays(name: str, tmp_path: Path) -> None:
+    victim, out = tmp_path / "victim", tmp_path / "out"
+    victim.mkdir()
+    (victim / "file").write_text(SECRET)
+    (out / name).parent.mkdir(parents=True)
+    (out / name).symlink_to(victim)
+    _refused(out)
+    assert [path.name for path in victim.iterdir()] == ["file"]
+
+
+def test_a_run_refuses_links_and_replaces_those_of_names_on_the_way(tmp_path: Path) -> None:
+    victim, out = tmp_path / "victim", tmp_path / "out"
+    victim.write_text(SECRET)
+    out.mkdir()
+    for name in FILES:
+        (out / f"{name}.tmp").symlink_to(victim)
+    (out / files.METRICS).symlink_to(victim)
+    code, output = _train(tmp_path, out)
+    assert (code, "no run has made" in output) == (2, True), output
+    (out / files.METRICS).unlink()
+    code, output = _train(tmp_path, out)
+    assert code == 0, output
+    assert victim.read_text() == SECRET
+
+
+def test_a_link_to_the_directory_of_a_run_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    code, output = _train(tmp_path, tmp_path / "out")
+    assert code == 0, output
+    assert (tmp_path / "disk" / files.SUMMARY).is_file()
+
+
+def test_a_checkpoint_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "step.writing").symlink_to(tmp_path / "victim")
+    with pytest.raises(CheckpointError, match="is a link"):
+        begin(tmp_path / "step")
+
+
+# -- the functions that write
+
+
+def test_files_that_grow_are_not_opened_through_links(tmp_path: Path) -> None:
+    victim, link = tmp_path / "victim", tmp_path / "link"
+    victim.write_text(SECRET)
+    link.symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic link"):
+        open_to_append(link)
+    with pytest.raises(OSError, match="symbolic link"):
+        append(link, "more")
+    assert victim.read_text() == SECRET
+    append(tmp_path / "new", "a\n")
+    append(tmp_path / "new", "b\n")
+    assert (tmp_path / "new").read_text() == "a\nb\n"
+
+
+def test_files_that_are_written_whole_replace_links(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text(SECRET)
+    for name in ("file", "file.tmp"):
+        (tmp_path / name).symlink_to(victim)
+    write_whole(tmp_path / "file", "new")
+    assert (victim.read_text(), (tmp_path / "file").read_text()) == (SECRET, "new")
+    assert not (tmp_path / "file").is_symlink()
+    (tmp_path / "other").symlink_to(victim)
+    assert not fresh(tmp_path / "other").is_symlink()
+
+
+def test_a_file_that_fails_on_the_way_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with suppress(KeyboardInterrupt), written_whole(path) as file:
+        file.write(b"new")
+        raise KeyboardInterrupt
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    assert path.read_text() == "old"
+
+
+def _writes(tree: ast.AST) -> list[int]:
+    """Lines on which a file is written by other means."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        values = [*node.args, *(keyword.value for keyword in node.keywords)]
+        texts = [each.value for each in values if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        if name in ("write_text", "write_bytes") or (name == "open" and any(MODE.fullmatch(each) for each in texts)):
+            found.append(node.lineno)
+    return found
+
+
+@pytest.mark.parametrize("room", ["train", "profile"])
+def test_all_that_is_written_into_a_run_goes_through_these_functions(room: str) -> None:
+    found = {path.name: _writes(ast.parse(path.read_text())) for path in (CORE / room).rglob("*.py")}
+    assert not {name: lines for name, lines in found.items() if lines}
+    assert _writes(ast.parse("path.write_text('')\npath.open('a')\nopen(path, mode='wb')\npath.open('rb')")) == [
+        1,
+        2,
+        3,
+    ]

@@ -1,0 +1,59 @@
+"""`overwrite: true` removes what runs have made, and nothing that happens to bear one of their names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.base.errors import ConfigError
+from meshwright.train.fate import Fate, check_output
+from meshwright.train.files import LISTED, METRICS, MODEL, REPLACED, REPLACED_FILES, RUN
+from meshwright.train.listing import listed
+from meshwright.train.output import prepare_output
+from meshwright.train.run_file import RunConfig
+
+
+def _config(directory: Path) -> RunConfig:
+    values = {"strategy": "single", "model": {"model_type": "llama"}, "steps": 3, "batch_size": 1, "overwrite": True}
+    return RunConfig.model_validate({**values, "output_dir": str(directory), "resume": "never"})
+
+
+@pytest.mark.parametrize("name", [*REPLACED, *REPLACED_FILES])
+@pytest.mark.parametrize("list_of", [None, "[]", '["other"]', "{}", "5", '"model"', "nonsense", "[[1]]", "[null]"])
+def test_what_no_run_has_made_is_not_removed(name: str, list_of: str | None, tmp_path: Path) -> None:
+    mine = tmp_path / name
+    if name in REPLACED:
+        mine.mkdir()
+        mine = mine / "file"
+    mine.write_text("the user's own")
+    if list_of is not None:
+        (tmp_path / LISTED).write_text(list_of)
+    if "." not in name or name in REPLACED_FILES:
+        with pytest.raises(ConfigError, match=f"would remove {name}.*which no run has made"):
+            check_output(_config(tmp_path), 3)
+    with pytest.raises(ConfigError, match=f"would remove {name}"):
+        prepare_output(_config(tmp_path), replaces=True)
+    # A run that begins beside it leaves it, too, but for the file that it writes anew.
+    if name not in (RUN, "summary.json"):
+        prepare_output(_config(tmp_path), replaces=False)
+        assert mine.read_text() == "the user's own"
+        assert name not in listed(tmp_path)
+
+
+def test_what_a_run_has_made_is_removed_and_what_lies_beside_it_stays(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    prepare_output(config, replaces=False)
+    assert listed(tmp_path) == {*REPLACED, *REPLACED_FILES}
+    (tmp_path / METRICS).write_text("{}\n")
+    (tmp_path / MODEL).mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    assert check_output(config, 3) is Fate.REPLACE
+    prepare_output(config, replaces=True)
+    assert {path.name for path in tmp_path.iterdir()} == {RUN, LISTED, "notes.txt"}
+
+
+def test_a_list_names_only_what_runs_make(tmp_path: Path) -> None:
+    (tmp_path / LISTED).write_text(json.dumps(["../outside", "/etc/passwd", "notes.txt", MODEL, ".", ""]))
+    assert listed(tmp_path) == {MODEL}

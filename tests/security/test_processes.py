@@ -1,0 +1,78 @@
+"""A signal reaches the process that it is for, and none that has its number later."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+
+from meshwright.launch import local
+from meshwright.launch.process_identity import Handle, identity_of
+
+
+def _sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+
+
+def test_a_handle_sends_to_its_process_and_sees_its_end() -> None:
+    process = _sleeper()
+    handle = Handle(process.pid, identity_of(process.pid))
+    assert handle.is_alive()
+    handle.send(signal.SIGKILL)
+    assert process.wait(20) == -signal.SIGKILL
+    assert not handle.is_alive()
+    # Its number may be another's from now on.
+    handle.send(signal.SIGKILL)
+    handle.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no files of processes here")
+def test_a_handle_does_not_send_to_who_has_the_number_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(os, "kill", lambda *arguments: sent.append(arguments))
+    ended = _sleeper()
+    handle = Handle(ended.pid, identity_of(ended.pid))
+    ended.kill()
+    ended.wait()
+    handle.send(signal.SIGKILL)
+    assert not handle.is_alive()
+    # A process that has the number already when the handle is made.
+    other = _sleeper()
+    late = Handle(other.pid, identity_of(os.getpid()))
+    late.send(signal.SIGKILL)
+    assert not late.is_alive()
+    time.sleep(0.2)
+    assert other.poll() is None
+    other.kill()
+    other.wait()
+    # `Popen.kill` is by number, too.
+    assert {arguments[0] for arguments in sent} <= {ended.pid, other.pid}
+    assert len(sent) <= 2
+
+
+def test_the_reaper_spares_who_has_the_number_of_a_dead_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "KILL_DELAY_S", 0.2)
+    roll = get_context("spawn").SimpleQueue()
+    dead, alive, other = _sleeper(), _sleeper(), _sleeper()
+    roll.put((0, (dead.pid, identity_of(dead.pid))))
+    roll.put((1, (alive.pid, identity_of(alive.pid))))
+    # A rank that has ended before it was looked at, and whose number another process has.
+    roll.put((2, (other.pid, identity_of(dead.pid))))
+    try:
+        with local._Reaper(roll):
+            time.sleep(0.5)
+            dead.kill()
+            dead.wait()
+            assert alive.wait(20) == -signal.SIGKILL
+            time.sleep(0.3)
+            assert other.poll() is None
+    finally:
+        for each in (dead, alive, other):
+            each.kill()
+            each.wait()

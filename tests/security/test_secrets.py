@@ -1,0 +1,226 @@
+"""Secrets of a run file are in nothing that a run or a job leaves for others to read."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from meshwright.base.errors import ConfigError
+from meshwright.base.validation import FrozenModel
+from meshwright.checkpoint.opening import place_of
+from meshwright.clusters.files import files_of, write
+from meshwright.clusters.job import TARGETS, Job, Target, plan_job
+from meshwright.events.run import RunInfo
+from meshwright.events.tracker import TrackerSpec
+from meshwright.train import trackers
+from meshwright.train.hidden_values import HIDDEN, is_secret, resolved, without_secrets
+from meshwright.train.run_file import RunConfig, as_plain
+
+SECRET = "correct-horse-battery-staple"
+NAMES = [
+    *(
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_ACCESS_KEY_ID",
+        "DB_PASSWORD",
+        "MLFLOW_TRACKING_PASSWORD",
+    ),
+    *("token", "my-secret", "PGPASSWD", "SSH_KEY", "GITHUB_AUTH", "SENTRY_DSN", "X_COOKIE", "GOOGLE_CREDENTIALS"),
+]
+NO_NAMES = [
+    "NCCL_DEBUG",
+    "TOKENIZERS_PARALLELISM",
+    "OMP_NUM_THREADS",
+    "MAX_TOKENS_X",
+    "KEYBOARD",
+    "AUTHOR",
+    "SECRETARY",
+]
+VALUES = [
+    "hf_abcdefghijklmnopqrstuvwxyz",
+    "sk-proj-abcdefghijklmnopqrstu",
+    "ghp_abcdefghijklmnopqrstuvwxyz012345",
+    "AKIAIOSFODNN7EXAMPLE",
+    "xoxb-1234567890-abcdef",
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3.x",
+    "postgresql://user:password@host/db",
+    "https://host/x?a=b&write_token=abc",
+    "-----BEGIN OPENSSH PRIVATE KEY-----",
+]
+NO_VALUES = [
+    "https://host:8080/path",
+    "s3://bucket/a@b",
+    "12:30",
+    "a:b@c",
+    "hf_home",
+    "sk-learn",
+    "/data/token.txt",
+    "tokens",
+]
+
+
+def test_secrets_are_known_by_their_names_and_looks() -> None:
+    assert [name for name in NAMES if not is_secret(name, "x")] == []
+    assert [name for name in NO_NAMES if is_secret(name, "x")] == []
+    assert [value for value in VALUES if not is_secret("X", value)] == []
+    assert [value for value in NO_VALUES if is_secret("X", value)] == []
+    assert not is_secret("HF_TOKEN", "")
+
+
+def _values(**changes: Any) -> dict[str, Any]:
+    return {
+        "strategy": "fsdp2",
+        "device": "cpu",
+        "model": {"model_type": "llama", "hidden_size": 16},
+        "data": {"seq_len": 16, "vocab_size": 300},
+        "steps": 100,
+        "batch_size": 64,
+        "checkpoint": {"every": 10},
+        "output_dir": "/shared/runs/run",
+        "launch": {
+            "nodes": 2,
+            "ranks_per_node": 2,
+            "env": {"HF_TOKEN": SECRET, "PLAIN": "plain", "TAKEN": {"from_env": "OUTSIDE"}},
+            "kubernetes": {"image": "image", "claim": "claim", "mount": "/shared"},
+            "skypilot": {"mounts": {"/shared": "s3://bucket"}},
+        },
+        **changes,
+    }
+
+
+def test_what_a_run_writes_of_itself_has_no_secret_and_is_read_again() -> None:
+    options = {"name": "wandb", "api_key": SECRET, "server_url": f"https://host/?write_token={SECRET}", "tags": ["a"]}
+    plain = as_plain(RunConfig.model_validate(_values(trackers=["tensorboard", options])))
+    assert SECRET not in json.dumps(plain)
+    assert plain["launch"]["env"] == {
+        "HF_TOKEN": {"from_env": "HF_TOKEN"},
+        "PLAIN": "plain",
+        "TAKEN": {"from_env": "OUTSIDE"},
+    }
+    assert plain["trackers"][1] == {**options, "api_key": HIDDEN, "server_url": HIDDEN}
+    assert as_plain(RunConfig.model_validate(plain)) == plain
+
+
+def test_nothing_else_of_a_run_file_is_hidden() -> None:
+    config = RunConfig.model_validate(
+        _values(launch=None, data={"seq_len": 16, "tokenizer": "tokens", "corpus": ["a/token/*.txt"]}, ema=None)
+    )
+    assert as_plain(config) == config.model_dump(by_alias=True)
+
+
+def test_values_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTSIDE", SECRET)
+    assert resolved({"a": [{"from_env": "OUTSIDE"}], "b": 1}, "x") == {"a": [SECRET], "b": 1}
+    monkeypatch.delenv("OUTSIDE")
+    with pytest.raises(ConfigError, match=r"x\.a is to be taken from the environment variable OUTSIDE .* not set"):
+        resolved({"a": {"from_env": "OUTSIDE"}}, "x")
+
+
+class _Options(FrozenModel):
+    api_key: str
+
+
+def test_a_tracker_gets_what_the_environment_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = TrackerSpec("mine", "", _Options, lambda config, run: None)  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(trackers, "list_trackers", lambda registry: {"mine": spec})
+    monkeypatch.setenv("OUTSIDE", SECRET)
+    ((_, config),) = trackers.chosen([{"name": "mine", "api_key": {"from_env": "OUTSIDE"}}])
+    assert config == _Options(api_key=SECRET)
+
+
+# -- jobs
+
+
+def _job(to: Target, monkeypatch: pytest.MonkeyPatch, place: Path, **changes: Any) -> Job:
+    monkeypatch.setenv("OUTSIDE", "another secret")
+    values = _values(**changes)
+    return plan_job(values, RunConfig.model_validate(values), to, place)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_files_of_a_job_that_hold_secrets_are_their_owners(
+    to: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = _job(to, monkeypatch, tmp_path / "job")
+    write(job, files_of(job, to))
+    texts = [path.read_text() for path in job.directory.iterdir()]
+    assert sum(SECRET in text and "another secret" in text for text in texts) == 1
+    assert {stat.S_IMODE(path.stat().st_mode) for path in job.directory.iterdir()} == {0o600}
+    shown = files_of(job.shown(), to)
+    assert not [name for name, text in shown.items() if SECRET in text or "another secret" in text]
+    assert HIDDEN in "".join(shown.values())
+
+
+def test_files_of_a_job_without_secrets_are_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = _job("slurm", monkeypatch, tmp_path / "job", launch={"nodes": 2, "ranks_per_node": 2, "env": {"A": "b"}})
+    write(job, files_of(job, "slurm"))
+    assert {stat.S_IMODE(path.stat().st_mode) & 0o044 for path in job.directory.iterdir()} == {0o044}
+
+
+def test_a_variable_that_is_not_set_is_told_before_a_job_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = _values()
+    monkeypatch.delenv("OUTSIDE", raising=False)
+    with pytest.raises(ConfigError, match=r"launch\.env\.TAKEN is to be taken from the environment variable OUTSIDE"):
+        plan_job(values, RunConfig.model_validate(values), "slurm", tmp_path)
+
+
+# -- a whole run
+
+
+def test_a_run_leaves_no_secret_anywhere(tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": f"{n} is {n * n}"}) + "\n" for n in range(300)))
+    values = _values(
+        strategy="single",
+        nproc=1,
+        steps=2,
+        batch_size=2,
+        output_dir=str(tmp_path / "out"),
+        model={
+            "model_type": "llama",
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+        },
+        data={
+            "corpus": [str(tmp_path / "corpus.jsonl")],
+            "cache_dir": str(tmp_path / "cache"),
+            "vocab_size": 300,
+            "seq_len": 16,
+        },
+        checkpoint={"every": 1},
+    )
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    command = [sys.executable, "-m", "meshwright", "train", str(tmp_path / "run.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+    assert SECRET not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("url", ["s3://key:secret@bucket/prefix", "hf://user:token@org/name", "memory://a:b@c"])
+def test_a_password_in_a_url_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError, match="holds a password") as caught:
+        place_of(url)
+    assert "secret" not in str(caught.value).replace("secrets", "")
+    assert "token" not in str(caught.value)
+
+
+def test_the_run_that_observers_get_has_no_secret() -> None:
+    # It is made of `as_plain`, as what is written is.
+    assert "config" in RunInfo.__dataclass_fields__
+    assert without_secrets({"launch": {"env": {"HF_TOKEN": SECRET}}})["launch"]["env"] == {
+        "HF_TOKEN": {"from_env": "HF_TOKEN"}
+    }

@@ -1,0 +1,204 @@
+"""While our commands run, nothing of theirs waits for connections of other machines.
+
+README.md in this directory has the table of all sockets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from cluster.starts import free_port
+from security.listening import beyond_loopback, descendants, listening
+
+from meshwright.launch.store import host_store, keep_to_loopback
+
+pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are listed by /proc")
+TIME_LIMIT_S = 240.0
+RUN = """
+strategy: {strategy}
+nproc: 2
+device: cpu
+max_restarts: 1
+threads_per_rank: 1
+steps: 30
+batch_size: 2
+output_dir: {out}
+model: {{model_type: llama, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2}}
+data: {{corpus: ['{corpus}'], cache_dir: {cache}, vocab_size: 300, seq_len: 16}}
+checkpoint: {{every: 10, replicate: neighbour}}
+"""
+LOOP = """
+import time
+import torch
+from meshwright.mesh.world import open_world
+
+with open_world("cpu"):
+    torch.distributed.barrier()
+    time.sleep(3)
+"""
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("sockets")
+    lines = (json.dumps({"text": f"{n} is {n * n}"}) for n in range(2000))
+    (place / "corpus.jsonl").write_text("\n".join(lines))
+    path = place / "run.yaml"
+    path.write_text(
+        RUN.format(strategy="fsdp2", out=place / "out", corpus=place / "corpus.jsonl", cache=place / "cache")
+    )
+    return path
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.endswith("_SOCKET_IFNAME")}
+    return kept | {"OMP_NUM_THREADS": "1"} | more
+
+
+def watched(
+    *commands: tuple[list[str], dict[str, str]], until: Callable[[str, int], bool] | None = None
+) -> tuple[list[int | None], str, dict[str, int]]:
+    """Exit codes, output, and every address on which the commands, or what they have started, were seen waiting.
+
+    Args:
+        commands: with their environments; run at the same time.
+        until: of the output and the number of addresses so far: when to end commands that do not end soon.
+    """
+    logs = [Path(f"/tmp/meshwright-sockets-{os.getpid()}-{n}") for n in range(len(commands))]
+    started = []
+    found: dict[str, int] = {}
+    try:
+        for (command, environ), log in zip(commands, logs, strict=True):
+            with log.open("wb") as file:
+                started.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environ))
+        deadline = time.monotonic() + TIME_LIMIT_S
+        while any(each.poll() is None for each in started):
+            assert time.monotonic() < deadline, "".join(each.read_text() for each in logs)
+            is_over = until is not None and until("".join(each.read_text() for each in logs), len(found))
+            for each in started:
+                found |= listening(descendants(each.pid))
+            if is_over:
+                # What opens a socket a little later is seen, too.
+                time.sleep(1)
+                for each in started:
+                    found |= listening(descendants(each.pid))
+                break
+            time.sleep(0.05)
+        return [each.poll() for each in started], "".join(each.read_text() for each in logs), found
+    finally:
+        for each in started:
+            each.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                each.wait(20)
+            each.kill()
+        for log in logs:
+            log.unlink(missing_ok=True)
+
+
+def meshwright(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "meshwright", *arguments]
+
+
+@pytest.fixture(scope="module")
+def trained(run_file: Path) -> dict[str, int]:
+    codes, output, found = watched((meshwright("train", str(run_file)), environment()))
+    assert codes == [0], output
+    return found
+
+
+def test_a_run_waits_on_loopback_alone(trained: dict[str, int]) -> None:
+    # The store, and at least one socket of gloo for each rank.
+    assert len(trained) >= 3
+    assert not beyond_loopback(trained)
+
+
+def test_a_replay_waits_on_loopback_alone(trained: dict[str, int], run_file: Path) -> None:
+    codes, output, found = watched((meshwright("replay", str(run_file.parent / "out"), "--step", "12"), environment()))
+    assert codes == [0], output
+    assert len(found) >= 3
+    assert not beyond_loopback(found)
+
+
+def test_a_calibration_waits_on_loopback_alone(tmp_path: Path) -> None:
+    command = meshwright("plan", "--calibrate", str(tmp_path / "machine.yaml"), "--ranks", "2")
+    _, output, found = watched((command, environment()), until=lambda _, number: number >= 3)
+    assert len(found) >= 3, output
+    assert not beyond_loopback(found)
+
+
+def test_a_check_waits_on_loopback_alone() -> None:
+    command = meshwright("check", "ddp", "--ranks", "2")
+    _, output, found = watched((command, environment()), until=lambda _, number: number >= 3)
+    assert len(found) >= 3, output
+    assert not beyond_loopback(found)
+
+
+def test_the_page_on_runs_waits_on_loopback_alone(tmp_path: Path) -> None:
+    command = meshwright("watch", str(tmp_path), "--port", str(free_port()))
+    _, output, found = watched((command, environment()), until=lambda text, _: "http" in text)
+    assert len(found) == 1, output
+    assert not beyond_loopback(found)
+
+
+def test_ranks_of_another_launcher_wait_where_it_says(tmp_path: Path) -> None:
+    program = tmp_path / "loop.py"
+    program.write_text(LOOP)
+    port = str(free_port())
+    of_all = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    commands = [
+        ([sys.executable, str(program)], environment(**of_all, RANK=str(rank), LOCAL_RANK=str(rank)))
+        for rank in range(2)
+    ]
+    codes, output, found = watched(*commands)
+    assert codes == [0, 0], output
+    assert f"127.0.0.1:{port}" in found
+    assert not beyond_loopback(found)
+
+
+@pytest.fixture
+def own_address() -> Iterator[str]:
+    """Of this machine, beside loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Nothing is sent.
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has loopback alone")
+        yield probe.getsockname()[0]
+
+
+def test_between_machines_a_store_waits_where_the_ranks_are_told(own_address: str) -> None:
+    before = listening({os.getpid()})
+    store = host_store(own_address, 0, timeout_s=10, spans_machines=True)
+    assert store is not None
+    store.set("key", "value")
+    assert listening({os.getpid()}).keys() - before.keys() == {f"{own_address}:{store.port}"}
+    assert store.get("key") == b"value"
+
+
+def test_a_store_is_left_to_torch_where_its_address_is_not_this_machines() -> None:
+    # A forwarded port; and a machine that knows itself by its loopback.
+    assert host_store("192.0.2.1", free_port(), timeout_s=10, spans_machines=True) is None
+    assert host_store("127.0.0.1", free_port(), timeout_s=10, spans_machines=True) is None
+
+
+def test_a_port_that_is_taken_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        host_store("127.0.0.1", taken.getsockname()[1], timeout_s=10)
+
+
+def test_an_interface_that_the_user_names_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    keep_to_loopback()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert os.environ.pop("NCCL_SOCKET_IFNAME") in ("lo", "lo0")

@@ -1,0 +1,234 @@
+"""What files hold does not reach a terminal but as text: no escapes, no markup, and no traceback for want of either."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from rich.table import Table
+from rich.text import Text
+
+import meshwright
+from meshwright.base.errors import ConfigError, printable
+from meshwright.data import progress as data_progress
+from meshwright.files.terminal import new_console, plain, say, styled, warn
+from meshwright.profile.show import compared
+from meshwright.replay.told import shown
+
+CORE = Path(meshwright.__file__).parent
+ROOT = CORE.parents[1]
+HOSTILE = [
+    "\x1b[2J\x1b[H",
+    "\x1b]0;title\x07",
+    "\x1b]8;;http://x\x07link\x1b]8;;\x07",
+    "\x9b2J",
+    "\x1bc",
+    "\u202egnp.exe",
+    "\ud800",
+    "\x00\x08\x7f",
+    "\r\x1b[K",
+    "\u2028\u2029\x85",
+    "[/x] [bold]b[/bold] [link=http://x]y[/link]",
+    "[/]",
+    "[red",
+    ":bomb: :warning:",
+    "%s %(x)s {x}",
+]
+STEERING = {*map(chr, range(32)), *map(chr, range(127, 160)), "\u202e", "\u2028", "\u2029"} - {"\n", "\t"}
+
+
+def _is_text(written: str) -> bool:
+    return not STEERING & {*written}
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=map(str, range(len(HOSTILE))))
+def test_text_is_written_as_text(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    say(f"{text}\n")
+    say(f"{text}\n", stderr=True)
+    out, err = capsys.readouterr()
+    assert out == err == printable(f"{text}\n").encode("utf-8", "backslashreplace").decode()
+    assert _is_text(out)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        warn(text)
+    assert _is_text(str(told[0].message))
+    assert told[0].filename == __file__
+    assert _is_text(str(ConfigError(text)))
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize("text", HOSTILE, ids=map(str, range(len(HOSTILE))))
+def test_a_console_writes_text_in_all_that_it_shows(text: str, is_terminal: bool) -> None:
+    # Without colors, a terminal gets no escape of rich's own for these.
+    file = io.StringIO()
+    console = new_console(file=file, width=200, force_terminal=is_terminal, color_system=None)
+    table = Table(title=text)
+    table.add_column(text)
+    table.add_row(text)
+    for each in (text, Text(text), table, styled(f"[bold]{plain(text)}[/bold]")):
+        console.print(each)
+    assert _is_text(file.getvalue())
+    assert "[/x]" not in text or file.getvalue().count("[/x]") >= 5
+
+
+def test_what_rich_itself_steers_with_stays() -> None:
+    file = io.StringIO()
+    new_console(file=file, force_terminal=True, color_system="standard").print(styled("[bold]a[/bold]"))
+    assert file.getvalue() == "\x1b[1ma\x1b[0m\n"
+
+
+def test_the_name_of_a_source_is_text_in_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    # rich draws what is alive behind what a console escapes.
+    file = io.StringIO()
+    monkeypatch.setattr(data_progress, "CONSOLE", new_console(file=file, force_terminal=True))
+    with data_progress.progress("\x1b[2J", data_progress.Meter(total=2)) as bar:
+        bar.advance(1)
+    assert "\x1b[2J" not in file.getvalue()
+    assert "\\x1b[2J" in file.getvalue()
+
+
+def test_an_encoding_that_lacks_characters_is_no_error() -> None:
+    raw = io.BytesIO()
+    console = new_console(file=io.TextIOWrapper(raw, "ascii"), width=80)
+    console.print("\u00e9\u4e16")
+    console.file.flush()
+    assert raw.getvalue() == b"\\xe9\\u4e16\n"
+
+
+# -- nothing else writes
+
+
+WRITES = {"print", "input"}
+OF_STREAMS = {"stdout", "stderr", "__stdout__", "__stderr__"}
+
+
+def _others(tree: ast.AST) -> list[str]:
+    """Ways to write to a terminal beside those of `files.terminal`."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        last = called.rpartition(".")[2]
+        if called in WRITES or called in ("Console", "rich.console.Console", "rich.print", "typer.echo", "click.echo"):
+            found.append(called)
+        if called in ("warnings.warn", "warnings.warn_explicit", "Text.from_markup"):
+            found.append(called)
+        if last in ("write", "writelines") and {*called.split(".")} & OF_STREAMS:
+            found.append(called)
+        if any(each.arg == "markup" and ast.unparse(each.value) != "False" for each in node.keywords):
+            found.append(f"{called}(markup=...)")
+    return found
+
+
+def test_nothing_else_writes_to_a_terminal() -> None:
+    known = "print('')\nsys.stdout.write('')\nConsole()\nwarnings.warn('')\nc.print(x, markup=True)"
+    assert len(_others(ast.parse(known))) == 5
+    places = [CORE, *ROOT.glob("plugins/*/src")]
+    found = {
+        str(path.relative_to(ROOT)): others
+        for place in places
+        for path in place.rglob("*.py")
+        if (others := _others(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert found == {"core/meshwright/files/terminal.py": ["warnings.warn", "Console", "Text.from_markup"]}
+
+
+MARKUP = {"replay/told.py", "profile/show.py", "train/output.py", "cli/check_report.py"}
+
+
+def test_markup_is_in_few_places_which_are_tried() -> None:
+    found = {
+        str(path.relative_to(CORE))
+        for path in CORE.rglob("*.py")
+        if "styled(" in path.read_text(encoding="utf-8") and path.name != "terminal.py"
+    }
+    assert found == MARKUP
+    assert callable(shown)
+    assert callable(compared)
+
+
+# -- commands
+
+
+def _hostile_run(place: Path, text: str) -> Path:
+    """A run directory, of which each value is hostile that may be any text."""
+    run = place / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "run.yaml").write_text(json.dumps({"strategy": text, "model": {"model_type": text}, text: text}))
+    lines = [{"step": n, "loss": 1.0, text: text, "num_tokens": 1} for n in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    (run / "events.jsonl").write_text(json.dumps({"time": 1.0, "event": text, text: text}) + "\n")
+    (run / "summary.json").write_text(json.dumps({text: text}))
+    (run / ".lock.json").write_text(json.dumps({"pid": text, "host": text, "started": text}))
+    checkpoint = run / "checkpoints" / "step-00000001"
+    checkpoint.mkdir()
+    (checkpoint / "checkpoint.json").write_text(json.dumps({"format": 2, "sha256": text, "versions": text}))
+    profile = run / "profile"
+    profile.mkdir()
+    event = {"ph": "X", "cat": "cpu_op", "name": text, "pid": 1, "tid": 1, "ts": 1, "dur": 5}
+    about = {"meshwright": {"run": text, "strategy": text, "mesh": text, "rank": 0, "world_size": 1, "window": [1, 1]}}
+    (profile / "rank-00000.json").write_text(json.dumps({"traceEvents": [event], **about}))
+    return run
+
+
+def _commands(place: Path, text: str) -> list[tuple[str, ...]]:
+    run = str(_hostile_run(place, text))
+    table = place / "device.yaml"
+    table.write_text(json.dumps({"name": text, text: text}))
+    return [
+        ("train", f"{run}/run.yaml"),
+        ("plan", f"{run}/run.yaml", "--world", "2"),
+        ("plan", f"{run}/run.yaml", "--world", "2", "--device", str(table)),
+        ("replay", run, "--step", "1"),
+        ("diff", run, run),
+        ("checkpoint", "show", f"{run}/checkpoints"),
+        ("checkpoint", "verify", f"{run}/checkpoints"),
+        ("export", f"{run}/checkpoints/step-00000001", str(place / "out")),
+        ("profile", "show", f"{run}/profile"),
+        ("profile", "compare", run, run),
+        ("data", "show", f"{run}/run.yaml"),
+        ("launch", f"{run}/run.yaml", "--to", "slurm", "--dry-run"),
+        ("train", str(place / text.replace("/", "_"))),
+    ]
+
+
+def test_commands_write_what_files_hold_as_text(tmp_path: Path) -> None:
+    texts = [each for each in HOSTILE if "\ud800" not in each and "\x00" not in each]
+    commands = []
+    for number, text in enumerate(texts):
+        (tmp_path / str(number)).mkdir()
+        commands += _commands(tmp_path / str(number), text)
+    code = (
+        "import json, sys\n"
+        "from typer.testing import CliRunner\n"
+        "from meshwright.cli.main import app\n"
+        "for command in json.load(sys.stdin):\n"
+        "    result = CliRunner().invoke(app, command)\n"
+        "    error = None if isinstance(result.exception, SystemExit) else result.exception\n"
+        "    print(json.dumps([command, result.exit_code, result.output, repr(error)]))\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
+    assert len(found) == len(commands)
+    for command, exit_code, output, error in found:
+        assert error == "None", (command, error)
+        assert exit_code in (0, 1, 2), command
+        assert _is_text(output), (command, output)

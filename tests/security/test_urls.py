@@ -1,0 +1,93 @@
+"""URLs in files: a kind that is not on the list is refused before fsspec sees it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+from typer.testing import CliRunner
+
+from meshwright.base.errors import ConfigError
+from meshwright.checkpoint.opening import is_url, place_of
+from meshwright.checkpoint.places import DEFAULT, LocalFolder
+from meshwright.checkpoint.remote import PROTOCOLS, RemoteFolder
+from meshwright.cli import main as cli
+
+# What older versions of fsspec render with Jinja, without a sandbox.
+TEMPLATE = json.dumps({"version": 1, "templates": {"u": "{{ ''.__class__ }}"}, "gen": [], "refs": {}})
+REFUSED = [
+    "reference://",
+    f"reference://::data:application/json,{TEMPLATE}",
+    "reference://::file:///tmp/references.json",
+    "simplecache::s3://bucket/prefix",
+    "filecache::reference://x",
+    "zip://inner::s3://bucket/archive.zip",
+    "s3://bucket/prefix::reference://x",
+    "file:///tmp/x::reference://y",
+    "memory://a::b",
+    "data:application/json,{}://",
+    "REFERENCE://x",
+    "S3::reference://x",
+    "a::\nreference://x",
+    *(f"{name}://host/path" for name in ("sftp", "ssh", "ftp", "http", "https", "github", "git", "smb", "dask", "dir")),
+    *(f"{name}://path" for name in ("blockcache", "simplecache", "zip", "tar", "libarchive", "jupyter", "generic")),
+    *(f"{name}://path" for name in sorted(set(fsspec.available_protocols()) - set(PROTOCOLS))),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec makes no file system here."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError(f"fsspec was asked for {arguments}")
+
+    for module, name in (("fsspec", "get_filesystem_class"), ("fsspec.core", "url_to_fs"), ("fsspec", "filesystem")):
+        monkeypatch.setattr(sys.modules[module], name, refuse)
+
+
+@pytest.mark.parametrize("url", REFUSED)
+def test_other_kinds_of_urls_are_refused(url: str, tmp_path: Path) -> None:
+    if is_url(url):
+        with pytest.raises(ConfigError, match=r"not opened"):
+            place_of(url)
+    else:
+        assert isinstance(place_of(url), LocalFolder)
+
+
+@pytest.mark.parametrize("name", ["x::reference://y", "step-00000001::reference://y"])
+def test_a_name_that_a_server_lists_makes_no_chain(name: str) -> None:
+    with pytest.raises(ConfigError, match="chain of URLs"):
+        RemoteFolder("memory://bucket", DEFAULT).at(name)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("checkpoint", "show"),
+        ("checkpoint", "verify"),
+        ("export",),
+        ("train", "--set", "resume={url}"),
+        ("train", "--set", "checkpoint={{every: 1, to: '{url}'}}"),
+    ],
+    ids=" ".join,
+)
+def test_every_command_that_takes_a_url_refuses_it(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    url = "reference://::data:x"
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        f"strategy: single\nnproc: 1\ndevice: cpu\nsteps: 1\noutput_dir: {tmp_path / 'out'}\nbatch_size: 1\n"
+        "model: {model_type: llama, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1,"
+        " num_attention_heads: 1}\n"
+        f"data: {{corpus: ['{__file__}'], cache_dir: {tmp_path / 'cache'}, vocab_size: 300, seq_len: 8}}\n"
+    )
+    if arguments[0] == "train":
+        command = [arguments[0], str(run), *(each.format(url=url) for each in arguments[1:])]
+    else:
+        command = [*arguments, url, *([str(tmp_path / "exported")] if arguments[0] == "export" else [])]
+    result = CliRunner().invoke(cli.app, command)
+    assert (result.exit_code, "not opened" in result.output) == (2, True), result.output
+    assert not (tmp_path / "out").exists()
