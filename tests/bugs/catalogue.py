@@ -5074,3 +5074,27 @@ _security(
     "test_overwrite.py::test_what_no_run_has_made_is_not_removed[None-model]",
     "a name is taken for an owner",
 )
+_security(
+    "a_full_disk_behind_the_output_is_a_traceback",
+    "cli.main",
+    "        if error.filename is not None or error.errno not in _OUTPUT_FAILS:\n            raise\n",
+    "        raise\n",
+    "test_terminal.py::test_output_that_fails_is_one_line_and_exit_code_1[strategies]",
+    "what cannot be written ends in a traceback",
+)
+_security(
+    "a_directory_that_is_gone_is_a_traceback",
+    "cli.main",
+    "            _check_place()\n",
+    "",
+    "test_terminal.py::test_a_directory_that_was_removed_is_told",
+    "what cannot be read ends in a traceback",
+)
+_bug(
+    "gathered_parameters_are_let_go_each_microbatch",
+    "meshwright_fsdp2.manager",
+    "root.set_reshard_after_backward(is_last)",
+    "root.set_reshard_after_backward(True)",
+    f"{_COUNTS}::test_parameters_that_stay_gathered_are_cast_once_a_step",
+    kind="an option saves memory or messages in one place, and pays for them in another",
+)

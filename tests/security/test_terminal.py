@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.table import Table
@@ -19,8 +20,6 @@ import meshwright
 from meshwright.base.errors import ConfigError, printable
 from meshwright.data import progress as data_progress
 from meshwright.files.terminal import new_console, plain, say, styled, warn
-from meshwright.profile.show import compared
-from meshwright.replay.told import shown
 
 CORE = Path(meshwright.__file__).parent
 ROOT = CORE.parents[1]
@@ -144,15 +143,41 @@ def test_nothing_else_writes_to_a_terminal() -> None:
 MARKUP = {"replay/told.py", "profile/show.py", "train/output.py", "cli/check_report.py"}
 
 
-def test_markup_is_in_few_places_which_are_tried() -> None:
+def test_markup_is_in_few_places() -> None:
     found = {
         str(path.relative_to(CORE))
         for path in CORE.rglob("*.py")
         if "styled(" in path.read_text(encoding="utf-8") and path.name != "terminal.py"
     }
     assert found == MARKUP
-    assert callable(shown)
-    assert callable(compared)
+
+
+# -- where it goes
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+@pytest.mark.parametrize("command", ["--version", "strategies", "schema"])
+def test_output_that_fails_is_one_line_and_exit_code_1(command: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = _meshwright(command, stdout=full)
+    assert (done.returncode, done.stderr) == (1, "error: the output cannot be written: No space left on device.\n")
+
+
+def test_a_directory_that_was_removed_is_told(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    code = "import os, sys; os.chdir(sys.argv[1]); os.rmdir(sys.argv[1]); os.execv(sys.executable, sys.argv[2:])"
+    command = [sys.executable, "-P", "-c", code, str(tmp_path / "gone")]
+    done = subprocess.run(
+        [*command, sys.executable, "-m", "meshwright", "strategies"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the current directory is not there any more")
+    assert "Traceback" not in done.stderr
+
+
+def _meshwright(*arguments: str, stdout: Any = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "meshwright", *arguments]
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
 
 
 # -- commands

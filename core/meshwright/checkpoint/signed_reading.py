@@ -67,7 +67,7 @@ class _Verified(io.RawIOBase):
 
     def __init__(self, file: BinaryIO, stored: StoredFile, place: Place, name: str) -> None:
         self._file, self._stored, self._place, self.name = file, stored, place, name
-        self._position, self._number, self._chunk = 0, -1, b""
+        self._position, self._number, self._chunk = 0, -1, memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -95,7 +95,7 @@ class _Verified(io.RawIOBase):
         self._position += len(some)
         return len(some)
 
-    def _read(self, number: int) -> bytes:
+    def _read(self, number: int) -> memoryview:
         size = min(CHUNK, self._stored.size - number * CHUNK)
         found = bytearray(size)
         rest = memoryview(found)
@@ -107,7 +107,7 @@ class _Verified(io.RawIOBase):
             rest = rest[count:]
         if number >= len(self._stored.chunks) or hashlib.sha256(found).hexdigest() != self._stored.chunks[number]:
             raise changed(self._place, self.name)
-        return bytes(found)
+        return memoryview(found)
 
     def close(self) -> None:
         self._file.close()
