@@ -67,7 +67,6 @@ def train_step(
         bad_steps: of the loop; None: a bad step is an error.
         look: called when the gradients are "whole", and when they are "clipped".
     """
-    start = time.perf_counter()
     stopwatch = stopwatch or Stopwatch(moments_of(manager.mesh.device), manager.mesh.world.progress)
     stopwatch.begin(step + 1)
     bad_steps = bad_steps or BadSteps(BadStepConfig())
@@ -95,7 +94,7 @@ def train_step(
         grad_norm=norm_value,
         learning_rate=float(scheduled[0]),
         num_tokens=int(num_tokens),
-        seconds=time.perf_counter() - start,
+        seconds=stopwatch.seconds,
         rank=manager.mesh.rank,
         sums=sum_values,
         ended=time.time(),

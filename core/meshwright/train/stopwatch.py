@@ -40,7 +40,7 @@ class Stopwatch:
         self._moment, self._clock, self._progress = moment, clock, progress or Progress()
         self._times: dict[str, float] = defaultdict(float)
         self._spans: list[tuple[str, Any, Any]] = []
-        self._since = clock()
+        self._began = self._since = clock()
         self._event: Any = None
         self._mark: AbstractContextManager[object] | None = None
 
@@ -48,7 +48,7 @@ class Stopwatch:
         """A step begins, counted from 1, and with it a part, which a profiler sees by its name."""
         self._progress.begin(step, part)
         self._marks(part)
-        self._since = self._clock()
+        self._began = self._since = self._clock()
 
     def end(self, part: str, then: str | None = None) -> None:
         """The part ends that began with the step, or where the last one ended. A part may come in pieces.
@@ -67,6 +67,11 @@ class Stopwatch:
         if self._moment is None or part not in ON_DEVICE:
             self._times[part] += now - self._since
         self._since = now
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the host's clock from the beginning of the step to where its last part ended."""
+        return self._since - self._began
 
     def _marks(self, part: str | None) -> None:
         """A step that an error has ended leaves its last mark open; the next one closes it."""
