@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from security.small_run import write_small_run
 from test_checkpoint_formats import _reseal
 from test_fuzz import bounded
 from typer.testing import CliRunner
@@ -108,33 +109,9 @@ def _changed(value: Any, draw: random.Random) -> Any:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with its checkpoints, model and profile, and directories of runs for the page."""
     root = tmp_path_factory.mktemp("whole")
-    lines = (json.dumps({"text": f"{n} is {n * n}"}) for n in range(300))
-    (root / "corpus.jsonl").write_text("\n".join(lines))
-    run = {
-        "strategy": "single",
-        "nproc": 1,
-        "device": "cpu",
-        "steps": 3,
-        "batch_size": 2,
-        "output_dir": str(root / "run"),
-        "model": {
-            "model_type": "llama",
-            "hidden_size": 8,
-            "intermediate_size": 8,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 1,
-        },
-        "data": {
-            "corpus": [str(root / "corpus.jsonl")],
-            "cache_dir": str(root / "cache"),
-            "vocab_size": 300,
-            "seq_len": 16,
-        },
-        "checkpoint": {"every": 1, "keep_last": 1},
-        "profile": {"steps": [2, 2]},
-    }
-    (root / "run.yaml").write_text(yaml.safe_dump(run))
-    command = [sys.executable, "-m", "meshwright", "train", str(root / "run.yaml")]
+    checkpoint = {"every": 1, "keep_last": 1}
+    run = write_small_run(root, steps=3, output_dir=str(root / "run"), checkpoint=checkpoint, profile={"steps": [2, 2]})
+    command = [sys.executable, "-m", "meshwright", "train", str(run)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
     subprocess.run(command, check=True, capture_output=True, env=environment, timeout=200)
     watched = make_run(root / "watched", 20)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from security.small_run import job_values
 
 from meshwright.base.errors import ConfigError
 from meshwright.clusters.files import files_of
@@ -37,25 +38,7 @@ def _hostile(count: int) -> list[Any]:
 
 
 def _job(to: Target, text: str, **launch: Any) -> Job:
-    device = {"device": "cpu"}
-    values: dict[str, Any] = {
-        "strategy": "fsdp2",
-        "model": {"model_type": "llama", "hidden_size": 16},
-        "data": {"seq_len": 16, "vocab_size": 300},
-        "steps": 100,
-        "batch_size": 64,
-        "checkpoint": {"every": 10},
-        "output_dir": "/shared/runs/run",
-        **device,
-        "launch": {
-            "nodes": 2,
-            "ranks_per_node": 2,
-            "env": {"VALUE": text},
-            "kubernetes": {"image": "image", "claim": "claim", "mount": "/shared"},
-            "skypilot": {"mounts": {"/shared": "s3://bucket"}},
-            **launch,
-        },
-    }
+    values = job_values({"VALUE": text}, **launch)
     return plan_job(values, RunConfig.model_validate(values), to, None)
 
 

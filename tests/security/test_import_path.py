@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import shutil
 import subprocess
@@ -11,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from cluster.starts import free_port
+from security.small_run import write_small_run
 
 import meshwright
 
@@ -33,28 +32,8 @@ def place(tmp_path: Path) -> Path:
     """A directory with a module of each name, which leaves a mark, and a run file."""
     for name in NAMES:
         (tmp_path / f"{name}.py").write_text(MODULE.format(mark=str(tmp_path / "mark"), name=name))
-    lines = (json.dumps({"text": f"{n} is {n * n}"}) for n in range(2000))
-    (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
-    run = {
-        "strategy": "ddp",
-        "nproc": 2,
-        "device": "cpu",
-        "threads_per_rank": 1,
-        "steps": 6,
-        "batch_size": 2,
-        "max_restarts": 1,
-        "output_dir": "out",
-        "model": {
-            "model_type": "llama",
-            "hidden_size": 8,
-            "intermediate_size": 8,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 1,
-        },
-        "data": {"corpus": ["corpus.jsonl"], "cache_dir": "cache", "vocab_size": 300, "seq_len": 16},
-        "checkpoint": {"every": 3, "replicate": "neighbour"},
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    checkpoint = {"every": 3, "replicate": "neighbour"}
+    write_small_run(tmp_path, strategy="ddp", nproc=2, steps=6, max_restarts=1, output_dir="out", checkpoint=checkpoint)
     return tmp_path
 
 

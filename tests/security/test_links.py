@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import yaml
+from security.small_run import write_small_run
 
 from meshwright.base.errors import CheckpointError, ConfigError
 from meshwright.checkpoint.directory import begin
@@ -30,33 +30,7 @@ DIRECTORIES = [
 
 
 def _train(directory: Path, out: Path) -> tuple[int, str]:
-    corpus = directory / "corpus.jsonl"
-    corpus.write_text("".join(f'{{"text": "{n} is {n * n}"}}\n' for n in range(300)))
-    run = directory / "run.yaml"
-    content = {
-        "strategy": "single",
-        "nproc": 1,
-        "device": "cpu",
-        "steps": 2,
-        "batch_size": 2,
-        "output_dir": str(out),
-        "model": {
-            "model_type": "llama",
-            "hidden_size": 8,
-            "intermediate_size": 8,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 1,
-        },
-        "data": {
-            "corpus": [str(corpus)],
-            "cache_dir": str(directory / "cache"),
-            "vocab_size": 300,
-            "seq_len": 16,
-        },
-        "checkpoint": {"every": 1},
-        "overwrite": True,
-    }
-    run.write_text(yaml.safe_dump(content))
+    run = write_small_run(directory, output_dir=str(out), overwrite=True)
     done = subprocess.run([sys.executable, "-m", "meshwright", "train", str(run)], capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from security.small_run import job_values, write_small_run
 
 from meshwright.base.errors import ConfigError
 from meshwright.base.validation import FrozenModel
@@ -75,24 +75,8 @@ def test_secrets_are_known_by_their_names_and_looks() -> None:
 
 
 def _values(**changes: Any) -> dict[str, Any]:
-    return {
-        "strategy": "fsdp2",
-        "device": "cpu",
-        "model": {"model_type": "llama", "hidden_size": 16},
-        "data": {"seq_len": 16, "vocab_size": 300},
-        "steps": 100,
-        "batch_size": 64,
-        "checkpoint": {"every": 10},
-        "output_dir": "/shared/runs/run",
-        "launch": {
-            "nodes": 2,
-            "ranks_per_node": 2,
-            "env": {"HF_TOKEN": SECRET, "PLAIN": "plain", "TAKEN": {"from_env": "OUTSIDE"}},
-            "kubernetes": {"image": "image", "claim": "claim", "mount": "/shared"},
-            "skypilot": {"mounts": {"/shared": "s3://bucket"}},
-        },
-        **changes,
-    }
+    env = {"HF_TOKEN": SECRET, "PLAIN": "plain", "TAKEN": {"from_env": "OUTSIDE"}}
+    return {**job_values(env), **changes}
 
 
 def test_what_a_run_writes_of_itself_has_no_secret_and_is_read_again() -> None:
@@ -177,30 +161,8 @@ def test_a_variable_that_is_not_set_is_told_before_a_job_is_made(
 
 
 def test_a_run_leaves_no_secret_anywhere(tmp_path: Path) -> None:
-    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": f"{n} is {n * n}"}) + "\n" for n in range(300)))
-    values = _values(
-        strategy="single",
-        nproc=1,
-        steps=2,
-        batch_size=2,
-        output_dir=str(tmp_path / "out"),
-        model={
-            "model_type": "llama",
-            "hidden_size": 8,
-            "intermediate_size": 8,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 1,
-        },
-        data={
-            "corpus": [str(tmp_path / "corpus.jsonl")],
-            "cache_dir": str(tmp_path / "cache"),
-            "vocab_size": 300,
-            "seq_len": 16,
-        },
-        checkpoint={"every": 1},
-    )
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    command = [sys.executable, "-m", "meshwright", "train", str(tmp_path / "run.yaml")]
+    path = write_small_run(tmp_path, launch=_values()["launch"])
+    command = [sys.executable, "-m", "meshwright", "train", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]

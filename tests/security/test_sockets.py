@@ -5,7 +5,6 @@ README.md in this directory has the table of all sockets.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -18,24 +17,12 @@ from pathlib import Path
 import pytest
 from cluster.starts import free_port
 from security.listening import beyond_loopback, descendants, listening
+from security.small_run import write_small_run
 
 from meshwright.launch.store import host_store, keep_to_loopback
 
 pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are listed by /proc")
 TIME_LIMIT_S = 240.0
-RUN = """
-strategy: {strategy}
-nproc: 2
-device: cpu
-max_restarts: 1
-threads_per_rank: 1
-steps: 30
-batch_size: 2
-output_dir: {out}
-model: {{model_type: llama, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2}}
-data: {{corpus: ['{corpus}'], cache_dir: {cache}, vocab_size: 300, seq_len: 16}}
-checkpoint: {{every: 10, replicate: neighbour}}
-"""
 LOOP = """
 import time
 import torch
@@ -50,13 +37,8 @@ with open_world("cpu"):
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("sockets")
-    lines = (json.dumps({"text": f"{n} is {n * n}"}) for n in range(2000))
-    (place / "corpus.jsonl").write_text("\n".join(lines))
-    path = place / "run.yaml"
-    path.write_text(
-        RUN.format(strategy="fsdp2", out=place / "out", corpus=place / "corpus.jsonl", cache=place / "cache")
-    )
-    return path
+    checkpoint = {"every": 10, "replicate": "neighbour"}
+    return write_small_run(place, strategy="fsdp2", nproc=2, max_restarts=1, steps=30, checkpoint=checkpoint)
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -78,21 +78,20 @@ class Job:
         ours = {"OMP_NUM_THREADS": str(self.threads), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
         given: dict[str, str] = resolved(self.launch.env, "launch.env")
         if self.hides_secrets:
-            given = {
-                name: HIDDEN if isinstance(self.launch.env[name], FromEnvironment) or is_secret(name, value) else value
-                for name, value in given.items()
-            }
+            given |= dict.fromkeys(self._secret_names(given), HIDDEN)
         return {**ours, **given}
 
     @property
     def has_secrets(self) -> bool:
         """Whether the job's files have values that others should not read."""
-        given = resolved(self.launch.env, "launch.env")
-        return (
-            any(isinstance(each, FromEnvironment) for each in self.launch.env.values())
-            or any(is_secret(name, value) for name, value in given.items())
-            or without_secrets(self.values) != dict(self.values)
-        )
+        names = self._secret_names(resolved(self.launch.env, "launch.env"))
+        return bool(names) or without_secrets(self.values) != dict(self.values)
+
+    def _secret_names(self, given: Mapping[str, str]) -> list[str]:
+        env = self.launch.env
+        return [
+            name for name, value in given.items() if isinstance(env[name], FromEnvironment) or is_secret(name, value)
+        ]
 
     def shown(self) -> Job:
         """The job, to be looked at: secrets are not in it."""
