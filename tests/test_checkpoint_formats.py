@@ -45,7 +45,7 @@ def _manager(strategy: str) -> StrategyManager:
 def _reseal(directory: Path, **changes: Any) -> None:
     """Make a manifest that fits what the files hold now, as one who crafts a checkpoint would."""
     content = json.loads((directory / MANIFEST).read_text())
-    version, _ = content.pop("format"), content.pop("sha256")
+    version, _, _ = content.pop("format"), content.pop("sha256"), content.pop("hmac_sha256", None)
     for name, stored in content["files"].items():
         data = (directory / name).read_bytes() if (directory / name).is_file() else b""
         stored.update(size=len(data), sha256=hashlib.sha256(data).hexdigest())

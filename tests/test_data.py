@@ -366,8 +366,12 @@ def test_model_directory_without_tokenizer_is_refused(tmp_path: Path, model_type
         load_tokenizer(tmp_path)
 
 
-def test_broken_tokenizer_file_is_a_data_error(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
+PANICS = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]], "continuing_subword_prefix": "xxx"}
+
+
+@pytest.mark.parametrize("content", [{}, {"version": "1.0", "added_tokens": [], "model": PANICS}])
+def test_broken_tokenizer_file_is_a_data_error(content: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     assert holds_tokenizer(tmp_path)
     with pytest.raises(DataError, match="cannot be loaded"):
         load_tokenizer(tmp_path)

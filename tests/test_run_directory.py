@@ -527,7 +527,10 @@ def test_a_checkpoint_of_weights_that_the_run_would_replace_is_refused(place: Pl
     assert place.contents() == before
 
 
-@pytest.mark.parametrize("bad", [b"\xff\xfe\x80", b'{"step": 2, "lo', b"[1]", b'{"step": "x"}', b"[" * 5000])
+@pytest.mark.parametrize(
+    "bad",
+    [b"\xff\xfe\x80", b'{"step": 2, "lo', b"[1]", b'{"step": "x"}', b"[" * 5000, b'{"step": 2, "sums": -0.0}'],
+)
 def test_a_damaged_line_of_metrics_costs_only_that_line(bad: bytes, tmp_path: Path) -> None:
     results = [StepResult(step, 4, 2.5, 1.0, 0.1, 8, 0.5, rank=0) for step in (1, 2, 3)]
     lines = [json.dumps(as_record(result)).encode() for result in results]

@@ -5098,3 +5098,19 @@ _bug(
     f"{_COUNTS}::test_parameters_that_stay_gathered_are_cast_once_a_step",
     kind="an option saves memory or messages in one place, and pays for them in another",
 )
+_security(
+    "what_a_run_remembers_is_of_any_type",
+    "checkpoint.manifest",
+    "    check_extra(manifest.extra)\n",
+    "",
+    "test_checkpoints.py::test_what_a_run_remembers_is_taken_or_the_checkpoint_is_refused",
+    "values of a file are used before anyone asks for their types",
+)
+_bug(
+    "a_panic_of_the_tokenizer_is_a_traceback",
+    "meshwright.data.tokenizer",
+    'if not isinstance(error, Exception) and type(error).__name__ != "PanicException":',
+    "if not isinstance(error, Exception):",
+    "tests/test_data.py::test_broken_tokenizer_file_is_a_data_error[content1]",
+    kind="a library ends in an error that is no Exception",
+)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+import math
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from test_checkpoint_formats import _reseal
 from typer.testing import CliRunner
 
 from meshwright import CheckpointError, load_checkpoint, save_checkpoint
 from meshwright.checkpoint import export_checkpoint, loading, signed_reading, stored_model
+from meshwright.checkpoint.directory import best_of
 from meshwright.checkpoint.index import StoredTensor
 from meshwright.checkpoint.keys import Key
 from meshwright.checkpoint.manifest import MANIFEST, StoredFile, read_manifest
@@ -24,6 +31,9 @@ from meshwright.checkpoint.signed_reading import Chunks, open_verified
 from meshwright.cli import main as cli
 from meshwright.testing import Case, pool
 from meshwright.testing.parity import build_manager, train_steps
+from meshwright.train.bad_steps import BAD_STEPS, BadStepConfig, BadSteps
+from meshwright.train.resume import Source
+from meshwright.train.watch import EarlyStopping, Watch
 
 CASE = Case(steps=1, layers=1, dtype="float32")
 SECRET = b"a secret of 32 bytes and a few more"
@@ -227,6 +237,57 @@ def test_links_that_lead_in_a_circle_hang_nobody(root: Path) -> None:
         assert result.exit_code == 0, result.output
         assert CliRunner().invoke(cli.app, ["checkpoint", command, str(root)]).exit_code == 0
     assert read_manifest(checkpoint).step == 1
+
+
+ODD = (None, "x", math.inf, -math.inf, math.nan, -1, 1.5, True, {}, [], [[]], [None], 10**400, {"x": "x"})
+
+
+def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of all values within one."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in pairs:
+        yield (*path, key)
+        yield from _leaves(each, (*path, key))
+
+
+def test_what_a_run_remembers_is_taken_or_the_checkpoint_is_refused(root: Path) -> None:
+    stopping = EarlyStopping()
+    loop = {"best": {"set": "held_out", "values": [[2.5, 1]]}, **Watch(stopping, None, None).state()}
+    loop |= BadSteps(BadStepConfig(do="skip"), {"losses": [1.5], "norms": [0.5]}).state()
+    whole = {
+        "identity": {"batch_size": 2, "order": 2, "ema": {"decay": 0.5}, "model": {}, "data": {"seq_len": 16}},
+        "run": {"output_dir": "out"},
+        "named": None,
+        "position": 4,
+        "streams": [{"block": 1}],
+        "evaluations": {"held_out": 2.5},
+        "loop": loop,
+    }
+    place = root / "step-00000001"
+    _reseal(place, extra=whole)
+    assert read_manifest(place).extra == whole
+    best = SimpleNamespace(keep_best=1, best_of="held_out")
+    outcomes = Counter[bool]()
+    for path, odd in itertools.product(_leaves(whole), ODD):
+        extra = copy.deepcopy(whole)
+        inner: Any = extra
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = odd
+        _reseal(place, extra=extra)
+        try:
+            manifest = read_manifest(place)
+        except CheckpointError:
+            outcomes[False] += 1
+            continue
+        source = Source(LocalFolder(place), manifest, named=None, changed=(), keeps=-1, metrics=None)
+        told = source.has_average, source.order, source.left_out, source.position()
+        assert [type(each) for each in told] == [bool, int, int, int], (path, odd)
+        Watch(stopping, best, source.watched).state()  # type: ignore[arg-type]
+        BadSteps(BadStepConfig(do="skip"), (source.watched or {}).get(BAD_STEPS)).state()
+        best_of([LocalFolder(place)], "held_out", 1)
+        outcomes[True] += 1
+    assert min(outcomes[False], outcomes[True]) > 50
 
 
 def test_a_manifest_that_is_too_large_is_not_read(root: Path) -> None:

@@ -175,7 +175,8 @@ def best_of(checkpoints: Sequence[Checkpoint], name: str, count: int) -> list[tu
     found = []
     for path in checkpoints if count else ():
         manifest = _manifest_of(path)
-        loss = None if manifest is None else manifest.extra.get(EVALUATIONS, {}).get(name)
+        told = None if manifest is None else manifest.extra.get(EVALUATIONS)
+        loss = told.get(name) if isinstance(told, dict) else None
         if manifest is not None and isinstance(loss, int | float) and math.isfinite(loss):
             found.append((float(loss), manifest.step, path))
     found.sort(key=lambda each: each[:2])

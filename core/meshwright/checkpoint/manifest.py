@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from ..base.errors import CheckpointError, TornCheckpointError
+from .extra import check_extra
 from .keys import ForeignCheckpointError, Key
 from .opening import place_of
 from .places import STEP, Folder, LocalFolder, Place, Where, steps_of
@@ -213,6 +214,7 @@ def _check_types(manifest: Manifest) -> None:
     )
     if not is_right:
         raise ValueError("it has values of other types")
+    check_extra(manifest.extra)
 
 
 def _stored(size: int, sha256: str, chunks: Sequence[str] = ()) -> StoredFile:

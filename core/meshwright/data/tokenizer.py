@@ -88,7 +88,9 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
     try:
         with no_tokenizer_threads():
             tokenizer = _class_for(path).from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever its parsers meet
+    except BaseException as error:  # transformers raises whatever its parsers meet
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust's code
+            raise
         raise DataError(f"the tokenizer in {path} cannot be loaded: {reason(error)}") from error
     if tokenizer.eos_token_id is None:
         raise DataError(

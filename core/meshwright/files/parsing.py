@@ -212,7 +212,7 @@ def _children(node: yaml.Node) -> Iterator[yaml.Node]:
         yield from node.value
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """What another library's error says of files that a user has given."""
     if "trust_remote_code" in str(error):
         return "it brings code of its own (auto_map), which is never run, and is of no class that transformers has"

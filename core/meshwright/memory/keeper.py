@@ -175,7 +175,7 @@ class Keeper:
             message, file = wire.receive(connection)
             try:
                 self._answer(connection, message, file, is_local)
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
                 wire.send(connection, {"error": f"{type(error).__name__}: {error}"})
 
     def _answer(self, connection: socket.socket, message: dict[str, Any], file: int | None, is_local: bool) -> None:

@@ -67,7 +67,7 @@ def read_trace(path: Path) -> Trace:
     try:
         spans = [_span(event) for event in events if event.get("ph") == "X" and "dur" in event]
         memory = [_change(event) for event in events if event.get("name") == "[memory]"]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"{path} is no trace of torch.profiler: an event of it is malformed ({type(error).__name__}: {error}). "
             f"{_ASK}"

@@ -210,7 +210,7 @@ def _read_summary(directory: Path) -> dict[str, Any]:
         summary = read_json_object(directory / SUMMARY)
         done = int(summary["steps"])
         return {**summary, "steps": done, "of_steps": int(summary.get("of_steps", done))}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(
             f"{directory / SUMMARY} cannot be read: {error!r}. Remove it, if the run has not finished; it then goes on "
             f"from its newest checkpoint."
@@ -239,10 +239,12 @@ def _check_own(config: RunConfig) -> None:
         return
     for place in all_in(saved_by(config)):
         try:
-            whose = read_manifest(place).extra.get("run", {}).get("output_dir")
+            run = read_manifest(place).extra.get("run")
         except TornCheckpointError:
             continue
-        if is_elsewhere(config) and whose is not None and Path(whose).resolve() != Path(config.output_dir).resolve():
+        whose = run.get("output_dir") if isinstance(run, dict) else None
+        is_other = isinstance(whose, str) and Path(whose).resolve() != Path(config.output_dir).resolve()
+        if is_elsewhere(config) and is_other:
             raise ConfigError(
                 f"{place} is of the run with output_dir={whose!r}, and overwrite=true replaces what is of the run in "
                 f"output_dir={config.output_dir!r} alone. Name another place in checkpoint.to, or remove it yourself."

@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..base.errors import ConfigError
+from ..base.errors import CheckpointError, ConfigError
 from ..checkpoint import Checkpointer, Manifest
+from ..checkpoint.extra import check_loop
 from ..checkpoint.values import decoded
 from ..events.run import RunInfo
 from ..events.step import StepResult
@@ -142,8 +143,20 @@ class Loop:
         return [*self.held_out, *(f"{name}{AVERAGED}" for name in self.held_out if averaged)]
 
     def going_on(self, manifest: Manifest) -> Loop:
-        """The loop from a checkpoint on that has been loaded, which `fit` has saved or which was saved by hand."""
-        return replace(self, start=manifest.step, state=decoded(manifest.extra.get(STATE)))
+        """The loop from a checkpoint on that has been loaded, which `fit` has saved or which was saved by hand.
+
+        Raises:
+            CheckpointError: what `fit` has saved of itself is of other types.
+        """
+        state = decoded(manifest.extra.get(STATE))
+        try:
+            check_loop(state or {})
+        except ValueError as error:
+            raise CheckpointError(
+                f"the manifest of step {manifest.step} has values of other types: {STATE}.{error}. Go on from another "
+                f"checkpoint."
+            ) from None
+        return replace(self, start=manifest.step, state=state)
 
     def evaluates_after(self, done: int) -> bool:
         """Whether the sets are evaluated after so many steps."""

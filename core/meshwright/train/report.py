@@ -207,7 +207,9 @@ def _read_line(line: bytes, steps: int) -> StepResult:
     return StepResult(**{**numbers, **mappings, **told, "steps": steps, "rank": 0})
 
 
-def _with_nan(values: dict[str, Any]) -> dict[str, Any]:
+def _with_nan(values: Any) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise TypeError("no record")
     return {name: math.nan if value is None else value for name, value in values.items()}
 
 

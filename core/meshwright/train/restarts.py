@@ -138,7 +138,7 @@ def _last_step(metrics: Path) -> tuple[int, float]:
             last = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
         record = parse_json(last.decode())
         return int(record["step"]), float(record["time"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return 0, 0.0
 
 

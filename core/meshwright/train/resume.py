@@ -75,7 +75,7 @@ class Source:
     @property
     def left_out(self) -> int:
         """Batches that rewinding has left out; see [Note: draws] in `bad_steps`."""
-        return int((self.watched or {}).get(BAD_STEPS, {}).get("left_out", 0))
+        return int(((self.watched or {}).get(BAD_STEPS) or {}).get("left_out", 0))
 
     @property
     def watched(self) -> Mapping[str, Any] | None:
@@ -274,7 +274,7 @@ def _watched(manifest: Manifest, changed: Sequence[str]) -> Mapping[str, Any] | 
         return None
     if "objective" not in sections:
         return state
-    known = state.get(BAD_STEPS, {})
+    known = state.get(BAD_STEPS) or {}
     return {BAD_STEPS: {name: known[name] for name in ("left_out", "count") if name in known}}
 
 

@@ -94,5 +94,5 @@ class Watch:
 
 
 def _of_set(state: Mapping[str, Any] | None, key: str, name: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = (state or {}).get(key, {})
+    found: Mapping[str, Any] = (state or {}).get(key) or {}
     return found if found.get("set") == name else {}

@@ -94,7 +94,7 @@ class Stream:
                 self._loader.load_state_dict(state["reader"])
                 # It takes the state now, and asserts what is in it.
                 self._iterator = iter(self._loader)
-            except (KeyError, TypeError, ValueError, AssertionError) as error:
+            except (KeyError, TypeError, ValueError, AssertionError, OverflowError) as error:
                 raise CheckpointError(
                     f"the checkpoint does not tell where it was in {self.place!r}, which is read while training: "
                     f"{type(error).__name__}: {error}. Was it of another source? Start anew, with resume=never."

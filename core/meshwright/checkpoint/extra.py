@@ -1,0 +1,82 @@
+"""What runs write into `Manifest.extra`, and the types of it.
+
+Scripts may save other values there; a checkpoint is of a run if it has an `identity`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+
+
+class _Part(BaseModel):
+    """Values that are not named here are allowed."""
+
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+
+
+class _Identity(_Part):
+    batch_size: Count
+    model: dict[str, Any] = {}
+    data: dict[str, Any] = {}
+    order: Count = 0
+    ema: dict[str, Any] | None = None
+
+
+class _Stopping(_Part):
+    set: str
+    lowest: float | None
+    waited: Count
+
+
+class _Best(_Part):
+    set: str
+    values: list[Annotated[tuple[float, Count], Strict(False)]]
+
+
+class _BadSteps(_Part):
+    left_out: Count = 0
+    count: Count = 0
+    since_good: Count = 0
+    furthest: Count = 0
+    losses: list[float] = []
+    norms: list[float] = []
+
+
+class _Loop(_Part):
+    early_stopping: _Stopping | None = None
+    best: _Best | None = None
+    bad_steps: _BadSteps | None = None
+
+
+class _OfRun(_Part):
+    identity: _Identity
+    run: dict[str, Any] = {}
+    named: str | None = None
+    position: Count = 0
+    streams: list[dict[str, Any]] | None = None
+    loop: _Loop = _Loop()
+    evaluations: dict[str, float] = {}
+
+
+def check_extra(extra: Mapping[str, Any]) -> None:
+    """ValueError: a value that a run writes is of another type."""
+    if "identity" in extra:
+        _check(_OfRun, extra)
+
+
+def check_loop(state: object) -> None:
+    """The same for what `fit` remembers."""
+    _check(_Loop, state)
+
+
+def _check(part: type[_Part], value: object) -> None:
+    try:
+        part.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
