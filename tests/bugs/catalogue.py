@@ -5114,3 +5114,91 @@ _bug(
     "tests/test_data.py::test_broken_tokenizer_file_is_a_data_error[content1]",
     kind="a library ends in an error that is no Exception",
 )
+_security(
+    "a_tokenizer_of_any_class",
+    "data.tokenizer",
+    "    _check_classes(path)\n",
+    "",
+    "test_data_sources.py::test_a_tokenizer_is_of_a_tokenizers_class[AutoProcessor-tokenizer_config.json]",
+    "an object is made before anyone asks whether it may be",
+)
+_security(
+    "transformers_asks_whether_to_run_code",
+    "data.tokenizer",
+    "dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0",
+    "pass",
+    "test_data_sources.py::test_transformers_never_asks_whether_to_run_code",
+    "a library asks a question that somebody answers with yes",
+)
+_security(
+    "a_readme_names_files_of_others",
+    "data.reading.hub",
+    "if not _is_own(pattern, str(base_path), directory):",
+    "if False:",
+    "test_data_sources.py::test_a_directory_of_a_readme_is_within_the_dataset",
+    "a library opens what a file names",
+)
+_security(
+    "a_reader_of_the_library_is_a_dataset",
+    "data.reading.hub",
+    "if directory is None and config.dataset in datasets.packaged_modules._PACKAGED_DATASETS_MODULES:",
+    "if False:",
+    "test_data_sources.py::test_a_reader_of_the_library_is_no_dataset[text]",
+    "a library opens what a file names",
+)
+_security(
+    "links_of_trackers_are_followed",
+    "train.output",
+    "for path in (*own, *below):",
+    "for path in below:",
+    "test_links.py::test_a_file_of_a_run_that_is_a_link_is_refused_and_what_it_points_to_stays[mlflow.db]",
+    "a list of names stands for all that is written",
+)
+_security(
+    "an_append_waits_at_a_pipe",
+    "files.writing",
+    "| os.O_NONBLOCK",
+    "",
+    "test_links.py::test_a_pipe_in_the_directory_of_a_run_is_refused[mlflow.db]",
+    "a command waits at a pipe for ever",
+)
+_security(
+    "a_read_waits_at_a_pipe",
+    "files.parsing",
+    "os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC",
+    "os.O_RDONLY | os.O_CLOEXEC",
+    "test_endless.py::test_a_pipe_is_not_waited_for[key]",
+    "a command waits at a pipe for ever",
+)
+_security(
+    "work_has_no_time_limit",
+    "files.time_limit",
+    "signal.setitimer(signal.ITIMER_REAL, seconds)",
+    "pass",
+    "test_endless.py::test_work_is_ended_after_a_time_and_others_are_not",
+    "text of others decides how long a command takes",
+)
+_security(
+    "patterns_of_adapters_have_no_limit",
+    "_compat.peft",
+    "        _check_patterns(model, config)\n",
+    "",
+    "test_endless.py::test_a_pattern_that_does_not_end_is_refused[options0]",
+    "text of others decides how long a command takes",
+)
+_security(
+    "libraries_log_escapes",
+    "files.terminal",
+    "    logging.setLogRecordFactory(_Record)\n",
+    "",
+    "test_terminal.py::test_what_libraries_log_and_warn_of_is_escaped",
+    "text of files steers the terminal by another way",
+)
+_security(
+    "secrets_in_lines_are_written",
+    "train.hidden_values",
+    "return without_assigned(value) if isinstance(value, str) else value",
+    "return value",
+    "test_secrets.py::test_secrets_in_lines_of_shell_are_hidden",
+    "a secret is known by its place alone",
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from security.small_run import write_small_run
 
 from meshwright.base.errors import CheckpointError, ConfigError
 from meshwright.checkpoint.directory import begin
+from meshwright.files.time_limit import time_limit
 from meshwright.files.writing import append, fresh, open_to_append, write_whole, written_whole
 from meshwright.train import files
 from meshwright.train.output import locked
@@ -36,11 +38,14 @@ def _train(directory: Path, out: Path) -> tuple[int, str]:
 
 
 def _refused(out: Path) -> None:
-    with pytest.raises(ConfigError, match="is a link"), locked(out, patience_s=0):
+    with pytest.raises(ConfigError, match=r"is a link|is no file"), locked(out, patience_s=0):
         pass
 
 
-@pytest.mark.parametrize("name", FILES)
+OF_TRACKERS = ["tensorboard", "wandb", "mlflow.db", "mlflow.db-wal", "mlartifacts", "a tracker's"]
+
+
+@pytest.mark.parametrize("name", [*FILES, *OF_TRACKERS])
 def test_a_file_of_a_run_that_is_a_link_is_refused_and_what_it_points_to_stays(name: str, tmp_path: Path) -> None:
     victim, out = tmp_path / "victim", tmp_path / "out"
     victim.write_text(SECRET)
@@ -59,6 +64,14 @@ def test_a_directory_of_a_run_that_is_a_link_is_refused_and_what_it_points_to_st
     (out / name).symlink_to(victim)
     _refused(out)
     assert [path.name for path in victim.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("name", [files.METRICS, files.EVENTS, files.SUMMARY, files.RUN, "mlflow.db"])
+def test_a_pipe_in_the_directory_of_a_run_is_refused(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    _refused(tmp_path)
+    with pytest.raises(OSError, match=r"it is no file|No such device"), time_limit(20, "the pipe"):
+        append(tmp_path / name, "text")
 
 
 def test_a_run_refuses_links_and_replaces_those_of_names_on_the_way(tmp_path: Path) -> None:

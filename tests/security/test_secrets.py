@@ -33,6 +33,7 @@ NAMES = [
         "MLFLOW_TRACKING_PASSWORD",
     ),
     *("token", "my-secret", "PGPASSWD", "SSH_KEY", "GITHUB_AUTH", "SENTRY_DSN", "X_COOKIE", "GOOGLE_CREDENTIALS"),
+    *("PGPASS", "SSHPASS", "WANDB_KEY", "SIGNING_KEY", "ENCRYPTION_KEY", "KEY", "keys"),
 ]
 NO_NAMES = [
     "NCCL_DEBUG",
@@ -40,6 +41,8 @@ NO_NAMES = [
     "OMP_NUM_THREADS",
     "MAX_TOKENS_X",
     "KEYBOARD",
+    "KEY_COUNT",
+    "PASSES",
     "AUTHOR",
     "SECRETARY",
 ]
@@ -90,6 +93,26 @@ def test_what_a_run_writes_of_itself_has_no_secret_and_is_read_again() -> None:
     }
     assert plain["trackers"][1] == {**options, "api_key": HIDDEN, "server_url": HIDDEN}
     assert as_plain(RunConfig.model_validate(plain)) == plain
+
+
+def test_secrets_in_lines_of_shell_are_hidden() -> None:
+    lines = [f"export API_KEY={SECRET}", f"A=1 TOKEN='{SECRET} x' run", f'PGPASS="{SECRET}";x', "KEY=$(cat f)", "A=b"]
+    values = _values()
+    values["launch"]["setup"] = lines
+    plain = as_plain(RunConfig.model_validate(values))
+    hidden = ["export API_KEY=***", "A=1 TOKEN=*** run", "PGPASS=***;x", "KEY=$(cat f)", "A=b"]
+    assert plain["launch"]["setup"] == hidden
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_what_is_shown_of_a_job_has_no_secret(to: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = {**_values()["launch"], "setup": [f"export API_KEY={SECRET}"]}
+    job = _job(to, monkeypatch, tmp_path / "job", launch=launch)
+    assert job.has_secrets
+    texts = files_of(job.shown(), to).values()
+    assert not [text for text in texts if SECRET in text or "another secret" in text]
+    # Ray's nodes are set up by whoever starts them.
+    assert any("API_KEY=***" in text for text in texts) is (to != "ray")
 
 
 def test_nothing_else_of_a_run_file_is_hidden() -> None:

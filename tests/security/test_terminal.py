@@ -77,6 +77,26 @@ def test_a_console_writes_text_in_all_that_it_shows(text: str, is_terminal: bool
     assert "[/x]" not in text or file.getvalue().count("[/x]") >= 5
 
 
+MESSAGES = """
+import logging, sys, warnings
+from meshwright.files.terminal import escape_messages
+import transformers
+escape_messages()
+escape_messages()
+text = sys.argv[1]
+transformers.logging.get_logger("transformers.x").warning_once(text)
+logging.getLogger("datasets").error("quotes %s", text)
+warnings.warn(text)
+"""
+
+
+def test_what_libraries_log_and_warn_of_is_escaped() -> None:
+    text = "\x1b]0;title\x07 \x9b2J \u202e"
+    done = subprocess.run([sys.executable, "-c", MESSAGES, text], capture_output=True, text=True, check=True)
+    assert _is_text(done.stderr)
+    assert done.stderr.count("title") == 3, done.stderr
+
+
 def test_what_rich_itself_steers_with_stays() -> None:
     file = io.StringIO()
     new_console(file=file, force_terminal=True, color_system="standard").print(styled("[bold]a[/bold]"))

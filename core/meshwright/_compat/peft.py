@@ -6,6 +6,7 @@ which holds the original as `base_layer` (tuners) or `original_module` (modules 
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -17,10 +18,14 @@ from torch import Tensor, nn
 
 from ..base.errors import ModelError
 from ..files.parsing import reason
+from ..files.time_limit import time_limit
 
 PREFIX = "base_model.model."
 _WRAPPED = ("base_layer", "original_module", "token_adapter")
 """What wrappers call what they are around; a tuner of single tokens is around an embedding, within another wrapper."""
+
+AT_MOST_S = 30.0
+"""For matching patterns with the names of modules."""
 
 
 def require_peft() -> Any:
@@ -288,16 +293,32 @@ def inject(
     """
     peft = require_peft()
     try:
+        _check_patterns(model, config)
         with warnings.catch_warnings():
             # Between peft and transformers, of what a user can do nothing about.
             warnings.simplefilter("ignore", FutureWarning)
             adapted: nn.Module = peft.get_peft_model(
                 model, config, adapter_name=adapter, low_cpu_mem_usage=low_cpu_mem_usage
             )
-    except (ValueError, TypeError, IndexError, RuntimeError, ImportError) as error:
+    except (ValueError, TypeError, IndexError, RuntimeError, ImportError, TimeoutError, re.error) as error:
         told = reason(error).strip().rstrip(".")
         raise ModelError(f"peft cannot adapt {type(model).__name__}: {told}.{hint}") from error
     return adapted
+
+
+def _check_patterns(model: nn.Module, config: Any) -> None:
+    """Match the regular expressions of a configuration as peft does, within a time.
+
+    Raises:
+        TimeoutError: it takes longer.
+    """
+    fields = [getattr(config, name, None) for name in ("target_modules", "exclude_modules", "layers_pattern")]
+    keys = [key for name in ("rank_pattern", "alpha_pattern") for key in getattr(config, name, None) or ()]
+    with time_limit(AT_MOST_S, "matching its patterns with the names of modules"):
+        for pattern in [*(each for each in fields if isinstance(each, str)), *(rf"(.*\.)?({key})$" for key in keys)]:
+            found = re.compile(pattern)
+            for name, _ in model.named_modules():
+                found.fullmatch(name)
 
 
 class _StandIn(nn.Parameter):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..base.errors import CheckpointError, ConfigError
+from ..files.parsing import read_regular
 
 LEAST_BYTES = 32
 
@@ -72,7 +73,7 @@ def read_key(path: str | Path, *, where: str) -> Key:
         ConfigError: it cannot be read, or is too short to be a secret.
     """
     try:
-        secret = Path(path).expanduser().read_bytes()
+        secret = read_regular(Path(path).expanduser())
     except OSError as error:
         raise ConfigError(
             f"{where}={str(path)!r} cannot be read: {error.strerror}. Name a file with a secret of at least "

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
 
+from ..files.parsing import open_regular
 from ..files.terminal import warn
 from .keys import Key
 
@@ -142,7 +143,7 @@ class LocalFolder:
 
     def open(self, name: str) -> BinaryIO:
         path = self.path / name
-        return steady(lambda: path.open("rb", buffering=0), self.access, str(path))
+        return steady(lambda: open_regular(path, buffering=0), self.access, str(path))
 
     def remove(self) -> None:
         doomed = self.path.with_name(f"{self.name}.deleting")

@@ -17,7 +17,7 @@ from typer.main import get_group
 
 from ..base.errors import ConfigError
 from ..files.requirements import check_torch
-from ..files.terminal import say
+from ..files.terminal import escape_messages, say
 from ..launch.allocator import prefer_expandable_segments
 from ..launch.rank import leave
 from ..launch.safe_path import protect_children
@@ -78,11 +78,13 @@ app.command()(doctor)
 def main() -> None:
     """Entry point of the command `meshwright`."""
     protect_children()
+    escape_messages()
     prefer_expandable_segments()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             # What its encoding lacks is no reason to fail.
-            stream.reconfigure(errors="backslashreplace")
+            with suppress(OSError):
+                stream.reconfigure(errors="backslashreplace")
     code = 0
     try:
         # For the commands of plugins, too.

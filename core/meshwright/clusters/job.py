@@ -21,7 +21,7 @@ from ..data.rows.order import check_batch_size
 from ..mesh.sizes import Degrees
 from ..strategy.registry import get_registry
 from ..strategy.stack import resolve
-from ..train.hidden_values import HIDDEN, FromEnvironment, is_secret, resolved, without_secrets
+from ..train.hidden_values import HIDDEN, FromEnvironment, is_secret, resolved, without_assigned, without_secrets
 from ..train.launch_section import LaunchConfig
 from ..train.run_file import RunConfig
 
@@ -95,7 +95,8 @@ class Job:
 
     def shown(self) -> Job:
         """The job, to be looked at: secrets are not in it."""
-        return replace(self, values=without_secrets(self.values), hides_secrets=True)
+        launch = self.launch.model_copy(update={"setup": [without_assigned(each) for each in self.launch.setup]})
+        return replace(self, values=without_secrets(self.values), launch=launch, hides_secrets=True)
 
     @property
     def kill_after_s(self) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import DataError
+from ..files.parsing import MAX_JSON_BYTES, read_json_object, read_regular
 from .cache import cached_entry
 from .documents import Documents, DocumentsFile, open_documents
 from .encoding.examples import Counts
@@ -76,7 +77,7 @@ def find_entry(root: Path, source: FoundSource, how: Tokenizing, tokenizer_dir: 
 def tokenizer_key(directory: Path) -> dict[str, str]:
     """What changes whenever a tokenizer does: a digest of each of its files."""
     return {
-        path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        path.relative_to(directory).as_posix(): hashlib.sha256(read_regular(path, max_bytes=MAX_JSON_BYTES)).hexdigest()
         for path in sorted([*directory.glob("*"), *directory.glob("additional_chat_templates/*")])
         if path.is_file() and path.suffix in _TOKENIZER_FILES and not path.name.endswith(".index.json")
     }
@@ -191,7 +192,7 @@ def _fingerprint(directory: Path, columns: tuple[str, ...], *, of_stream: bool) 
 def _load(directory: Path) -> Entry | None:
     """Open an entry, its arrays memory-mapped; None where it is missing, incomplete or corrupt."""
     try:
-        meta = _Meta(**json.loads((directory / "meta.json").read_text(encoding="utf-8")))
+        meta = _Meta(**read_json_object(directory / "meta.json"))
         if not _sizes(directory).items() >= meta.sizes.items():
             return None
         documents = {split: open_documents(directory, split, tuple(meta.columns), meta.group) for split in SPLITS}

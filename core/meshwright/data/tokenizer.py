@@ -9,8 +9,9 @@ interpreter lock meanwhile.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust's code
             raise
         raise DataError(f"the tokenizer in {path} cannot be loaded: {reason(error)}") from error
+    _check_loaded(tokenizer, path)
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"the tokenizer in {path} has no eos token, which separates documents. Set eos_token in its "
@@ -109,9 +111,70 @@ def _class_for(path: Path) -> Any:
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, dynamic_module_utils
 
+    _check_classes(path)
+    # Else transformers asks whether to run what comes with a tokenizer, also where it was told not to.
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
     return AutoTokenizer
+
+
+def _check_classes(path: Path) -> None:
+    """Refuse a tokenizer whose files name a class that is of none: transformers would load that, and a model of it.
+
+    Raises:
+        DataError: names the class.
+    """
+    import transformers
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    settings, config = (_object(path / name) for name in ("tokenizer_config.json", "config.json"))
+    types = [each.get("model_type") for each in (config, config.get("encoder")) if isinstance(each, Mapping)]
+    of_types = [TOKENIZER_MAPPING_NAMES.get(each) for each in types if isinstance(each, str)]
+    for name in (settings.get("tokenizer_class"), config.get("tokenizer_class"), *of_types):
+        # It tries a name with and without "Fast" at its end.
+        for candidate in (f"{name}Fast", *accumulate(str(name).split("Fast"), "{}Fast{}".format)):
+            found = getattr(transformers, candidate, None) if isinstance(name, str) else None
+            is_missing = type(found).__name__ == "DummyObject"  # It needs another package, and says so.
+            if not (found is None or is_missing or _is_tokenizer_class(found)):
+                raise DataError(
+                    f"the tokenizer in {path} cannot be loaded: tokenizer_class={name!r} is no class of a tokenizer. "
+                    f"Name the one that it was saved with in its tokenizer_config.json."
+                )
+
+
+def _is_tokenizer_class(found: object) -> bool:
+    from transformers import PreTrainedTokenizerBase
+
+    return isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        return read_json_object(path)
+    except (OSError, ValueError):
+        return {}
+
+
+def _check_loaded(tokenizer: Any, path: Path) -> None:
+    """Refuse what has loaded, and is of other types than a tokenizer has.
+
+    Raises:
+        DataError: says what.
+    """
+    if not _is_tokenizer_class(type(tokenizer)):
+        raise DataError(f"{path} holds no tokenizer, but one of {type(tokenizer).__name__}.")
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise DataError(
+            f"the tokenizer in {path} has model_max_length={tokenizer.model_max_length!r}, which is no number. Correct "
+            f"it in its tokenizer_config.json."
+        )
+    entries = len(tokenizer.get_vocab())
+    if vocab_size_of(tokenizer) > 2**20 + 2 * entries:
+        raise DataError(
+            f"the tokenizer in {path} has {entries:,} tokens, and numbers up to {vocab_size_of(tokenizer) - 1:,}. Each "
+            f"number is a row of the model's embedding. Number the tokens without large gaps."
+        )
 
 
 def vocab_size_of(tokenizer: PreTrainedTokenizerBase) -> int:

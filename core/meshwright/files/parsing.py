@@ -150,7 +150,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
     """Open a file that somebody else may have made, to be read: a pipe, at which one would wait for ever, is refused.
 
     Raises:
@@ -160,7 +160,20 @@ def open_regular(path: Path) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise OSError(errno.EINVAL, "it is no file", str(path))
-    return open(file, "rb")
+    return open(file, "rb", buffering=buffering)
+
+
+def read_regular(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
+    """The content of a small file that somebody else may have made.
+
+    Raises:
+        OSError: it is no file, is larger, or cannot be read.
+    """
+    with open_regular(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {max_bytes:,} bytes", str(path))
+    return content
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:

@@ -6,9 +6,10 @@ module imports rich only where it is used, and no torch.
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import printable
@@ -33,6 +34,26 @@ def say(text: str, *, stderr: bool = False) -> None:
 def warn(text: str, category: type[Warning] = UserWarning, *, stacklevel: int = 1) -> None:
     """`warnings.warn`, of text that may quote what is in files."""
     warnings.warn(printable(text), category, stacklevel=stacklevel + 1)
+
+
+def escape_messages() -> None:
+    """From now on, what libraries log in this process, and of what they warn, is escaped, too."""
+    logging.setLogRecordFactory(_Record)
+    if not getattr(warnings.formatwarning, "escapes", False):
+        warnings.formatwarning = _escaping(warnings.formatwarning)
+
+
+class _Record(logging.LogRecord):
+    def getMessage(self) -> str:
+        return printable(super().getMessage())
+
+
+def _escaping(form: Callable[..., str]) -> Callable[..., str]:
+    def escaped(*arguments: Any, **options: Any) -> str:
+        return printable(form(*arguments, **options))
+
+    escaped.escapes = True  # type: ignore[attr-defined]
+    return escaped
 
 
 def new_console(**options: Any) -> Console:

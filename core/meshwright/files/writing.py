@@ -6,7 +6,9 @@ its name by a rename, which replaces a link; one that grows is not opened throug
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,9 +49,15 @@ def open_to_append(path: Path) -> int:
     """Open a file that grows, and make it if it is missing; the caller closes it.
 
     Raises:
-        OSError: it is a link, or cannot be opened.
+        OSError: it is a link or a pipe, or cannot be opened.
     """
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    # At a pipe that nobody reads, one would wait for ever.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    file = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    return file
 
 
 def append(path: Path, text: str) -> None:

@@ -24,7 +24,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..base.errors import MeshwrightError, RankError
-from ..files.terminal import say
+from ..files.terminal import escape_messages, say
 from .companion import Companion
 from .echoes import TIMEOUT_TEXTS, is_echo, reads_like
 from .environment import host_of_store, rank, started_by_launcher, started_by_torchrun, started_elsewhere, world_size
@@ -121,6 +121,7 @@ def guarded(
     Returns:
         The exit code: 0, that of the failure which was reported (on whatever rank), or INTERRUPTED.
     """
+    escape_messages()
     if started_by_torchrun():
         # `local` has seen to it already, and other launchers do so themselves.
         end_with_launcher()

@@ -16,9 +16,11 @@ from typing import Any
 from filelock import FileLock
 
 from ..base.errors import ModelError
-from ..files.parsing import read_json_object, reason
+from ..files.parsing import read_json_object, read_regular, reason
 
 _COMMIT_LENGTH = 40
+_LARGEST_CODE = 1 << 26
+"""Bytes of a file of code."""
 
 
 def is_commit(trusted: str | None) -> bool:
@@ -82,7 +84,7 @@ def digest_of_code(directory: Path) -> str:
     """SHA-256 of the names and contents of all Python files in a directory."""
     digest = hashlib.sha256()
     for path in sorted(directory.rglob("*.py")):
-        content = path.read_bytes()
+        content = read_regular(path, max_bytes=_LARGEST_CODE)
         digest.update(f"{path.relative_to(directory).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()

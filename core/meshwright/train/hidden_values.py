@@ -19,7 +19,7 @@ _SECTIONS = ("launch", "trackers")
 """Where names tell; elsewhere "token" is a part of a text."""
 _NAME = re.compile(
     r"passw(or)?d|passphrase|(^|[_-])(token|secrets?|pwd|api_?keys?|access_?keys?(_id)?|private_?keys?|ssh_?keys?|"
-    r"credentials?|auth|authorization|cookies?|netrc|dsn)([_-]|$)",
+    r"credentials?|auth|authorization|cookies?|netrc|dsn)([_-]|$)|pass$|(^|[_-])keys?$",
     re.IGNORECASE,
 )
 _VALUE = re.compile(
@@ -32,6 +32,8 @@ _VALUE = re.compile(
     r"\beyJ[\w-]{8,}\.[\w-]{8,}\.|-----BEGIN [A-Z ]*PRIVATE KEY-----",
     re.IGNORECASE,
 )
+_ASSIGNED = re.compile(r"""\b([A-Za-z_]\w*)=("[^"]*"|'[^']*'|[^\s;&|"'$]+)""")
+"""Of a variable in a line of shell."""
 
 
 class FromEnvironment(FrozenModel):
@@ -43,6 +45,11 @@ class FromEnvironment(FrozenModel):
 def is_secret(name: str, value: str) -> bool:
     """Whether a value is a secret by what it is called, or by how it looks."""
     return bool(value) and (_NAME.search(name) is not None or _VALUE.search(value) is not None)
+
+
+def without_assigned(line: str) -> str:
+    """A line of shell, in which secrets that it gives to variables are hidden."""
+    return _ASSIGNED.sub(lambda found: f"{found[1]}={HIDDEN}" if is_secret(found[1], found[2]) else found[0], line)
 
 
 def resolved(value: Any, where: str) -> Any:
@@ -80,7 +87,13 @@ def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(launch, Mapping) and isinstance(launch.get("env"), Mapping):
         env = {name: _without(name, value, named=True, to_environment=True) for name, value in launch["env"].items()}
         found["launch"] = {**found["launch"], "env": env}
+    if isinstance(launch, Mapping) and isinstance(launch.get("setup"), list):
+        found["launch"] = {**found["launch"], "setup": [_line(each) for each in found["launch"]["setup"]]}
     return found
+
+
+def _line(value: Any) -> Any:
+    return without_assigned(value) if isinstance(value, str) else value
 
 
 def _without(name: str, value: Any, *, named: bool, to_environment: bool) -> Any:

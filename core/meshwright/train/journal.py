@@ -14,7 +14,7 @@ from typing import Any
 
 from ..events.run import BadStep, Evaluation, Fault, RunInfo, RunSummary, SavedCheckpoint
 from ..events.step import StepResult
-from ..files.parsing import parse_json
+from ..files.parsing import open_regular, parse_json
 from ..files.terminal import warn
 from ..files.writing import append
 from ..strategy.hooks import hookimpl
@@ -22,12 +22,15 @@ from .files import EVENTS
 from .report import NewStragglers, without_nan
 from .telling import new_id
 
+_LONGEST = 1 << 20
+"""Bytes of a line that is read."""
+
 
 def id_of(directory: Path) -> str:
     """Of the run that a directory is of, or a new one where nothing tells."""
     try:
-        with (directory / EVENTS).open(encoding="utf-8") as file:
-            known = parse_json(file.readline())["id"]
+        with open_regular(directory / EVENTS) as file:
+            known = parse_json(file.readline(_LONGEST).decode())["id"]
     except (OSError, ValueError, KeyError, TypeError):
         return new_id()
     return known if isinstance(known, str) and known else new_id()

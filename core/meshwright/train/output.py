@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -38,7 +39,6 @@ from .files import (
     AVERAGED_MODEL,
     CHECKPOINTS,
     CURVE,
-    EVENTS,
     HOLDER,
     LISTED,
     LOCK,
@@ -46,7 +46,6 @@ from .files import (
     MODEL,
     ON_THE_WAY,
     RANKS,
-    REFERENCE,
     REPLACED,
     REPLACED_FILES,
     RUN,
@@ -108,10 +107,7 @@ def _refuse_links(directory: Path) -> None:
     Raises:
         ConfigError: names one.
     """
-    written = (METRICS, CURVE, EVENTS, REFERENCE, SUMMARY, RUN, HOLDER, LOCK, LISTED, _CHECKPOINT_OF_MODEL)
     within = (CHECKPOINTS, RANKS, TIMELINE, DIRECTORY, FAULTS)
-    replaced = (MODEL, AVERAGED_MODEL)
-    names = [*written, *within, *(name + end for name in replaced for end in ("", *BESIDE))]
     # A checkpoint itself may lie elsewhere: it is read, and not written again.
     below = [
         path
@@ -120,11 +116,14 @@ def _refuse_links(directory: Path) -> None:
         for path in (directory / name).iterdir()
         if name != CHECKPOINTS or path.suffix in BESIDE
     ]
-    for path in (*(directory / name for name in names), *below):
-        if path.is_symlink():
+    # Trackers have names of their own. What is on the way to its name is replaced.
+    own = [path for path in directory.iterdir() if path.suffix != ".tmp"]
+    for path in (*own, *below):
+        mode = path.lstat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise ConfigError(
-                f"{path} is a link, and a run does not write through links. Remove it, or name another output_dir; "
-                f"checkpoints go elsewhere by checkpoint.to."
+                f"{path} is {'a link' if stat.S_ISLNK(mode) else 'no file'}, and a run does not write through such. "
+                f"Remove it, or name another output_dir; checkpoints go elsewhere by checkpoint.to."
             )
 
 

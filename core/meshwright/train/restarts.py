@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from ..base.errors import ConfigError, MeshwrightError
-from ..files.parsing import parse_json
+from ..files.parsing import open_regular, parse_json
 from ..files.terminal import say
 from .fate import NEVER
 from .files import METRICS
@@ -133,7 +133,7 @@ class Restarts:
 def _last_step(metrics: Path) -> tuple[int, float]:
     """The last step that was done, and when [s since 1970]; 0 and 0 where nothing tells."""
     try:
-        with metrics.open("rb") as file:
+        with open_regular(metrics) as file:
             file.seek(max(0, metrics.stat().st_size - _TAIL))
             last = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
         record = parse_json(last.decode())

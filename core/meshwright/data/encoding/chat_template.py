@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from ..._compat.chat_templates import render_marked
 from ...base.errors import ConfigError, DataError
+from ...files.parsing import read_regular
+from ...files.time_limit import time_limit
 from .conversations import Conversation
 from .drafts import Span
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 TODAY = datetime(2024, 7, 26)
 """What templates that write today's date take it for: otherwise the tokens of a source would change overnight."""
 
+AT_MOST_S = 30.0
+"""For one conversation."""
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _DIRECTIVES = ("%-d", "%-m", *(f"%{letter}" for letter in "dmYyBbAaHMSIpj"))
 
@@ -35,7 +39,7 @@ def read_chat_template(value: str) -> str:
         return value
     path = Path(value).expanduser()
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(
@@ -81,16 +85,17 @@ class ChatTemplate:
             DataError: the template cannot.
         """
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    list(conversation.messages),
-                    tools=list(conversation.tools) or None,
-                    chat_template=self._text(bool(conversation.tools)),
-                    add_generation_prompt=ask,
-                    tokenize=False,
-                    **conversation.variables,
+            with time_limit(AT_MOST_S, "the template"):
+                return str(
+                    self._tokenizer.apply_chat_template(
+                        list(conversation.messages),
+                        tools=list(conversation.tools) or None,
+                        chat_template=self._text(bool(conversation.tools)),
+                        add_generation_prompt=ask,
+                        tokenize=False,
+                        **conversation.variables,
+                    )
                 )
-            )
         except Exception as error:  # templates raise whatever their authors thought of
             raise _refusal(conversation, error) from error
 
@@ -103,7 +108,8 @@ class ChatTemplate:
         variables = {**self._tokenizer.special_tokens_map, "add_generation_prompt": False, **conversation.variables}
         template = self._text(bool(conversation.tools))
         try:
-            return render_marked(template, conversation.messages, conversation.tools or None, variables)
+            with time_limit(AT_MOST_S, "the template"):
+                return render_marked(template, conversation.messages, conversation.tools or None, variables)
         except Exception as error:
             raise _refusal(conversation, error) from error
 

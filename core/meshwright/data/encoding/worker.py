@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import IO, Any
 
 from ...base.errors import DataError
+from ...files.terminal import escape_messages
 from ...launch.safe_path import PYTHON
 
 _LENGTH = 8
@@ -79,6 +80,7 @@ def serve() -> None:
     # Schedulers send these to all processes; it ends with the one that it works for.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    escape_messages()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     function: Callable[[Any], Any] | None = None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...base.errors import DataError
+from ...files.parsing import open_regular
 from ..extras import extra
 from ..progress import Meter
 
@@ -45,7 +46,7 @@ def opened(path: Path, meter: Meter) -> Iterator[BinaryIO]:
     if zstandard is not None:
         broken = (zstandard.ZstdError, EOFError)
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             meter.file = file
             if compression == ".gz":
                 yield io.BufferedReader(_Bounded(gzip.GzipFile(fileobj=file), file), _CHUNK)

@@ -13,7 +13,7 @@ from ...base.validation import validated
 from ...data.config import STDLIB, SourceConfig
 from ...data.reading.opening import kind_of
 from ...data.reading.sources import find_source
-from ...files.parsing import parse_json, read_json_object
+from ...files.parsing import open_regular, parse_json, read_json_object
 from ...strategy.registry import Registry
 
 Format = Literal["text", "messages", "prompt_completion"]
@@ -153,8 +153,8 @@ def format_of(places: Sequence[str]) -> Format:
 
 
 def _first_fields(path: Path) -> set[str]:
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        line = file.readline(1 << 20)
+    with open_regular(path) as file:
+        line = file.readline(1 << 20).decode("utf-8-sig", "replace")
     try:
         value = parse_json(line)
     except ValueError:

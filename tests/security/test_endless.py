@@ -1,0 +1,163 @@
+"""Patterns, templates, pipes and devices of others end in a message, and never in a command that does not end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from security.small_run import small_run, write_small_run
+
+from meshwright._compat import peft as peft_compat
+from meshwright.base.errors import ConfigError, DataError, ModelError
+from meshwright.checkpoint.keys import read_key
+from meshwright.data import train_tokenizer
+from meshwright.data.encoding import chat_template
+from meshwright.data.encoding.chat_template import ChatTemplate, read_chat_template
+from meshwright.data.encoding.conversations import Conversation
+from meshwright.data.entry import tokenizer_key
+from meshwright.data.progress import Meter
+from meshwright.data.reading.opening import opened
+from meshwright.files.parsing import read_regular
+from meshwright.files.time_limit import time_limit
+from meshwright.model.adapter import with_adapter
+from meshwright.model.remote_code import digest_of_code
+from meshwright.testing.models import tiny_model
+from meshwright.train.journal import id_of
+from meshwright.train.restarts import _last_step
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+PATTERN = r"(\w+|\.)*(\w|\.)*(\w|\.)*!"
+SLOW = "(.*)" * 6 + "!"
+"""A pattern that ends after a second."""
+
+# -- the limit
+
+
+def test_work_is_ended_after_a_time_and_others_are_not() -> None:
+    with pytest.raises(TimeoutError, match=r"the loop took longer than 0\.2 seconds"), time_limit(0.2, "the loop"):
+        re.fullmatch(PATTERN, "model.layers.0.self_attn.q_proj")
+    with time_limit(0.2, "the loop"):
+        pass
+    time.sleep(0.3)
+    with time_limit(60, "outer"), time_limit(0.01, "inner"):
+        # An alarm is set already.
+        time.sleep(0.1)
+    failed: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            with time_limit(0.01, "elsewhere"):
+                time.sleep(0.1)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert not failed
+
+
+@pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"])
+def test_a_template_that_does_not_end_is_refused(marks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "AT_MOST_S", 0.5)
+    template = ChatTemplate(train_tokenizer(["some words"], 300), LOOP + marks)
+    conversation = Conversation(({"role": "user", "content": "x"},), (), {}, "a place")
+    with pytest.raises(DataError, match=r"the template took longer than 0\.5 seconds"):
+        (template.write_marked if marks else template.write)(conversation)
+
+
+def _lora(**options: Any) -> Any:
+    return pytest.importorskip("peft").LoraConfig(r=2, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": SLOW},
+        {"target_modules": ["q_proj"], "exclude_modules": SLOW},
+        {"target_modules": ["q_proj"], "rank_pattern": {SLOW: 2}},
+        {"target_modules": ["q_proj"], "alpha_pattern": {SLOW: 2}},
+    ],
+)
+def test_a_pattern_that_does_not_end_is_refused(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peft_compat, "AT_MOST_S", 0.01)
+    model = tiny_model("llama")
+    with pytest.raises(ModelError, match=r"matching its patterns .* took longer than 0\.01 seconds"):
+        with_adapter(model, None, _lora(**options), seed=0)
+
+
+# -- pipes and devices
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "chat template": lambda path: read_chat_template(str(path)),
+    "key": lambda path: read_key(path, where="key"),
+    "corpus": lambda path: opened(path, Meter()).__enter__().read(1),
+    "code": lambda path: digest_of_code(path.parent),
+    "tokenizer": lambda path: tokenizer_key(path.parent),
+    "events": lambda path: id_of(path.parent),
+    "metrics": lambda path: _last_step(path),
+    "small file": lambda path: read_regular(path),
+}
+NAMES = {"code": "model.py", "tokenizer": "tokenizer.json", "events": "events.jsonl"}
+
+
+def _in_time(read: Callable[[Path], object], path: Path) -> None:
+    began = time.monotonic()
+    with suppress(ConfigError, DataError, OSError), time_limit(20, "reading"):
+        read(path)
+    # Where the limit has ended it, its error is an OSError, too.
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_a_pipe_is_not_waited_for(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / NAMES.get(kind, "file.txt")
+    os.mkfifo(path)
+    _in_time(READERS[kind], path)
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_a_device_is_not_read_to_its_end(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / NAMES.get(kind, "file.txt")
+    path.symlink_to("/dev/zero")
+    _in_time(READERS[kind], path)
+
+
+@pytest.mark.parametrize("kind", ["chat template", "key", "small file"])
+def test_a_small_file_that_is_large_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    with path.open("wb") as file:
+        # Without a byte on the disk.
+        file.truncate(1 << 34)
+    with pytest.raises((ConfigError, OSError), match="larger than"):
+        READERS[kind](path)
+
+
+def test_a_checkpoint_with_a_pipe_is_refused(tmp_path: Path) -> None:
+    place = tmp_path / "step-00000001"
+    place.mkdir()
+    os.mkfifo(place / "checkpoint.json")
+    command = [sys.executable, "-m", "meshwright", "checkpoint", "show", str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_run_with_a_pipe_in_its_directory_is_refused(tmp_path: Path) -> None:
+    run = write_small_run(tmp_path)
+    out = Path(small_run(tmp_path)["output_dir"])
+    out.mkdir()
+    os.mkfifo(out / "metrics.jsonl")
+    command = [sys.executable, "-m", "meshwright", "train", str(run), "--set", "overwrite=true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
