@@ -221,8 +221,8 @@ def patches_of_foreign_code(source: Source) -> Iterator[str]:
 
 
 def is_setting(source: Source, target: ast.expr) -> bool:
-    """Whether an assignment changes a setting in one of torch's config modules, which `_compat` may."""
-    settings = ("torch._dynamo.config", "torch._inductor.config")
+    """Whether an assignment changes a setting of torch or transformers, which `_compat` may."""
+    settings = ("torch._dynamo.config", "torch._inductor.config", "dynamic_module_utils")
     is_one = isinstance(target, ast.Attribute) and ast.unparse(target.value) in settings
     return is_one and source.module.split(".")[0] == "_compat"
 

@@ -44,8 +44,10 @@ NAMED = (
     "test_each_odd_value_of_each_key_is_refused_or_kept_as_it_is",
     "test_runs_are_planned_or_refused[300]",
 )
-ALWAYS = re.compile(rf"{HARDEST.pattern}|.*::({'|'.join(map(re.escape, NAMED))})")
-"""Tests that are in the first tier whatever they take: these cells, commands in processes of their own, the fuzzer."""
+RULES = r"tests/test_architecture\.py::.*"
+ALWAYS = re.compile(rf"{HARDEST.pattern}|{RULES}|.*::({'|'.join(map(re.escape, NAMED))})")
+"""Tests that are in the first tier whatever they take: these cells, rules for all sources, commands in processes of
+their own, the fuzzer."""
 BUDGET = 2 * 400
 """Seconds of two workers that share two cores; what is left of eight minutes is for starting them."""
 

@@ -5125,14 +5125,14 @@ _security(
 _security(
     "transformers_asks_whether_to_run_code",
     "data.tokenizer",
-    "dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0",
-    "pass",
+    "    never_ask()\n",
+    "",
     "test_data_sources.py::test_transformers_never_asks_whether_to_run_code",
     "a library asks a question that somebody answers with yes",
 )
 _security(
     "a_readme_names_files_of_others",
-    "data.reading.hub",
+    "_compat.datasets",
     "if not _is_own(pattern, str(base_path), directory):",
     "if False:",
     "test_data_sources.py::test_a_directory_of_a_readme_is_within_the_dataset",
@@ -5141,7 +5141,7 @@ _security(
 _security(
     "a_reader_of_the_library_is_a_dataset",
     "data.reading.hub",
-    "if directory is None and config.dataset in datasets.packaged_modules._PACKAGED_DATASETS_MODULES:",
+    "if directory is None and is_reader(datasets, str(config.dataset)):",
     "if False:",
     "test_data_sources.py::test_a_reader_of_the_library_is_no_dataset[text]",
     "a library opens what a file names",

@@ -263,6 +263,16 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def name_of(operator: Any) -> str:
+    """Of an operator, without that of its overload, such as "aten::normal_"; its schema is private."""
+    return str(operator._schema.name)
+
+
+def names_of_arguments(operator: Any) -> list[str]:
+    """Of an operator; none of those of higher order, which have no schema."""
+    return [argument.name for argument in operator._schema.arguments] if hasattr(operator, "_schema") else []
+
+
 @functools.cache
 def written_arguments(operator: Any) -> tuple[int | str, ...]:
     """Positions, or names of keyword-only arguments, that an operator writes into.
@@ -321,7 +331,7 @@ def _of_attention(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
     `_schema` tells what arguments mean; flex attention has none, begins with query, key and value, and has a mask.
     """
-    names = [argument.name for argument in operator._schema.arguments] if hasattr(operator, "_schema") else []
+    names = names_of_arguments(operator)
     given = {**dict(zip(names or ("query", "key", "value"), args, strict=False)), **kwargs}
     query, key, value = (given[name] for name in ("query", "key", "value"))
     mask = given.get("attn_mask") if "attn_mask" in names else given.get("attn_bias")

@@ -175,3 +175,14 @@ def save_code(model: nn.Module, directory: Path) -> None:
 
         directory.mkdir(exist_ok=True)
         custom_object_save(base, directory, config=base.config)
+
+
+def never_ask() -> None:
+    """From now on, transformers does not ask whether to run the code that comes with files, and runs none.
+
+    It asks where `trust_remote_code` was not passed on, as its auto class for tokenizers does not. With no time to
+    answer it refuses at once.
+    """
+    from transformers import dynamic_module_utils
+
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0

@@ -111,11 +111,12 @@ def _class_for(path: Path) -> Any:
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer, dynamic_module_utils
+    from transformers import AutoTokenizer
+
+    from .._compat.transformers import never_ask
 
     _check_classes(path)
-    # Else transformers asks whether to run what comes with a tokenizer, also where it was told not to.
-    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    never_ask()
     return AutoTokenizer
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.torch import TorchDispatchMode, storage_of, written_arguments
+from .._compat.torch import TorchDispatchMode, name_of, names_of_arguments, storage_of, written_arguments
 from ..base.errors import ModelError
 from .random_tiles import Fill, Grid, Recipe
 
@@ -141,11 +141,11 @@ class _Outline(TorchDispatchMode):
         if written_arguments(func) != (0,) or any(True for _ in _tensors((args[1:], kwargs))):
             return False
         if torch.Tag.nondeterministic_seeded in func.tags:
-            takes_generator = any(each.name == "generator" for each in func._schema.arguments)
+            takes_generator = "generator" in names_of_arguments(func)
             return takes_generator and kwargs.get("generator") is None
         # What has its values goes on with them.
         key = storage_of(args[0])[0]
-        return func._schema.name in ELEMENTWISE and (key not in self._resident or func._schema.name in CONSTANT)
+        return name_of(func) in ELEMENTWISE and (key not in self._resident or name_of(func) in CONSTANT)
 
     def _postpone(self, func: Any, args: Any, kwargs: Any) -> None:
         """Record an operator in the place of running it."""
@@ -154,7 +154,7 @@ class _Outline(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             stream, self._tiles = self._tiles, self._tiles + Grid.of(ref.size).count
         is_full = args[0].numel() == self._lengths[ref.key][0] and args[0].is_contiguous()
-        fills = ref.key if is_full and (stream is not None or func._schema.name in CONSTANT) else None
+        fills = ref.key if is_full and (stream is not None or name_of(func) in CONSTANT) else None
         step = _Step(
             func, (ref, *args[1:]), kwargs, frozenset({ref.key}), frozenset({ref.key}), (None,), None, stream, fills
         )
@@ -341,7 +341,7 @@ class DeferredModel:
 def _as_fill(step: _Step, shape: tuple[int, ...]) -> Fill | None:
     """A recorded operator that writes elements of a tensor of this shape by themselves; None for all others."""
     args = step.args[1:]
-    if step.stream is None and step.operator._schema.name not in ELEMENTWISE:
+    if step.stream is None and name_of(step.operator) not in ELEMENTWISE:
         return None
     if any(isinstance(each, Tensor | _Ref) for each in _leaves((args, step.kwargs))) or step.generator is not None:
         return None

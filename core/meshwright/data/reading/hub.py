@@ -1,18 +1,16 @@
 """Sources that are datasets of Hugging Face: a directory that was saved, or one of the hub.
 
 The library keeps what it has downloaded or converted as Arrow files, which are read row by row.
-
-[Note: own files] A dataset's README may name its files (`configs`, `data_files`), and the library opens what it finds
-there: any URL, chains of URLs, files anywhere. Here only files of the dataset itself are opened.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..._compat.datasets import is_reader, own_files
 from ...base.errors import DataError, nearest
 from ..extras import extra
 from ..progress import Meter
@@ -55,7 +53,7 @@ def open_dataset(config: SourceConfig, *, streaming: bool = False) -> Any:
     """
     datasets = extra("datasets", f"the dataset {config.dataset!r}")
     directory = directory_of(config)
-    if directory is None and config.dataset in datasets.packaged_modules._PACKAGED_DATASETS_MODULES:
+    if directory is None and is_reader(datasets, str(config.dataset)):
         raise DataError(
             f"dataset {config.dataset!r} is a reader of the library `datasets`, which would read the current "
             "directory. Name files under files, or the directory that holds them."
@@ -65,7 +63,7 @@ def open_dataset(config: SourceConfig, *, streaming: bool = False) -> Any:
             found = _saved(datasets, config, directory)
             return found.to_iterable_dataset() if streaming else found
         place = str(directory or config.dataset)
-        with _own_files(place, directory):
+        with own_files(extra("datasets.data_files", f"the dataset {place}"), place, directory):
             return datasets.load_dataset(
                 place, config.name, split=config.split, revision=config.revision, streaming=streaming
             )
@@ -73,35 +71,6 @@ def open_dataset(config: SourceConfig, *, streaming: bool = False) -> Any:
         raise
     except Exception as error:  # the library raises whatever its readers and downloads meet
         raise DataError(_why_not_opened(config, directory, error)) from error
-
-
-@contextmanager
-def _own_files(place: str, directory: Path | None) -> Iterator[None]:
-    """A context, in which the library opens no files but a dataset's own; see [Note: own files]."""
-    data_files = extra("datasets.data_files", f"the dataset {place}")
-    resolve = data_files.resolve_pattern
-
-    def resolve_own(pattern: str, base_path: str, *arguments: Any, **options: Any) -> list[str]:
-        if not _is_own(pattern, str(base_path), directory):
-            raise DataError(
-                f"the README of the dataset {place} names {pattern!r} in {str(base_path)!r}, which is not of the "
-                "dataset. Only its own files are read: download the others, and name them under files."
-            )
-        return resolve(pattern, base_path, *arguments, **options)
-
-    data_files.resolve_pattern = resolve_own
-    try:
-        yield
-    finally:
-        data_files.resolve_pattern = resolve
-
-
-def _is_own(pattern: str, base: str, directory: Path | None) -> bool:
-    if "::" in base + pattern or ".." in (*PurePosixPath(base).parts, *PurePosixPath(pattern).parts):
-        return False
-    if directory is None:
-        return base.startswith("hf://datasets/") and ("://" not in pattern or pattern.startswith("hf://datasets/"))
-    return "://" not in base + pattern and Path(base, pattern).is_relative_to(directory.resolve())
 
 
 def _saved(datasets: Any, config: SourceConfig, directory: Path) -> Any:

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.loss import _Loss
 
 from meshwright.base.errors import ConfigError
 from meshwright.files.class_paths import import_class_from_path
 from meshwright.step.tokens import Outputs
 from meshwright.strategy.contract import IGNORED_LABEL, Objective
+
+_BASE = torch.nn.MSELoss.__mro__[1]
+"""Of torch's losses; it has no public name."""
 
 
 class LossOfLogits:
@@ -53,8 +55,7 @@ def objective_of(value: Any) -> Objective | None:
     loss: Any = value
     try:
         if isinstance(value, str):
-            # torch's losses are modules that torch.nn names; their base is private.
-            loss = import_class_from_path(value, kind=("function", "class"), base=_Loss)
+            loss = import_class_from_path(value, kind=("function", "class"), base=_BASE)
             loss = loss() if inspect.isclass(loss) else loss
         return LossOfLogits(loss)
     except TypeError as error:
