@@ -26,6 +26,7 @@ import meshwright_ddp._compat
 import meshwright_fsdp2._compat
 from meshwright import Mesh, MeshSizes, StrategyError, open_world
 from meshwright._compat import torch_versions
+from meshwright._compat.arithmetic import arithmetic
 from meshwright._compat.chat_templates import render_marked
 from meshwright._compat.peft import (
     active_copies,
@@ -49,7 +50,6 @@ from meshwright._compat.torch import (
     all_gather,
     all_reduce,
     all_to_all,
-    arithmetic,
     draws_random_numbers,
     foreach_copy_,
     foreach_mul_,

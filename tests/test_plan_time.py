@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright._compat.torch import arithmetic
+from meshwright._compat.arithmetic import arithmetic
 from meshwright.base.errors import ConfigError, MeshError
 from meshwright.mesh.sizes import Degrees
 from meshwright.plan import kernels, links

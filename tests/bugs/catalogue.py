@@ -4025,7 +4025,7 @@ _bug(
 _PAIRS = "tests/test_compat.py::test_arithmetic_of_attention_is_that_of_pairs_that_act_on_each_other"
 _bug(
     "parts_as_if_they_began",
-    "meshwright._compat.torch",
+    "meshwright._compat.arithmetic",
     "        keys_before = keys - queries\n",
     "        keys_before = 0\n",
     f"{_PAIRS}[3-7]",
@@ -4033,7 +4033,7 @@ _bug(
 )
 _bug(
     "backward_as_forward",
-    "meshwright._compat.torch",
+    "meshwright._compat.arithmetic",
     '    if "backward" in str(operator):\n',
     "    if False:\n",
     f"{_PAIRS}[5-5]",
@@ -4041,7 +4041,7 @@ _bug(
 )
 _bug(
     "masked_attention_of_all_pairs",
-    "meshwright._compat.torch",
+    "meshwright._compat.arithmetic",
     "is_causal or mask is not None or not names",
     "is_causal or not names",
     "tests/test_plan.py::test_ranks_of_context_parallelism_attend_together_as_one_does_alone[allgather]",

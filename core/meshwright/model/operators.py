@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .._compat.arithmetic import arithmetic
 from .._compat.torch import (
     TorchDispatchMode,
-    arithmetic,
     draws_random_numbers,
     is_communication,
     written_arguments,

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from .._compat.torch import arithmetic, is_attention
+from .._compat.arithmetic import arithmetic
+from .._compat.torch import is_attention
 from ..base.errors import BatchError, MeshwrightError
 from ..mesh.sizes import MeshSizes
 from ..model.weights import is_meta

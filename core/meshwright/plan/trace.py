@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from .._compat.torch import arithmetic
+from .._compat.arithmetic import arithmetic
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import ROOT_AXES, VIEWS, Degrees
 from ..mesh.world import CONTROL_TAG
