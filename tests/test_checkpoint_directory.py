@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from meshwright.base.errors import CheckpointError, TornCheckpointError
+from meshwright.checkpoint import places
 from meshwright.checkpoint.directory import begin, commit, remove_leftovers, retain, set_aside
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, read_manifest, step_directory, steps_in, stored_in
 from meshwright.checkpoint.places import STEP, Access, LocalFolder
@@ -166,11 +167,11 @@ def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_torn_one(
     assert not isinstance(caught.value, TornCheckpointError)
     (path / MANIFEST).write_text(text)
 
-    def fail(self: Path, *_: Any, **__: Any) -> Any:
-        raise OSError(5, "Input/output error", str(self))
+    def fail(path: Path, *_: Any, **__: Any) -> Any:
+        raise OSError(5, "Input/output error", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", fail)
+        patch.setattr(places, "open_regular", fail)
         with pytest.raises(CheckpointError, match=r"cannot be read.*Input/output error") as caught:
             read_manifest(LocalFolder(path, Access(retries=0)))
         assert not isinstance(caught.value, TornCheckpointError)

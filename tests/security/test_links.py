@@ -38,7 +38,7 @@ def _train(directory: Path, out: Path) -> tuple[int, str]:
 
 
 def _refused(out: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is a link|is no file"), locked(out, patience_s=0):
+    with pytest.raises(ConfigError, match=r"is a link|is neither"), locked(out, patience_s=0):
         pass
 
 

@@ -121,9 +121,10 @@ def _refuse_links(directory: Path) -> None:
     for path in (*own, *below):
         mode = path.lstat().st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            is_link = "is a link, and a run does not write through links"
+            told = is_link if stat.S_ISLNK(mode) else "is neither a file nor a directory"
             raise ConfigError(
-                f"{path} is {'a link' if stat.S_ISLNK(mode) else 'no file'}, and a run does not write through such. "
-                f"Remove it, or name another output_dir; checkpoints go elsewhere by checkpoint.to."
+                f"{path} {told}. Remove it, or name another output_dir; checkpoints go elsewhere by checkpoint.to."
             )
 
 
