@@ -112,7 +112,7 @@ NAMES = {"code": "model.py", "tokenizer": "tokenizer.json", "events": "events.js
 
 def _in_time(read: Callable[[Path], object], path: Path) -> None:
     began = time.monotonic()
-    with suppress(ConfigError, DataError, OSError), time_limit(20, "reading"):
+    with suppress(ConfigError, DataError, ModelError, OSError), time_limit(20, "reading"):
         read(path)
     # Where the limit has ended it, its error is an OSError, too.
     assert time.monotonic() - began < 20
@@ -123,6 +123,12 @@ def test_a_pipe_is_not_waited_for(kind: str, tmp_path: Path) -> None:
     path = tmp_path / NAMES.get(kind, "file.txt")
     os.mkfifo(path)
     _in_time(READERS[kind], path)
+
+
+def test_code_that_is_no_file_is_told(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.py")
+    with pytest.raises(ModelError, match=r"model\.py cannot be read: it is no file"):
+        digest_of_code(tmp_path)
 
 
 @pytest.mark.parametrize("kind", READERS)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..base.errors import DataError
-from ..files.parsing import read_json_object, reason
+from ..files.parsing import json_object_or_empty, read_json_object, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,7 +129,7 @@ def _check_classes(path: Path) -> None:
     import transformers
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
-    settings, config = (_object(path / name) for name in ("tokenizer_config.json", "config.json"))
+    settings, config = (json_object_or_empty(path / name) for name in ("tokenizer_config.json", "config.json"))
     types = [each.get("model_type") for each in (config, config.get("encoder")) if isinstance(each, Mapping)]
     of_types = [TOKENIZER_MAPPING_NAMES.get(each) for each in types if isinstance(each, str)]
     for name in (settings.get("tokenizer_class"), config.get("tokenizer_class"), *of_types):
@@ -148,13 +148,6 @@ def _is_tokenizer_class(found: object) -> bool:
     from transformers import PreTrainedTokenizerBase
 
     return isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        return read_json_object(path)
-    except (OSError, ValueError):
-        return {}
 
 
 def _check_loaded(tokenizer: Any, path: Path) -> None:

@@ -150,6 +150,14 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def json_object_or_empty(path: Path) -> dict[str, Any]:
+    """The same, or nothing where it cannot be read: who needs the file says what is wrong with it."""
+    try:
+        return read_json_object(path)
+    except (OSError, ValueError):
+        return {}
+
+
 def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
     """Open a file that somebody else may have made, to be read: a pipe, at which one would wait for ever, is refused.
 

@@ -16,7 +16,7 @@ from typing import Any
 from filelock import FileLock
 
 from ..base.errors import ModelError
-from ..files.parsing import read_json_object, read_regular, reason
+from ..files.parsing import json_object_or_empty, read_regular, reason
 
 _COMMIT_LENGTH = 40
 _LARGEST_CODE = 1 << 26
@@ -71,7 +71,7 @@ def check_needs_no_code(directory: Path, *, where: str = "model.trust_remote_cod
     """
     from transformers import CONFIG_MAPPING
 
-    values = _json(directory / "config.json")
+    values = json_object_or_empty(directory / "config.json")
     if isinstance(values.get("auto_map"), Mapping) and values.get("model_type") not in CONFIG_MAPPING:
         named = ", ".join(sorted(path.name for path in directory.glob("*.py"))) or "no file of which is there"
         raise ModelError(
@@ -84,7 +84,10 @@ def digest_of_code(directory: Path) -> str:
     """SHA-256 of the names and contents of all Python files in a directory."""
     digest = hashlib.sha256()
     for path in sorted(directory.rglob("*.py")):
-        content = read_regular(path, max_bytes=_LARGEST_CODE)
+        try:
+            content = read_regular(path, max_bytes=_LARGEST_CODE)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror}. Remove it, or use a whole copy.") from None
         digest.update(f"{path.relative_to(directory).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
@@ -106,7 +109,7 @@ def _register(directory: Path) -> None:
             )
         return get_class_from_dynamic_module(reference, str(directory))
 
-    values = _json(directory / "config.json")
+    values = json_object_or_empty(directory / "config.json")
     named = values.get("auto_map") or {}
     if not {"AutoConfig", "AutoModelForCausalLM"} <= named.keys():
         raise ModelError(
@@ -119,16 +122,8 @@ def _register(directory: Path) -> None:
     # So that what is written brings the code along.
     config_cls.register_for_auto_class("AutoConfig")
     model_cls.register_for_auto_class("AutoModelForCausalLM")
-    tokenizer = (_json(directory / "tokenizer_config.json").get("auto_map") or {}).get("AutoTokenizer")
+    tokenizer = (json_object_or_empty(directory / "tokenizer_config.json").get("auto_map") or {}).get("AutoTokenizer")
     found = [load(each) for each in (tokenizer if isinstance(tokenizer, list) else [tokenizer]) if each]
     for tokenizer_cls in found[:1]:
         AutoTokenizer.register(config_cls, tokenizer_class=tokenizer_cls, exist_ok=True)
         tokenizer_cls.register_for_auto_class("AutoTokenizer")
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return dict(read_json_object(path))
-    except (OSError, ValueError):
-        # Who needs the file tells what is wrong with it.
-        return {}
