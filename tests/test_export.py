@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import doors
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from meshwright import CheckpointError, ConfigError, save_checkpoint
+from meshwright import CheckpointError, ConfigError, Mesh, MeshSizes, open_world, resolve, save_checkpoint
 from meshwright.checkpoint import export as module
 from meshwright.checkpoint import export_checkpoint
 from meshwright.cli import main as cli
+from meshwright.model.base_files import kept_files, note_files, without_replaced
 from meshwright.testing import Case, pool
 from meshwright.testing.models import case_model, case_reason, known_models
 from meshwright.testing.parity import build_manager, full_weights, train_steps
@@ -146,6 +149,131 @@ def test_what_cannot_be_exported_is_told(checkpoint: Path, tmp_path: Path) -> No
         assert done.exit_code in (1, 2)
         assert done.stderr.startswith("error: ")
     assert not (tmp_path / "out").exists()
+
+
+# -- what leaves by any door is what was trained; benchmarks/exports.py tries all types
+
+
+@pytest.mark.parametrize("door", doors.DOORS)
+@pytest.mark.parametrize("ties", doors.TIES)
+def test_what_plain_transformers_loads_is_what_was_trained(ties: str, door: str, tmp_path: Path) -> None:
+    assert pool(1).run(doors.difference, "llama", ties, door, tmp_path) == [""]
+
+
+def test_an_adapter_of_a_type_that_trains_without_a_cache_alone_is_merged(tmp_path: Path) -> None:
+    assert pool(1).run(doors.difference, "bamba", "plain", "merge", tmp_path) == [""]
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "mixtral", "opt", "roberta"])
+@pytest.mark.parametrize("ties", doors.TIES)
+def test_what_plain_transformers_loads_of_other_types_is_what_was_trained(
+    model_type: str, ties: str, tmp_path: Path
+) -> None:
+    assert pool(1).run(doors.difference, model_type, ties, "Python", tmp_path) == [""]
+
+
+def _go_on_from_a_checkpoint(root: Path) -> str:
+    cls = doors.write_base("llama", "contradicting", root / "base")
+    doors.by_run_file(root / "base", root / "first")
+    checkpoint = root / "first.run" / "checkpoints" / "step-00000001"
+    wanted = doors.run({"checkpoint": str(checkpoint)}, root / "base", root / "second")
+    return doors.compared(cls, root / "base", root / "second", wanted)
+
+
+def test_a_run_that_begins_with_a_checkpoint_keeps_head_and_files(tmp_path: Path) -> None:
+    assert pool(1).run(_go_on_from_a_checkpoint, tmp_path) == [""]
+
+
+def _change_ties(tied: bool, strategy: str, sizes: dict[str, int], root: str) -> Tensor:
+    world = open_world("cpu")
+    stack, degrees = resolve(strategy, MeshSizes(**sizes), world.size)
+    manager = stack.build(Mesh(degrees, world))
+    model: Any = case_model("llama", tied=tied, seed=0, dtype=torch.float32)
+    embedding = model.get_input_embeddings().weight
+    model.lm_head.weight = nn.Parameter(embedding.detach() * 2) if tied else embedding
+    manager.parallelize(model)
+    save_checkpoint(manager, f"{root}/checkpoint", step=1)
+    export_checkpoint(f"{root}/checkpoint", f"{root}/out", world=world)
+    return full_weights(manager)["lm_head.weight" if tied else "model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_code_unties_or_ties_is_exported_so(tied: bool, layout: str, tmp_path: Path) -> None:
+    strategy, ranks, sizes = LAYOUTS[layout]
+    head = pool(ranks).run(_change_ties, tied, strategy, sizes, str(tmp_path))[0]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.config.tie_word_embeddings is not tied
+    assert torch.equal(loaded.lm_head.weight, head)
+    assert torch.equal(loaded.get_input_embeddings().weight, head / 2 if tied else head)
+
+
+def _untie_one(root: str) -> Tensor:
+    model: Any = case_model("roberta", tied=True, seed=0, dtype=torch.float32)
+    weight = model.get_output_embeddings().weight
+    model.get_output_embeddings().weight = nn.Parameter(weight.detach() * 2)
+    stack, degrees = resolve("single", MeshSizes(), 1)
+    manager = stack.build(Mesh(degrees, open_world("cpu")))
+    manager.parallelize(model)
+    save_checkpoint(manager, f"{root}/checkpoint", step=1)
+    export_checkpoint(f"{root}/checkpoint", f"{root}/out")
+    return weight.detach() * 2
+
+
+def test_one_of_several_tied_weights_is_exported_where_it_has_values_of_its_own(tmp_path: Path) -> None:
+    # The bias of this head stays tied, so that its configuration cannot say what is.
+    (head,) = pool(1).run(_untie_one, str(tmp_path))
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.config.tie_word_embeddings
+    assert torch.equal(loaded.get_output_embeddings().weight, head)
+
+
+# -- files beside the weights
+
+
+def test_files_of_another_tokenizer_do_not_remain() -> None:
+    vocabulary = {"model": {"vocab": {"a": 0, "b": 1}}}
+    base = {"tokenizer.json": _json(vocabulary), "spiece.model": b"pieces", "special_tokens_map.json": b"{}"}
+    base |= {"LICENSE": b"Terms.", "chat_template.jinja": b"old", "preprocessor_config.json": b"{}"}
+    same = {"tokenizer.json": _json({**vocabulary, "version": "2.0"}), "tokenizer_config.json": b"{}"}
+    other = {**same, "tokenizer.json": _json({"model": {"vocab": {"b": 0, "a": 1}}})}
+    assert without_replaced(base, {}) == base
+    assert without_replaced(base, same).keys() == {"spiece.model", "LICENSE", "preprocessor_config.json"}
+    assert without_replaced(base, other).keys() == {"LICENSE", "preprocessor_config.json"}
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def test_files_that_lie_elsewhere_are_left_out_and_told(tmp_path: Path) -> None:
+    secret, base = tmp_path / "secret", tmp_path / "base"
+    secret.write_text("key")
+    base.mkdir()
+    (base / "LICENSE").symlink_to(secret)
+    (base / "NOTICE.txt").write_text("Terms.")
+    os.mkfifo(base / "vocab.txt")
+    for name in ("README.md", "model.safetensors.index.json", "all_results.json", "optimizer.bin"):
+        (base / name).write_text("x")
+    model = nn.Linear(1, 1)
+    assert note_files(model, base) == (
+        f"{base / 'LICENSE'} is a link to another directory, and is left out of checkpoints and exports.",
+    )
+    assert kept_files(model) == {"NOTICE.txt": b"Terms."}
+
+
+def _save_odd_generation_config(path: str) -> None:
+    manager = build_manager("single", {}, {}, Case())
+    model: Any = manager.model_parts[0]
+    # Published so by some models: transformers reads it with a warning, and its save_pretrained may refuse it.
+    model.generation_config.temperature, model.generation_config.do_sample = 0.6, False
+    save_checkpoint(manager, path, step=3)
+
+
+def test_a_generation_config_that_transformers_would_not_save_is_kept(tmp_path: Path) -> None:
+    pool(1).run(_save_odd_generation_config, str(tmp_path / "checkpoint"))
+    export_checkpoint(tmp_path / "checkpoint", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6
 
 
 def _round_trip(model_type: str, root: str) -> Any:

@@ -215,6 +215,11 @@ def coverage() -> str:
         return page.read_text(encoding="utf-8")
 
 
+def exports() -> str:
+    """What plain transformers loads of each type's exports: docs/exports.md."""
+    return between("exports.md", "types", script("benchmarks/exports.py").table(results("exports")))
+
+
 def plans() -> str:
     """The three tables of docs/plan.md."""
     types, published, calibrated = (
@@ -301,6 +306,7 @@ def _heading(page: str) -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "architecture.md": rooms,
     "coverage.md": coverage,
+    "exports.md": exports,
     "faults.md": faults,
     "gpu.md": gpu,
     "index.md": front,

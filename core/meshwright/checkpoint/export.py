@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from .._compat.transformers import is_left_out_of_files, saved_together, to_saved_format
 from ..base.errors import CheckpointError, ConfigError
 from ..mesh.world import World
+from ..model.base_files import GENERATION_CONFIG, generation_json
 from ..tensors.state import TensorKind
 from .adapter_files import AdapterFiles
 from .loading import checked
@@ -174,16 +175,19 @@ class Export:
         self.files = self._planned(limit, ranks)
 
     def _sources(self) -> dict[str, str]:
-        """For each name that is written, the name under which the checkpoint has it."""
+        """For each name that is written, the name under which the checkpoint has it.
+
+        A weight that the class ties, and that the checkpoint has under its own name, is not tied: files may have given
+        it values of its own, or code a parameter.
+        """
         state = self._model.state_dict(keep_vars=True)
         first = {id(value): name for name, value in reversed(state.items())}
-        tied = getattr(self._model, "all_tied_weights_keys", None) or {}
+        tied, kinds = _tied(self._model), self._tensors.kinds
         sources = {
-            name: first[id(value)]
+            name: name if name in kinds else first[id(value)]
             for name, value in state.items()
-            if name not in tied and not is_left_out_of_files(self._model, name)
+            if name in kinds or (name not in tied and not is_left_out_of_files(self._model, name))
         }
-        kinds = self._tensors.kinds
         shapes = {name: kinds[source][0] for name, source in sources.items() if source in kinds}
         for name, value in state.items():
             if name in sources and shapes.get(name) != value.shape:
@@ -237,18 +241,23 @@ class Export:
                 "weight_map": {name: path for path, file in self.files.items() for name in file.sizes},
             }
             (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        model: Any = self._model
+        if model.can_generate():
+            (output / GENERATION_CONFIG).write_bytes(generation_json(model.generation_config))
         for source, name in self._described:
             if name != "config.json":
                 (output / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, output / name)
-        model: Any = self._model
         model.config.architectures = [type(model).__name__]
         floating = {self._dtype_of(name) for name in self._source}
         dtype = next((each for each in sorted(floating, key=str) if each.is_floating_point), torch.float32)
         model.config.dtype = str(dtype).removeprefix("torch.")
         model.config.save_pretrained(output)
-        if model.can_generate():
-            model.generation_config.save_pretrained(output)
+
+
+def _tied(model: nn.Module) -> Set[str]:
+    """Names of the weights that a model's class and configuration tie to others."""
+    return (getattr(model, "all_tied_weights_keys", None) or {}).keys()
 
 
 def as_bytes(size: str | int) -> int:

@@ -24,6 +24,7 @@ from .._compat.peft import active_copies, adapted_on_meta, base_name, wrappers
 from ..base.errors import CheckpointError, ConfigError, ModelError
 from ..model.adapter import files_of, read_adapter_config
 from ..model.adapter_base import ADAPTER_CONFIG, Base, fingerprint_of, read_base
+from ..model.base_files import kept_files, without_replaced
 from ..model.configuration import config_from_directory
 from ..model.merge import merged_layer
 from ..model.pretrained import PretrainedWeights, find_directory, open_pretrained
@@ -72,6 +73,10 @@ def merge_adapter(
         for name in export.files:
             export.write(name, writing / name)
         export.describe(writing)
+        new = {name: path.read_bytes() for path, name in described}
+        for name, content in without_replaced(merged.files, new).items():
+            (writing / name).parent.mkdir(exist_ok=True)
+            (writing / name).write_bytes(content)
 
 
 Values = Mapping[str, Callable[[], Tensor]]
@@ -89,6 +94,7 @@ class Merged:
     Attributes:
         whole: the model as it is to be written.
         kinds: shape and dtype of each tensor.
+        files: of the base, beside its weights.
     """
 
     def __init__(
@@ -99,6 +105,7 @@ class Merged:
         values: Callable[[nn.Module], Values],
     ) -> None:
         self.whole, self._weights = copy.deepcopy(model), weights
+        self.files = kept_files(model)
         self._adapted = adapted_on_meta(model, {"default": config})
         self._values = values(self._adapted)
         for name, _ in self._adapted.named_parameters():
@@ -118,7 +125,9 @@ class Merged:
         self._last: tuple[str, dict[str, Tensor]] | None = None
         self._untie_what_differs()
         state = self.whole.state_dict(keep_vars=True)
-        self.kinds: dict[str, TensorKind] = {name: (value.shape, value.dtype) for name, value in state.items()}
+        # Each once, by the first of its names, as a checkpoint has it.
+        first = {id(value): name for name, value in reversed(state.items())}
+        self.kinds: dict[str, TensorKind] = {name: (state[name].shape, state[name].dtype) for name in first.values()}
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """All of a tensor of the merged model, in the dtype of the base."""

@@ -17,6 +17,7 @@ from .._compat.transformers import save_code
 from ..base.errors import CheckpointWriteError
 from ..mesh.world import new_group
 from ..model.adapter_base import adapter_configs, adapter_folder
+from ..model.base_files import GENERATION_CONFIG, generation_json, kept_files, without_replaced
 from ..strategy.contract import StrategyManager
 from .agreement import Agreement
 from .content import content_of
@@ -116,15 +117,21 @@ class Saving:
     def _described(self) -> dict[str, bytes]:
         """The files of Hugging Face, which its classes write into a directory of this machine."""
         with tempfile.TemporaryDirectory(prefix="meshwright-") as made:
-            directory = Path(made, HUGGING_FACE)
+            directory = Path(made)
             save_code(self._model, directory)
             for each in self._describing:
                 if each is not None:
                     each.save_pretrained(directory)
             for name, each in self._adapters.items():
                 each.save_pretrained(directory / adapter_folder(name))
-            found = sorted(path for path in directory.rglob("*") if path.is_file())
-            return {path.relative_to(made).as_posix(): path.read_bytes() for path in found}
+            paths = sorted(path for path in directory.rglob("*") if path.is_file())
+            found = {path.relative_to(made).as_posix(): path.read_bytes() for path in paths}
+        if self._content.manifest.base is None:
+            found |= without_replaced(kept_files(self._model), found)
+            generation = getattr(self._model, "generation_config", None)
+            if generation is not None:
+                found[GENERATION_CONFIG] = generation_json(generation)
+        return {f"{HUGGING_FACE}/{name}": content for name, content in found.items()}
 
     def _agreed(self, error: str | None, files: dict[str, StoredFile]) -> str | None:
         """Let the first rank complete the checkpoint if all ranks have written theirs; what went wrong otherwise."""

@@ -20,6 +20,7 @@ from ..model.knapsack import ONE_STAGE
 from ..model.layout import ModelLayout, in_order
 from ..model.merge import merging_of
 from ..model.offload import OffloadedBlocks
+from ..model.ties import note_ties
 from ..model.weights import Weights, fill, materialize
 from ..step.agreement import agree, announce
 from ..step.batch import Terms
@@ -68,6 +69,7 @@ class DataParallelManager(Duties):
     def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
         if not self.in_pipeline:
             check_new(model, has_model=self._parallelized)
+            note_ties(model)
         check_trainable(model, may_be_frozen=self.in_pipeline, router_loss=True)
         if not self.in_pipeline:
             self.check_model(model)

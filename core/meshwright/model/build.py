@@ -11,6 +11,7 @@ from torch import nn
 
 from ..base.errors import ModelError
 from ..files.parsing import reason
+from .base_files import note_files
 from .configuration import DTYPE_NAMES, PARALLEL, check_init, checked_dtype_name
 from .drawn_weights import DeferredModel
 from .pretrained import open_pretrained
@@ -33,7 +34,7 @@ def build_model(
         section: the run file's `model`.
         config: of Hugging Face.
         seed: of new weights.
-        directory: where the section's `path` is; None: it is one.
+        directory: of Hugging Face, of the section's `path` or in its `checkpoint`; None: the path itself.
         dtype: of the parameters; None: the section's.
 
     Returns:
@@ -45,7 +46,10 @@ def build_model(
         ModelError: transformers cannot build or load it.
     """
     if "path" not in section:
-        return new_model_on_meta(config, dtype_of(section), seed, init=section.get("init", PARALLEL))
+        model, values = new_model_on_meta(config, dtype_of(section), seed, init=section.get("init", PARALLEL))
+        if directory is not None:
+            note_files(model, directory)
+        return model, values
     path = directory or Path(section["path"]).expanduser()
     allow_pickle = bool(section.get("allow_pickle", False))
     wanted = dtype or dtype_of(section)

@@ -19,14 +19,23 @@ def forward_options(model: nn.Module, *, in_parts: bool = False) -> dict[str, An
     taken = inspect.signature(model.forward).parameters
     names = set(taken)
     if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
-        # Some classes do not name it, and hand it on to the model inside.
-        names |= {"use_cache"} & set(inspect.signature(getattr(model, "base_model", model).forward).parameters)
+        # Some classes do not name it, and hand it on to the model inside; peft's wrapper hands on all.
+        base = _below_adapters(model)
+        names |= set(inspect.signature(base.forward).parameters)
+        names |= {"use_cache"} & set(inspect.signature(getattr(base, "base_model", base).forward).parameters)
     return {name: value for name, value in options.items() if name in names}
 
 
 def forward_takes(model: nn.Module) -> frozenset[str]:
     """The names that a model's forward takes; what else a batch holds is an objective's, where there is one."""
-    return frozenset(inspect.signature(model.forward).parameters)
+    signatures = (inspect.signature(each.forward) for each in (model, _below_adapters(model)))
+    return frozenset(name for each in signatures for name in each.parameters)
+
+
+def _below_adapters(model: nn.Module) -> nn.Module:
+    """The model that peft has wrapped, or a model itself."""
+    found: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return found
 
 
 def with_router_logits(options: Mapping[str, Any]) -> dict[str, Any]:

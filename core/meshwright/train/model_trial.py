@@ -147,14 +147,12 @@ def memory_of_node() -> int:
 
 
 def _try_saving(model: Any) -> None:
-    # Both are validated again when they are written, at the end of the run.
+    # It is validated again when it is written, at the end of the run.
     with (
         tempfile.TemporaryDirectory(prefix="meshwright-") as directory,
         _told(model.config, "write the configuration of"),
     ):
         model.config.save_pretrained(directory)
-        if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(directory)
 
 
 def _train(model: nn.Module, seq_len: int) -> None:

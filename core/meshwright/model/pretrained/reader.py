@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from ..._compat.transformers import load_state_dict_as_pretrained
 from ...base.errors import ModelError, nearest
-from ...files.parsing import read_json_object, reason
+from ..base_files import note_files
+from ..ties import note_ties
 from ..weights import leave_on_meta
 from .files import Held, Source, open_directory
 from .recorded import Recorded, read_whole
@@ -133,9 +134,9 @@ def open_pretrained(
             # Each model class checks its configuration, and each conversion its sources, with errors of all kinds.
             told = _reasons(report)
             raise ModelError(f"transformers cannot load {directory}: {type(error).__name__}: {error}{told}") from error
-    remarks = _remarks(found, directory)
     model.config.name_or_path = str(directory)
-    _read_generation_config(model, directory)
+    note_ties(model)
+    remarks = (*_remarks(found, directory), *note_files(model, directory))
     weights = PretrainedWeights(_sources_of(model), directory, remarks, tuple(sorted(found["missing_keys"])))
     leave_on_meta(model)
     _read_buffers(model)
@@ -219,21 +220,6 @@ def _some(names: Any) -> str:
 
 def _more(names: Any) -> str:
     return f" and {len(names) - TOLD} more" if len(names) > TOLD else ""
-
-
-def _read_generation_config(model: nn.Module, directory: Path) -> None:
-    from transformers import GenerationConfig
-
-    path = directory / "generation_config.json"
-    if path.is_file() and hasattr(model, "generation_config"):
-        try:
-            read_json_object(path)
-            model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
-        except Exception as error:
-            # transformers raises whatever its values meet.
-            raise ModelError(
-                f"{path} is no generation configuration: {reason(error)}. Mend it, or remove it: it is not needed."
-            ) from error
 
 
 def _sources_of(model: nn.Module) -> dict[str, Source]:

@@ -25,6 +25,7 @@ from meshwright.manager.steps import Steps
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import CLAIMABLE_AXES
 from meshwright.model.merge import merging_of
+from meshwright.model.ties import note_ties
 from meshwright.model.weights import Weights
 from meshwright.step.agreement import agree, announce
 from meshwright.step.batch import Terms
@@ -99,6 +100,7 @@ class PipelineManager(StatefulStages):
 
     def parallelize(self, model: nn.Module, weights: Weights | None = None) -> nn.Module:
         check_new(model, has_model=self._model is not None)
+        note_ties(model)
         taken_apart = self.config.patch_inner_model
         self.mesh.world.together(lambda: check_trainable(model, may_be_frozen=not taken_apart, router_loss=taken_apart))
         self._vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)

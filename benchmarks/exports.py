@@ -1,0 +1,106 @@
+"""Train every model type for a step and compare what plain transformers loads from its export with what was trained.
+
+    python benchmarks/exports.py             # all types: about half an hour; continues where it was interrupted
+    python benchmarks/exports.py llama gpt2  # some types, tried again
+
+A cell is a type, a head (of the type, tied, contradicting its configuration) and a door (`tests/doors.py`). Writes
+benchmarks/results/exports.json; `python tools/tables.py` makes docs/exports.md of it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+HEADS = {"plain": "as its type has it", "tied": "tied", "contradicting": "its own, where the configuration ties it"}
+RESULTS = ROOT / "benchmarks" / "results" / "exports.json"
+
+
+def tried(model_type: str, ties: str, door: str) -> str:
+    """What one cell shows: "equal", "none: why there is no such case", or what is wrong."""
+    import doors
+
+    root = Path(tempfile.mkdtemp(prefix="meshwright-"))
+    try:
+        return doors.difference(model_type, ties, door, root) or "equal"
+    except doors.NotApplicable as error:
+        return f"none: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        shutil.rmtree(root)
+
+
+def main(types: list[str]) -> None:
+    from doors import DOORS, TIES
+
+    from meshwright.testing import pool
+    from meshwright.testing.zoo import zoo_reason, zoo_types
+
+    found = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"cells": {}}
+    for model_type in types or zoo_types():
+        if zoo_reason(model_type) is not None or (not types and model_type in found["cells"]):
+            continue
+        cells = found["cells"][model_type] = {
+            ties: {door: pool(1).run(tried, model_type, ties, door)[0] for door in DOORS} for ties in TIES
+        }
+        wrong = {f"{ties}, {door}": text for ties in TIES for door, text in cells[ties].items() if _is_wrong(text)}
+        print(model_type, wrong or "equal", flush=True)
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        found |= {"date": str(datetime.date.today()), "versions": versions}
+        RESULTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+def table(found: dict[str, Any]) -> str:
+    """Counts of cells by head and door, and every cell that is not equal, or of a case that a type does not have."""
+    cells = [
+        (model_type, ties, door, text)
+        for model_type, of_type in sorted(found["cells"].items())
+        for ties, by_door in of_type.items()
+        for door, text in by_door.items()
+    ]
+    heads, doors = (list(dict.fromkeys(cell[at] for cell in cells)) for at in (1, 2))
+    lines = [
+        f"{len(found['cells'])} model types, each trained for a step from a base with files beside its weights; "
+        f"{found['date']}, transformers {found['versions']['transformers']}, torch {found['versions']['torch']}, on "
+        f"the CPU (`python benchmarks/exports.py`). A cell counts types whose exports give the logits of what was trained, "
+        f"within 1e-5 of the largest, and have all files; of the types that have such a case.",
+        "",
+        f"| head | {' | '.join(doors)} |",
+        f"|---|{'---|' * len(doors)}",
+    ]
+    for ties in heads:
+        texts = {door: [cell[3] for cell in cells if cell[1:3] == (ties, door)] for door in doors}
+        counts = [
+            f"{each.count('equal')} of {sum(not text.startswith('none') for text in each)}" for each in texts.values()
+        ]
+        lines.append(f"| {HEADS[ties]} | {' | '.join(counts)} |")
+    none: dict[str, set[str]] = {}
+    for model_type, _, _, text in cells:
+        if text.startswith("none"):
+            none.setdefault(text.removeprefix("none: ").split("\n")[0][:120], set()).add(model_type)
+    lines += ["", "Cases that types do not have:", ""]
+    lines += [f"- {reason}: {', '.join(sorted(types))}" for reason, types in sorted(none.items())]
+    wrong = [cell for cell in cells if _is_wrong(cell[3])]
+    if wrong:
+        lines += ["", "| type | head | door | what is wrong |", "|---|---|---|---|"]
+        lines += [f"| {t} | {HEADS[ties]} | {door} | {' '.join(text.split())[:120]} |" for t, ties, door, text in wrong]
+    return "\n".join(lines)
+
+
+def _is_wrong(text: str) -> bool:
+    return text != "equal" and not text.startswith("none")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

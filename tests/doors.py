@@ -1,0 +1,237 @@
+"""Train a pretrained model for a step, export it in one of four ways, and compare what plain transformers loads.
+
+The base has files beside its weights. Its head is that of its type, tied to the embedding, or contradicts its
+configuration, which ties it, while the file has separate values for it.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+import meshwright as mw
+from meshwright.checkpoint import export_checkpoint
+from meshwright.checkpoint.merged_model import merge_adapter
+from meshwright.testing.zoo import zoo_model
+from meshwright.train.optim import OptimizerConfig, optimizer_factory
+from meshwright.train.run import run_rank
+
+TIES = ("plain", "tied", "contradicting")
+BESIDE = {
+    "LICENSE": "Terms.",
+    "preprocessor_config.json": '{"feature_size": 80}',
+    "processor_config.json": '{"processor_class": "P"}',
+    "chat_template.json": '{"chat_template": "x"}',
+    "spiece.model": "pieces",
+    "modeling_own.py": "raise SystemExit('never run')\n",
+}
+WRITTEN_ANEW = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+"""Files that an export has, but not byte for byte."""
+TOLERANCE = 1e-5
+"""Of logits in float32, against their largest: merging rounds."""
+
+
+class NotApplicable(Exception):
+    """A type has no such case; says why."""
+
+
+def write_base(model_type: str, ties: str, directory: Path) -> type[nn.Module]:
+    """Write a model with files beside its weights; gives its class.
+
+    Raises:
+        NotApplicable: its class cannot be tied.
+    """
+    tied = None if ties == "plain" else True
+    try:
+        model: Any = zoo_model(model_type, dtype=torch.float32, tied=tied)
+    except Exception as error:
+        if tied is None:
+            raise
+        raise NotApplicable(f"{type(error).__name__}: {error}") from error
+    names = dict(model.all_tied_weights_keys or {})
+    if tied and not names:
+        raise NotApplicable("its class ties nothing")
+    tokenizer = digits(pad=getattr(model.config.get_text_config(), "pad_token_id", None))
+    ends, pad = [tokenizer.eos_token_id, 5], tokenizer.pad_token_id
+    model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, eos_token_id=ends, pad_token_id=pad)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    if ties == "contradicting":
+        path = directory / "model.safetensors"
+        tensors, state = load_file(path), model.state_dict()
+        generator = torch.Generator().manual_seed(1)
+        own = {name: torch.randn(state[name].shape, generator=generator) * 0.1 for name in names}
+        save_file({**tensors, **own}, path, metadata={"format": "pt"})
+    for name, text in BESIDE.items():
+        (directory / name).write_text(text)
+    return type(model)
+
+
+def digits(pad: int | None) -> PreTrainedTokenizerFast:
+    """A tokenizer of twelve words with the model's padding; transformers' Trainer would change the model's to it."""
+    words = ["<end>", *map(str, range(10))]
+    words.insert(pad if pad in range(12) else 0, "<pad>")
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+    made.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    return made
+
+
+def ids() -> Tensor:
+    return torch.randint(2, 12, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model.eval()(ids(), use_cache=False).logits.float()
+        return found
+
+
+def step(manager: Any) -> None:
+    batch = [{"input_ids": ids(), "labels": ids()}]
+    manager.build_optimizer(optimizer_factory(OptimizerConfig(lr=0.05)))
+    manager.forward_backward(batch, num_tokens=manager.announce(batch))
+    manager.optimizer_step()
+
+
+# -- doors: train what is in base, write it to out, give the logits of what was trained
+
+
+def by_python(base: Path, out: Path) -> Tensor:
+    manager = mw.from_pretrained(base, "single", dtype="float32", world=mw.open_world("cpu"))
+    step(manager)
+    mw.save_checkpoint(manager, out.with_name("checkpoint"), step=1)
+    export_checkpoint(out.with_name("checkpoint"), out)
+    return logits(manager.model_parts[0])
+
+
+def by_merge(base: Path, out: Path) -> Tensor:
+    peft = {"type": "lora", "r": 2, "target_modules": "all-linear"}
+    manager = mw.from_pretrained(base, "single", dtype="float32", peft=peft, world=mw.open_world("cpu"))
+    try:
+        step(manager)
+    except RuntimeError as error:
+        raise NotApplicable(f"peft's layers cannot take the place of its linear layers: {error}") from error
+    mw.save_checkpoint(manager, out.with_name("checkpoint"), step=1)
+    merge_adapter(out.with_name("checkpoint"), out)
+    return logits(manager.model_parts[0])
+
+
+def by_run_file(base: Path, out: Path) -> Tensor:
+    return run({"path": str(base)}, base, out)
+
+
+def run(model: dict[str, str], base: Path, out: Path) -> Tensor:
+    """Train by a run file with this section `model`, whose base is there."""
+    root = out.parent
+    for number in range(20):
+        (root / f"{number}.txt").write_text(" ".join(str((number + at) % 10) for at in range(40)))
+    values = {
+        "strategy": "single",
+        "nproc": 1,
+        "device": "cpu",
+        "threads_per_rank": 1,
+        "steps": 1,
+        "batch_size": 2,
+        "micro_batch_size": 2,
+        "model": model,
+        "optimizer": {"lr": 0.05},
+        "sample": None,
+        "data": {"corpus": f"{root}/*.txt", "seq_len": 16, "eval_fraction": 0.3, "cache_dir": f"{root}/cache"},
+        "checkpoint": {"every": 1},
+        "output_dir": f"{out}.run",
+        "eval": {"sequences": 1},
+    }
+    file = root / "run.yaml"
+    file.write_text(yaml.safe_dump(values))
+    run_rank(None, mw.load_run(file))
+    (Path(f"{out}.run") / "model").rename(out)
+    manager = mw.from_pretrained(base, "single", dtype="float32", world=mw.open_world("cpu"))
+    mw.load_checkpoint(manager, f"{out}.run/checkpoints/step-00000001")
+    return logits(manager.model_parts[0])
+
+
+def by_trainer(base: Path, out: Path) -> Tensor:
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainingArguments
+
+    from meshwright_trainer import MeshTrainer
+
+    arguments = TrainingArguments(
+        output_dir=str(out.with_name("trainer")),
+        max_steps=1,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        learning_rate=0.05,
+        disable_tqdm=True,
+        per_device_train_batch_size=2,
+    )
+    rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in ids().tolist()])
+    made: Any = MeshTrainer(
+        str(base),
+        args=arguments,
+        train_dataset=rows,
+        processing_class=AutoTokenizer.from_pretrained(base),
+        mesh={"strategy": "single"},
+    )
+    made.train()
+    made.save_model(str(out))
+    return logits(made.model)
+
+
+DOORS: Mapping[str, Callable[[Path, Path], Tensor]] = {
+    "run file": by_run_file,
+    "Python": by_python,
+    "trainer": by_trainer,
+    "merge": by_merge,
+}
+
+
+def difference(model_type: str, ties: str, door: str, root: Path) -> str:
+    """What is wrong with an export: empty where nothing is.
+
+    Raises:
+        NotApplicable: as `write_base`.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    base, out = root / "base", root / "out"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cls = write_base(model_type, ties, base)
+        wanted = DOORS[door](base, out)
+        return compared(cls, base, out, wanted)
+
+
+def compared(cls: Any, base: Path, out: Path, wanted: Tensor) -> str:
+    """What is wrong with an export that should give these logits, and have the files of its base."""
+    loaded, report = cls.from_pretrained(out, output_loading_info=True)
+    if report["missing_keys"] or report["unexpected_keys"]:
+        return f"missing {sorted(report['missing_keys'])}, unexpected {sorted(report['unexpected_keys'])}"
+    apart = float((logits(loaded) - wanted).abs().max() / wanted.abs().max())
+    if not apart <= TOLERANCE:
+        return f"logits differ by {apart:.1e} of the largest"
+    return _of_files(base, out)
+
+
+def _of_files(base: Path, out: Path) -> str:
+    names = {path.name for path in base.iterdir()} - {"model.safetensors"}
+    if lost := sorted(name for name in names if not (out / name).is_file()):
+        return f"lost {lost}"
+    changed = [name for name in names - WRITTEN_ANEW if (base / name).read_bytes() != (out / name).read_bytes()]
+    if changed:
+        return f"changed {sorted(changed)}"
+    was, is_ = (json.loads((each / "generation_config.json").read_text()) for each in (base, out))
+    return "" if was == is_ else f"generation_config.json has {is_}, and had {was}"
