@@ -1078,14 +1078,6 @@ _bug(
     kind="weights are exported in the wrong dtype",
 )
 _bug(
-    "export_drops_a_tied_weight",
-    "meshwright.checkpoint.export",
-    "            if name not in tied and not is_left_out_of_files(self._model, name)",
-    "            if name not in {*tied, *tied.values()} and not is_left_out_of_files(self._model, name)",
-    "tests/test_export.py::test_all_ranks_or_one_process_write_what_save_pretrained_would[fsdp2-tp2-tied]",
-    kind="an export lacks a weight that has two names",
-)
-_bug(
     "exported_before_it_is_described",
     "meshwright.checkpoint.export",
     "    yield writing\n    if first:\n        writing.rename(output.resolve())\n",
