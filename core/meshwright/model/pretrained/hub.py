@@ -13,7 +13,17 @@ from ...mesh.world import World
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_FILES = ["*.json", "model*.safetensors", "*.txt", "*.model", "*.jinja"]
+_FILES = [
+    "*.json",
+    "model*.safetensors",
+    "*.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+]
 _PICKLES = ["pytorch_model*.bin"]
 _CODE = ["*.py"]
 
