@@ -130,7 +130,7 @@ def by_merge(base: Path, out: Path) -> Tensor:
         manager = open_base(peft={**peft, "exclude_modules": ["out_proj", "conv1d"]})
     try:
         step(manager)
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError) as error:
         raise NotApplicable(f"peft's layers cannot take the place of its linear layers: {error}") from error
     mw.save_checkpoint(manager, out.with_name("checkpoint"), step=1)
     merge_adapter(out.with_name("checkpoint"), out)
