@@ -35,6 +35,11 @@ ADAPTERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "all and head": ("llama", R | {"target_modules": [*LINEAR, "lm_head"]}),
     "embedding": ("llama", R | {"target_modules": ["q_proj", "embed_tokens"]}),
     "saved modules": ("llama", R | {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "tied modules": (
+        "llama",
+        R | {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+    "tied factors": ("llama", R | {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}),
     "dora": ("llama", R | {"target_modules": "all-linear", "use_dora": True}),
     "dora of ends": ("llama", R | {"target_modules": ["o_proj", "embed_tokens", "lm_head"], "use_dora": True}),
     "widths": ("llama", R | {"target_modules": ["q_proj", "v_proj", "down_proj"]}),
@@ -58,7 +63,7 @@ ADAPTERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "latent": ("deepseek_v3", R | {"target_modules": "all-linear"}),
     "experts": ("mixtral", R | {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
 }
-TIED = ("q and v", "embedding", "saved modules")
+TIED = ("q and v", "embedding", "saved modules", "tied modules", "tied factors")
 LAYOUTS: Mapping[str, tuple[int, str, Mapping[str, Any], Mapping[str, int], Mapping[str, Any] | None]] = {
     "ddp": (2, "ddp", {}, {}, None),
     "bucketed": (2, "ddp", {"engine": "bucketed", "use_distributed_optimizer": True}, {}, None),
@@ -128,6 +133,8 @@ def merged_parameters(strategy: str, config: Any, sizes: Any, case: Case, wrappe
     whole.load_state_dict(before, strict=False)
     expected = dict(whole.merge_and_unload().named_parameters())
     if is_tied:
+        if (case.adapter or {}).get("ensure_weight_tying"):
+            expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
         given.setdefault("lm_head.weight", given["model.embed_tokens.weight"])
         order.remove("lm_head.weight")
     differing = [name for name, value in expected.items() if name not in given or not torch.equal(given[name], value)]

@@ -341,6 +341,7 @@ RANKS: list[Any] = [
     pytest.param("fsdp2", 2, {}, {"cp_size": 2}, CASE, None, id="cp"),
     pytest.param("megatron_fsdp", 2, {}, {}, CASE, None, id="megatron_fsdp"),
     pytest.param("ddp", 2, {"engine": "bucketed"}, {}, CASE, None, id="ddp-bucketed"),
+    pytest.param("single", 1, {}, {}, CASE, None, id="single"),
     pytest.param("ddp", 2, {}, {}, CASE, None, id="ddp-torch", marks=pytest.mark.zoo),
     pytest.param("fsdp2", 2, {}, {"pp_size": 2}, PIPELINED, {"pipeline": {"pp_schedule": "1f1b"}}, id="1f1b"),
     pytest.param(

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import meshwright as mw
+from meshwright._compat.peft import is_transposed
 from meshwright.checkpoint import export_checkpoint
 from meshwright.checkpoint import merged_model as merging_module
 from meshwright.checkpoint.manifest import MANIFEST, read_manifest
@@ -44,7 +45,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "embeddings": {"target_modules": ["embed_tokens", "lm_head"]},
     "trained embeddings": {"modules_to_save": ["embed_tokens"]},
     "biases": {"bias": "all"},
+    "tied copies": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "tied copies by head": {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},
+    "tied factors": {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+    "tied factors by head": {"target_modules": ["lm_head"], "use_rslora": True, "ensure_weight_tying": True},
+    "tied dora": {"target_modules": ["embed_tokens"], "use_dora": True, "ensure_weight_tying": True},
 }
+UNTIED = ("rslora", "dora", "embeddings", "trained embeddings", "tied dora")
+"""Kinds that change one of two tied weights, or both in different ways."""
+ADDED_TWICE = ("dora", "embeddings", "tied dora", "tied factors", "tied factors by head")
+"""Kinds whose changes `merge_and_unload` adds to both of two tied weights."""
 PREFIX = "base_model.model."
 
 
@@ -101,6 +111,9 @@ def check_loaded_in_peft(weights: dict[str, Tensor], base: Path, adapter: Path) 
     """Every weight of the run is in peft's model over the base, bit for bit."""
     model = trained_in_peft(base, adapter)
     found = dict(model.named_parameters(remove_duplicate=False))
+    # A tied head holds the embedding's factors, which peft has the other way around.
+    turned = {name.replace(".factor", ".weight"): value.t() for name, value in weights.items() if is_transposed(name)}
+    weights = {name: value for name, value in weights.items() if not is_transposed(name)} | turned
     assert found.keys() == weights.keys()
     wrong = [name for name, value in weights.items() if not torch.equal(found[name], value)]
     assert not wrong
@@ -159,12 +172,29 @@ def test_peft_loads_what_was_trained_and_merged_models_compute_it(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plain = model.merge_and_unload()
-    # Where one of two tied weights is adapted, peft changes both, and its merged model computes something else.
-    differs = tied == "tied" and kind in ("dora", "embeddings")
+    assert merged.config.tie_word_embeddings is (tied == "tied" and kind not in UNTIED)
+    differs = tied == "tied" and kind in ADDED_TWICE
     assert torch.allclose(logits(plain), expected, atol=1e-5) is not differs
     if not differs:
         state = plain.state_dict()
         assert all(torch.equal(value, state[name]) for name, value in merged.state_dict().items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["tied copies by head", "tied factors"])
+def test_every_strategy_exports_tied_adapters_and_goes_on_from_them(
+    kind: str, layout: str, bases: Path, tmp_path: Path
+) -> None:
+    peft = {**LORA, **KINDS[kind]}
+    _, weights, _ = train(layout, bases / "tied", peft, 2, tmp_path)
+    expected = logits(check_loaded_in_peft(weights, bases / "tied", tmp_path / "adapter"))
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert torch.allclose(logits(merged), expected, atol=1e-5)
+    for source in ({"source": str(tmp_path / "checkpoint")}, {}):
+        options = peft if source else {"adapter": str(tmp_path / "adapter")}
+        loaded, _, _ = train("", bases / "tied", options, 0, **source)
+        assert all(torch.equal(loaded[name], value) for name, value in weights.items())
 
 
 @pytest.mark.parametrize("tied", ["untied", "tied"])

@@ -27,9 +27,12 @@ from adapter_cases import (
     write_base,
 )
 
+from meshwright._compat.peft_tying import tie_adapters
 from meshwright.base.errors import ModelError
 from meshwright.model.weights import fill, materialize
 from meshwright.testing import Case, pool
+from meshwright.testing.adapters import adapted_model
+from meshwright.testing.models import case_model
 from meshwright.testing.parity import difference, reference, train_case
 
 pytest.importorskip("peft")
@@ -65,6 +68,47 @@ def _assert_parity(adapter: str, layout: str, *, tied: bool = False) -> None:
 @pytest.mark.parametrize(("adapter", "layout"), DAILY, ids=lambda each: each.replace(" ", "_"))
 def test_adapters_train_as_in_one_process(adapter: str, layout: str) -> None:
     _assert_parity(adapter, layout)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "layout"),
+    [
+        ("tied factors", "sequence"),
+        ("tied factors", "interleaved"),
+        ("tied factors", "bucketed"),
+        ("tied modules", "tp"),
+    ],
+    ids=lambda each: each.replace(" ", "_"),
+)
+def test_adapters_of_tied_layers_train_as_in_one_process(adapter: str, layout: str) -> None:
+    _assert_parity(adapter, layout, tied=True)
+
+
+def test_tied_factors_get_the_gradients_of_both_layers_that_peft_gives_them() -> None:
+    base = case_model("llama", tied=True, seed=0, dtype=torch.float64)
+    model: Any = adapted_model(base, ADAPTERS["tied factors"][1], seed=0)
+    ids = torch.arange(16).view(2, 8)
+    model(ids, labels=ids).loss.backward()
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    expected = embedding.lora_embedding_B["default"].grad + head.lora_A["default"].weight.grad.t()
+    model.zero_grad()
+    assert tie_adapters(tie_adapters(model)) is model
+    model(ids, labels=ids).loss.backward()
+    torch.testing.assert_close(embedding.lora_embedding_B["default"].grad, expected, rtol=1e-12, atol=1e-14)
+    assert len(list(embedding.parameters())) == len({*embedding.parameters(), *head.parameters()}) == 3
+
+
+def test_tied_factors_that_differ_and_a_bias_that_peft_leaves_out_are_refused() -> None:
+    base = case_model("llama", tied=True, seed=0, dtype=torch.float64)
+    model: Any = adapted_model(base, ADAPTERS["tied factors"][1], seed=0)
+    model.get_output_embeddings().lora_A["default"].weight = torch.nn.Parameter(torch.zeros(4, 36).double())
+    with pytest.raises(ModelError, match=r"ensure_weight_tying=True, but its factors of .*lm_head are not those of"):
+        tie_adapters(model)
+    base = case_model("llama", tied=True, seed=0, dtype=torch.float64)
+    base.lm_head.bias = torch.nn.Parameter(torch.zeros(base.lm_head.out_features).double())
+    model = adapted_model(base, ADAPTERS["tied modules"][1], seed=0)
+    with pytest.raises(ModelError, match=r"a trained copy of lm_head .* peft leaves its bias out"):
+        tie_adapters(model)
 
 
 @pytest.mark.zoo
@@ -196,7 +240,7 @@ def _assert_starts(layout: str, start: str, dtype: str, tmp_path: Path) -> None:
         ({"target_modules": ["no_such_layer"]}, "no_such_layer"),
         ({"target_modules": ["q_proj"], "init_lora_weights": "olora"}, "drawn without them"),
         ({"target_modules": ["q_proj"], "init_lora_weights": "pissa"}, "drawn without them"),
-        ({"target_modules": ["q_proj"], "trainable_token_indices": [1]}, "starts from values of the base"),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": [1]}, r"trainable_token_indices=\[1\] copies rows"),
     ],
     ids=["target", "olora", "pissa", "tokens"],
 )

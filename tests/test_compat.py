@@ -30,7 +30,6 @@ from meshwright._compat.arithmetic import arithmetic
 from meshwright._compat.chat_templates import render_marked
 from meshwright._compat.peft import (
     active_copies,
-    adapted_on_meta,
     base_name,
     file_names,
     low_rank,
@@ -43,6 +42,7 @@ from meshwright._compat.peft import (
     wrappers,
     wrappers_of_parameters,
 )
+from meshwright._compat.peft_tying import adapted_on_meta
 from meshwright._compat.planning import Fakes, handed_on, in_backward, is_asking_for_shapes
 from meshwright._compat.torch import (
     GLOO_THREAD,

@@ -13,8 +13,10 @@ from meshwright.base.errors import ConfigError, ModelError
 from meshwright.model.layout import layout_by_structure
 from meshwright.model.recompute import _selective_contexts, checkpoint_blocks
 from meshwright.step.token_loss import token_loss_sum
+from meshwright.testing import Case, pool
 from meshwright.testing.models import case_model, case_vocab, tiny_model
 from meshwright.testing.observe import Counting
+from meshwright.testing.parity import build_manager, train_steps
 
 BLOCKS = 3
 LINEARS = 7
@@ -168,3 +170,19 @@ def test_canary_operators_have_the_names_by_which_they_are_known() -> None:
     assert not is_communication(aten.mm.default)
     assert is_choice(aten.topk.default)
     assert not is_choice(aten.sort.default)
+
+
+def _on_single(mode: object) -> tuple[int, list[float]]:
+    """How often the last block's MLP begins in a step of one microbatch, and the loss and norm."""
+    manager = build_manager("single", {"activation_checkpointing": mode}, {}, Case())
+    calls: list[int] = []
+    manager.model_parts[0].get_submodule("model.layers.2.mlp").register_forward_pre_hook(lambda *_: calls.append(1))
+    losses, norms, _ = train_steps(manager, Case(), range(1))
+    return len(calls), [*losses, *norms]
+
+
+def test_single_recomputes_as_other_strategies_do() -> None:
+    (plain,) = pool(1).run(_on_single, False)
+    assert plain[0] == 1
+    for mode, calls in ((True, 2), ("full", 2), ("selective", 2), ({"offload": "cpu"}, 1)):
+        assert pool(1).run(_on_single, mode) == [(calls, plain[1])]

@@ -320,6 +320,14 @@ _bug(
     kind="recomputation draws other dropout than the forward did",
 )
 _bug(
+    "single_holds_activations",
+    "meshwright.single.manager",
+    "checkpoint_blocks(model, self.layout, self.config.activation_checkpointing)",
+    "checkpoint_blocks(model, self.layout, False)",
+    "tests/test_recompute.py::test_single_recomputes_as_other_strategies_do",
+    kind="an option is taken and does nothing",
+)
+_bug(
     "evaluation_is_recomputed",
     "meshwright.model.recompute",
     "if not (block.training and torch.is_grad_enabled()):",
@@ -3130,6 +3138,22 @@ _bug(
     kind="an engine gets the weights that were not trained",
 )
 _bug(
+    "tied_factors_apart",
+    "meshwright._compat.peft_tying",
+    "factors[name] = TransposedFactor(other[name])",
+    "factors[name] = TransposedFactor(nn.Parameter(other[name].detach().clone()))",
+    f"{_ADAPTERS}::test_tied_factors_get_the_gradients_of_both_layers_that_peft_gives_them",
+    kind="what is one parameter is trained as two",
+)
+_bug(
+    "tied_factors_the_wrong_way_around_in_files",
+    "meshwright.checkpoint.adapter_files",
+    "read[key] = value.t().contiguous() if is_transposed(named[key]) else value",
+    "read[key] = value",
+    "tests/test_adapter_files.py::test_peft_loads_what_was_trained_and_merged_models_compute_it[tied factors-tied]",
+    kind="a file has a factor as we hold it, and not as peft does",
+)
+_bug(
     "tokens_stay_apart",
     "meshwright._compat.peft",
     '_WRAPPED = ("base_layer", "original_module", "token_adapter")',
@@ -3706,6 +3730,15 @@ _bug(
 
 # -- plugins/trainer: data, models and losses
 
+_bug(
+    "base_for_an_adapter_as_the_reference",
+    "meshwright_trainer._compat",
+    'switch, value = ("_active_adapter", [REFERENCE]) if has_copy else ("_disable_adapters", True)',
+    'switch, value = ("_disable_adapters", True)',
+    "plugins/trainer/tests/test_trained_adapters.py"
+    "::test_the_reference_of_an_adapter_that_was_trained_is_the_adapter_as_it_was[DPO]",
+    kind="a loss takes another model for the reference than TRL does",
+)
 _INPUTS = "plugins/trainer/tests/test_inputs.py"
 _bug(
     "any_tokens_have_one_answer",

@@ -24,6 +24,9 @@ PREFIX = "base_model.model."
 _WRAPPED = ("base_layer", "original_module", "token_adapter")
 """What wrappers call what they are around; a tuner of single tokens is around an embedding, within another wrapper."""
 
+FACTOR = "factor"
+"""Name of a head's low-rank factor where it is the embedding's, which lies the other way around; see `peft_tying`."""
+
 AT_MOST_S = 30.0
 """For matching patterns with the names of modules."""
 
@@ -200,7 +203,7 @@ def low_rank(module: nn.Module) -> LowRank | None:
     outer = [f"lora_B.{each}.{name}" for each, b in module.lora_B.items() for name, _ in b.named_parameters()]
     outer += [f"lora_embedding_B.{each}" for each in module.lora_embedding_B]
     outer += [f"lora_magnitude_vector.{each}.weight" for each in module.lora_magnitude_vector]
-    inner = [f"lora_A.{each}.weight" for each in module.lora_A]
+    inner = [f"lora_A.{each}.{name}" for each, a in module.lora_A.items() for name, _ in a.named_parameters()]
     inner += [f"lora_embedding_A.{each}" for each in module.lora_embedding_A]
     # In a stage of a pipeline, parts of a wrapper may be on another stage.
     here = dict(module.named_parameters(remove_duplicate=False))
@@ -267,7 +270,8 @@ def magnitudes(model: nn.Module) -> Iterator[tuple[str, str, Factors]]:
 def file_names(model: nn.Module, adapter: str = "default") -> dict[str, str]:
     """The names that the tensors of an adapter have in its file, each with its name in the model.
 
-    The function that peft saves with tells them; it passes on what it is given, whatever that is.
+    Where `is_transposed` says so, a tensor of the file is the transposed one of the model. The function that peft saves
+    with tells them; it passes on what it is given, whatever that is.
     """
     from peft import get_peft_model_state_dict
 
@@ -275,7 +279,12 @@ def file_names(model: nn.Module, adapter: str = "default") -> dict[str, str]:
     found: Mapping[str, Any] = get_peft_model_state_dict(
         model, state_dict=marks, adapter_name=adapter, save_embedding_layers=False
     )
-    return {key: mark.name for key, mark in found.items()}
+    return {re.sub(rf"\.{FACTOR}$", ".weight", key): mark.name for key, mark in found.items()}
+
+
+def is_transposed(name: str) -> bool:
+    """Whether a parameter is a low-rank factor that peft has the other way around, as the weight of a layer."""
+    return name.endswith(f".{FACTOR}")
 
 
 class _Mark:
@@ -283,9 +292,7 @@ class _Mark:
         self.name = name
 
 
-def inject(
-    model: nn.Module, config: Any, *, adapter: str = "default", hint: str = "", low_cpu_mem_usage: bool = False
-) -> nn.Module:
+def inject(model: nn.Module, config: Any, *, adapter: str = "default", hint: str = "") -> nn.Module:
     """`peft.get_peft_model`, with peft's own reasons, and a hint, in an error of ours.
 
     Raises:
@@ -297,9 +304,7 @@ def inject(
         with warnings.catch_warnings():
             # Between peft and transformers, of what a user can do nothing about.
             warnings.simplefilter("ignore", FutureWarning)
-            adapted: nn.Module = peft.get_peft_model(
-                model, config, adapter_name=adapter, low_cpu_mem_usage=low_cpu_mem_usage
-            )
+            adapted: nn.Module = peft.get_peft_model(model, config, adapter_name=adapter)
     except (ValueError, TypeError, IndexError, RuntimeError, ImportError, TimeoutError, re.error) as error:
         told = reason(error).strip().rstrip(".")
         raise ModelError(f"peft cannot adapt {type(model).__name__}: {told}.{hint}") from error
@@ -330,21 +335,3 @@ def stand_in(parameter: nn.Parameter) -> nn.Parameter:
     """Not a number everywhere, without memory, on the CPU: what is made of it shows that it was."""
     value = torch.full((1,) * max(1, parameter.dim()), float("nan"), dtype=parameter.dtype)
     return _StandIn(value.expand(parameter.shape), requires_grad=False)
-
-
-def adapted_on_meta(base: nn.Module, configs: Mapping[str, Any]) -> nn.Module:
-    """A model of peft over a base that is on the meta device, with adapters that are there too; changes the base.
-
-    `low_cpu_mem_usage` is public; that it leaves adapters there to be filled is what peft's own loading relies on.
-    """
-    model: Any = None
-    with warnings.catch_warnings():
-        # What the configurations bring about, the training of the adapters has told.
-        warnings.simplefilter("ignore")
-        for name, config in configs.items():
-            if model is None:
-                model = inject(base, config, adapter=name, low_cpu_mem_usage=True)
-            else:
-                model.add_adapter(name, config, low_cpu_mem_usage=True)
-    adapted: nn.Module = model
-    return adapted

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from .._compat.peft import adapted_on_meta, file_names
+from .._compat.peft import file_names, is_transposed
+from .._compat.peft_tying import adapted_on_meta
 from ..base.errors import CheckpointError
 from ..model.adapter import read_adapter_config
 from ..model.adapter_base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_FILE, adapter_folder
@@ -41,8 +42,11 @@ class AdapterFiles:
 
     def write(self, name: str, path: Path) -> None:
         """Read an adapter's tensors and write them."""
-        tensors = self._contents(self.files[name])
-        read = {key: self._stored.read(source, self._dtype_of(source)) for key, source in tensors.items()}
+        read = {}
+        named = file_names(self._model, self.files[name])
+        for key, source in self._contents(self.files[name]).items():
+            value = self._stored.read(source, self._dtype_of(source))
+            read[key] = value.t().contiguous() if is_transposed(named[key]) else value
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(read, path, metadata={"format": "pt"})
 

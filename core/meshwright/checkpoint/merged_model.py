@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.peft import active_copies, adapted_on_meta, base_name, wrappers
+from .._compat.peft import active_copies, base_name, wrappers
+from .._compat.peft_tying import adapted_on_meta, merged_alike
 from ..base.errors import CheckpointError, ConfigError, ModelError
 from ..model.adapter import files_of, read_adapter_config
 from ..model.adapter_base import ADAPTER_CONFIG, Base, fingerprint_of, read_base
@@ -121,6 +122,11 @@ class Merged:
             for name in (f"{path}.{each}" for each in layer.state_dict())
             if base_name(name) in weights
         }
+        # Heads that merging leaves tied to the embedding are read as the embedding.
+        self._alike = {
+            f"{base_name(head)}.weight": f"{base_name(embedding)}.weight"
+            for head, embedding in merged_alike(self._adapted).items()
+        }
         self._changed = self._wrapper.keys() | {base_name(name) for name in copies}
         self._last: tuple[str, dict[str, Tensor]] | None = None
         self._untie_what_differs()
@@ -131,6 +137,7 @@ class Merged:
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """All of a tensor of the merged model, in the dtype of the base."""
+        name = self._alike.get(name, name)
         path = self._wrapper.get(name)
         if path is None:
             return self._before(self._names[name]).to(dtype)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .._compat.peft_tying import tie_adapters
 from ..base.errors import ModelError
 from ..base.validation import NO_FLOAT16
 from ..mesh.mesh import Mesh
@@ -39,7 +40,7 @@ def asks_for_router_loss(model: nn.Module) -> bool:
 
 
 def check_trainable(model: nn.Module, *, may_be_frozen: bool = False, router_loss: bool = False) -> None:
-    """Refuse what would train wrongly or not at all.
+    """Refuse what would train wrongly or not at all; hold adapters as one parameter that peft ties by memory.
 
     Args:
         router_loss: the caller adds the router loss where the configuration asks for one.
@@ -47,6 +48,7 @@ def check_trainable(model: nn.Module, *, may_be_frozen: bool = False, router_los
     Raises:
         ModelError: on all ranks alike, since all hold the same model.
     """
+    tie_adapters(model)
     if not may_be_frozen and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("no parameter of the model requires a gradient. Unfreeze what is to be trained.")
     for name, parameter in model.named_parameters():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -33,6 +33,20 @@ class ActivationOptions(FrozenModel):
 
 ActivationCheckpointing: TypeAlias = bool | Literal["full", "selective"] | ActivationOptions
 """The option of strategies."""
+
+
+def activation_field(held: str = "every second matrix product and attention") -> Any:
+    """The field of a strategy's config for `activation_checkpointing`.
+
+    Args:
+        held: what "selective" does not compute again.
+    """
+    return Field(
+        default=False,
+        description="Compute the activations of each block again in backward: true or full: all; selective: all but "
+        f"{held}. {{budget_gb: X}}: what X GB do not hold. {{offload: cpu}}: nothing; activations lie in host memory "
+        "until then.",
+    )
 
 
 def told(value: ActivationCheckpointing) -> str:

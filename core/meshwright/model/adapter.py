@@ -23,13 +23,15 @@ from .._compat.peft import (
     base_name,
     file_names,
     inject,
+    is_transposed,
     magnitudes,
     require_peft,
     stand_in,
 )
+from .._compat.peft_tying import tie_adapters
 from ..base.errors import ModelError, nearest
 from ..files.parsing import read_json_object, reason
-from .adapter_base import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from .adapter_base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_configs
 from .pretrained.files import Source, open_safetensors, rectangle
 from .weights import Weights, fill, is_meta, leave_on_meta, replace_parameters
 
@@ -120,18 +122,44 @@ def with_adapter(
         replace_parameters(model, stand_in)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        adapted = inject(model, config, hint=f" {_DRAWN_ALONE}" if is_deferred else "")
+        adapted = tie_adapters(inject(model, config, hint=f" {_DRAWN_ALONE}" if is_deferred else ""))
     files = {} if directory is None else files_of(directory, adapted)
     if not is_deferred or weights is None:
         if files:
             fill(adapted, AdapterWeights(_Nothing(), {}, files, {}))
         return adapted, weights
+    return adapted, values_on_meta(adapted, weights, files)
+
+
+def values_on_meta(adapted: nn.Module, weights: Weights, files: Mapping[str, Source]) -> Weights:
+    """The values of a model whose adapter peft has drawn over a base of stand-ins; leaves the model on the meta device.
+
+    Args:
+        weights: of the base.
+        files: of a saved adapter, by the names of the adapted model; they replace what was drawn.
+
+    Raises:
+        ModelError: the adapter starts from values of the base.
+    """
     made = AdapterWeights(weights, _drawn(adapted, weights), files, _magnitudes(adapted, weights))
     wrong = next((name for name, value in made.own.items() if name not in files and bool(value.isnan().any())), None)
     if wrong is not None:
-        raise ModelError(f"{wrong} starts from values of the base model. {_DRAWN_ALONE}")
+        raise ModelError(f"{wrong} starts from values of the base model. {_why(adapted, wrong)}")
     leave_on_meta(adapted)
-    return adapted, made
+    return made
+
+
+def _why(adapted: nn.Module, name: str) -> str:
+    """Which option lets a parameter start from values of the base, and what to do instead."""
+    (config,) = adapter_configs(adapted).values()
+    indices = getattr(config, "trainable_token_indices", None)
+    if indices is not None and ".trainable_tokens_" in name:
+        return (
+            f"trainable_token_indices={indices!r} copies rows of the embedding, and values of the base are read only "
+            f"when the model has been sharded. Train the whole embedding (modules_to_save), or build the adapted model "
+            f"with peft, from a base that has its values, and give it to the manager's parallelize."
+        )
+    return _DRAWN_ALONE
 
 
 def _drawn(adapted: nn.Module, base: Weights) -> dict[str, Tensor]:
@@ -215,6 +243,8 @@ def files_of(directory: Path, adapted: nn.Module) -> dict[str, Source]:
             f"{path} holds {len(foreign)} tensors that this adapter has no place for, such as {foreign[0]}."
             f"{nearest(foreign[0], names)} It belongs to another base model or configuration."
         )
+    # What is tied is read once, as the embedding has it.
+    names = {key: name for key, name in names.items() if not is_transposed(name)}
     for key, name in names.items():
         if stored[key].shape != shapes[name]:
             raise ModelError(

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat.peft import require_peft
+from .._compat.peft import require_peft, stand_in
+from .._compat.peft_tying import tie_adapters
 from ..base.errors import ConfigError, ModelError, nearest
 from ..files.parsing import reason
-from .adapter import read_adapter_config, with_adapter
-from .adapter_base import ADAPTER_CONFIG, Base, read_base, remember_base
-from .weights import Weights
+from .adapter import read_adapter_config, values_on_meta, with_adapter
+from .adapter_base import ADAPTER_CONFIG, Base, adapter_configs, read_base, remember_base
+from .weights import Weights, replace_parameters
 
 TYPES = ("lora",)
 BASE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -82,18 +83,62 @@ def adapt(
         ModelError: peft refuses, nothing in the model bears a name that is given, or the saved adapter is of another
             base.
     """
+    own, config = _checked_config(options, model, base, where)
+    adapted, values = with_adapter(model, weights, config, seed=seed, adapter_dir=options.directory)
+    _note_base(adapted, base, own)
+    return adapted, values
+
+
+class InjectedByOthers:
+    """An adapter that other code, such as a trainer, injects into a base on the meta device with `get_peft_model`.
+
+    Until then the base has stand-ins for its parameters, so that peft draws the adapter on the CPU.
+
+    Args:
+        model, weights, base: as of `adapt`.
+        options: without a saved adapter.
+
+    Attributes:
+        config: what to call `get_peft_model` with.
+
+    Raises:
+        ModelError: nothing in the model bears a name that is given.
+    """
+
+    def __init__(
+        self, model: nn.Module, weights: Weights, options: AdapterOptions, base: Base | None, *, where: str
+    ) -> None:
+        self._weights, self._base = weights, base
+        self._own, self.config = _checked_config(options, model, base, where)
+        replace_parameters(model, stand_in)
+
+    def finish(self, adapted: nn.Module) -> Weights:
+        """The values of the adapted model, which is left on the meta device.
+
+        Raises:
+            ModelError: the adapter starts from values of the base.
+        """
+        values = values_on_meta(tie_adapters(adapted), self._weights, {})
+        _note_base(adapted, self._base, self._own)
+        return values
+
+
+def _checked_config(options: AdapterOptions, model: nn.Module, base: Base | None, where: str) -> tuple[list[str], Any]:
+    """The names of a base's parameters, and a copy of the configuration, which peft may change."""
     check_names(options.config, model, where=where)
     if base is not None:
         check_base(options, base, where=where)
-    own = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     config = copy.deepcopy(options.config)
     config.base_model_name_or_path = None
-    adapted, values = with_adapter(model, weights, config, seed=seed, adapter_dir=options.directory)
+    return [name for name, _ in model.named_parameters(remove_duplicate=False)], config
+
+
+def _note_base(adapted: nn.Module, base: Base | None, own: list[str]) -> None:
     if base is not None:
-        # peft gives it the name that the model bears.
-        config.base_model_name_or_path, config.revision = base.path, base.revision
+        # peft has given it the name that the model bears.
+        for config in adapter_configs(adapted).values():
+            config.base_model_name_or_path, config.revision = base.path, base.revision
         remember_base(adapted, base, own)
-    return adapted, values
 
 
 def check_names(config: Any, model: nn.Module, *, where: str) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.peft import active_copies, base_name, is_adapted, merge_layer, wrappers
+from .._compat.peft_tying import merged_alike
 from ..base.errors import ConfigError, StrategyError
 from ..mesh.mesh import Mesh
 from ..tensors.whole_parameters import Held, whole_parameters
@@ -43,6 +44,8 @@ class Merging:
         first: dict[int, str] = {}
         everywhere = dict(model.named_parameters(remove_duplicate=False))
         self._first = {name: first.setdefault(id(each), name) for name, each in everywhere.items()}
+        # Heads that merging leaves tied to the embedding.
+        self._alike = merged_alike(model)
         self._of_layer = {name: path for path in layers for name in everywhere if name.startswith(f"{path}.")}
         self._groups = self._joined()
         group_of = {name: index for index, group in enumerate(self._groups) for name in self._needed(group)}
@@ -101,6 +104,8 @@ class Merging:
         values = {name: value if self._first[name] == name else value.clone() for name, value in values.items()}
         found = {base_name(name): value for name, value in values.items() if name not in self._of_layer}
         for path in group:
+            if path in self._alike:
+                continue
             merged = merged_layer(self._layers[path], path, values).named_parameters()
             found |= {f"{base_name(path)}.{name}": each.detach() for name, each in merged}
         return list(found.items())

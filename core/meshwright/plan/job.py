@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat.peft import adapted_on_meta
+from .._compat.peft_tying import adapted_on_meta
 from ..model.adapter_options import check_names
 from ..model.build import new_model
 from ..model.configuration import model_config

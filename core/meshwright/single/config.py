@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from ..model.activation_options import ActivationCheckpointing, activation_field
 from ..strategy.spec import StrategyConfig
 
 
 class SingleConfig(StrategyConfig):
-    """Options of `single`: those that every strategy has."""
+    """Options of `single`."""
+
+    activation_checkpointing: ActivationCheckpointing = activation_field()

@@ -7,6 +7,7 @@ from torch import nn
 
 from ..manager.data_parallel import DataParallelManager
 from ..mesh.mesh import Mesh
+from ..model.recompute import checkpoint_blocks
 from ..tensors.wide_sums import WideSums
 from .config import SingleConfig
 
@@ -14,6 +15,7 @@ from .config import SingleConfig
 class SingleManager(DataParallelManager):
     """See `DataParallelManager`."""
 
+    config: SingleConfig
     runs_in_pipeline = True
 
     def __init__(self, config: SingleConfig, mesh: Mesh) -> None:
@@ -21,7 +23,9 @@ class SingleManager(DataParallelManager):
         self._sums = WideSums(getattr(torch, config.reduce_dtype)) if config.reduce_dtype else None
 
     def shard(self, model: nn.Module) -> nn.Module:
-        return model.to(self.mesh.device)
+        model.to(self.mesh.device)
+        self.activations = checkpoint_blocks(model, self.layout, self.config.activation_checkpointing)
+        return model
 
     def after_backward(self, *, is_last: bool) -> None:
         if self._sums is not None:

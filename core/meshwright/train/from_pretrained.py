@@ -25,7 +25,7 @@ from ..mesh.mesh import Mesh
 from ..mesh.sizes import MeshSizes
 from ..mesh.world import World, open_world
 from ..model.adapter_base import Base
-from ..model.adapter_options import AdapterOptions, adapt, adapter_options
+from ..model.adapter_options import AdapterOptions, InjectedByOthers, adapt, adapter_options
 from ..model.build import as_dtype, new_model_on_meta
 from ..model.configuration import PARALLEL, config_from_directory, config_from_mapping
 from ..model.pretrained import PretrainedWeights, commit_of, find_on_all, open_pretrained
@@ -180,7 +180,33 @@ def opened(world: World, wanted: Wanted) -> tuple[nn.Module, Weights]:
     Raises:
         MeshwrightError: as `from_pretrained`; on all ranks.
     """
-    adapters = world.together(lambda: _adapters(wanted.peft))
+    model, weights, base, options = _opened(world, wanted, where="peft")
+    if options is None:
+        return model, weights
+    adapted, values = world.together(lambda: adapt(model, weights, options, base, seed=wanted.seed, where="peft"))
+    return adapted, values or weights
+
+
+def opened_for_injection(world: World, wanted: Wanted, *, where: str) -> tuple[nn.Module, InjectedByOthers]:
+    """The base model, and what other code needs to inject the adapter of `wanted` into it. Collective.
+
+    Args:
+        where: how to name the adapter in errors.
+
+    Raises:
+        MeshwrightError: as `from_pretrained`; on all ranks.
+    """
+    model, weights, base, options = _opened(world, wanted, where=where)
+    if options is None:
+        raise ModelError(f"{where} gives no adapter.")
+    return model, world.together(lambda: InjectedByOthers(model, weights, options, base, where=where))
+
+
+def _opened(
+    world: World, wanted: Wanted, *, where: str
+) -> tuple[nn.Module, PretrainedWeights, Base | None, AdapterOptions | None]:
+    """The base model, its values, which base it is, and the adapter that it is to have. Collective."""
+    adapters = world.together(lambda: _adapters(wanted.peft, where))
     directory = find_on_all(wanted.path, world, **wanted.files)
 
     def load() -> tuple[nn.Module, PretrainedWeights, Base | None]:
@@ -198,16 +224,12 @@ def opened(world: World, wanted: Wanted) -> tuple[nn.Module, Weights]:
 
     model, weights, base = world.together(load)
     check_same_weights(weights, world, base)
-    tell(weights, world, stacklevel=4)
-    if adapters is None:
-        return model, weights
-    options = adapters
-    adapted, values = world.together(lambda: adapt(model, weights, options, base, seed=wanted.seed, where="peft"))
-    return adapted, values or weights
+    tell(weights, world, stacklevel=5)
+    return model, weights, base, adapters
 
 
-def _adapters(peft: Any) -> AdapterOptions | None:
-    return None if peft is None else adapter_options(peft, where="peft")
+def _adapters(peft: Any, where: str = "peft") -> AdapterOptions | None:
+    return None if peft is None else adapter_options(peft, where=where)
 
 
 def _placed(

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.peft import adapted_on_meta, inject
+from .._compat.peft import inject
+from .._compat.peft_tying import adapted_on_meta
 from ..base.errors import ModelError
 from ..data.config import Packing
 from ..mesh.sizes import Degrees

@@ -269,7 +269,8 @@ def test_precision_and_recomputation_are_options_of_the_strategy(tmp_path):
     assert laid_out("fsdp2", tmp_path) == {}
     assert laid_out("fsdp2", tmp_path, bf16=True) == {"autocast_dtype": "bfloat16"}
     checkpointed = {"gradient_checkpointing": True}
-    assert laid_out("ddp", tmp_path, **checkpointed) == {"activation_checkpointing": True}
+    for strategy in ("single", "ddp", "megatron_fsdp"):
+        assert laid_out(strategy, tmp_path, **checkpointed) == {"activation_checkpointing": True}
     kwargs = {"selective": True, "use_reentrant": False, "every_n_layers": 1, "offload": False}
     selective = laid_out("fsdp2", tmp_path, **checkpointed, gradient_checkpointing_kwargs=kwargs)
     assert selective == {"activation_checkpointing": "selective"}

@@ -90,7 +90,7 @@ def test_adapters_are_off_within_and_as_they_were_behind():
     adapted = get_peft_model(trainer_cases.model(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     layers = [each for each in adapted.modules() if isinstance(each, BaseTunerLayer)]
     assert layers
-    with _compat.without_adapters([adapted]):
+    with _compat.as_reference([adapted]):
         assert all(each.disable_adapters for each in layers)
     assert not any(each.disable_adapters for each in layers)
 

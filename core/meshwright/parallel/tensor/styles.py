@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from transformers.pytorch_utils import Conv1D
 
 from ..._compat.peft import wrapped
+from ..._compat.peft_tying import TransposedFactor
 from ..._compat.torch import own_parameters, packed_shard
 from ...base.errors import ModelError
 from ...step.deferred_logits import DeferredLogits
@@ -55,23 +56,26 @@ class Style:
 
 # -- where parameters lie
 
+_IN_OUT = (Conv1D, TransposedFactor)
+"""Layers whose weight has the input features first."""
+
 
 def _whole(module: nn.Module, name: str, parameter: Tensor) -> Placement:
     return Replicate()
 
 
 def _columns(module: nn.Module, name: str, parameter: Tensor) -> Placement:
-    """Along the output features: (out, in) of a linear layer, (in, out) of a Conv1D, the first dim but one else."""
+    """Along the output features: (out, in) of a linear layer, (in, out) of `_IN_OUT`, the first dim but one else."""
     if parameter.dim() == 1:
         return Shard(0)
-    return Shard(1 if isinstance(module, Conv1D) else parameter.dim() - 2)
+    return Shard(1 if isinstance(module, _IN_OUT) else parameter.dim() - 2)
 
 
 def _rows(module: nn.Module, name: str, parameter: Tensor) -> Placement:
     """Along the input features; the bias is added once, to the sum."""
     if name == "bias":
         return Replicate()
-    return Shard(0 if isinstance(module, Conv1D) else parameter.dim() - 1)
+    return Shard(0 if isinstance(module, _IN_OUT) else parameter.dim() - 1)
 
 
 def _packed(dim: int) -> Callable[[nn.Module, str, Tensor], Placement]:

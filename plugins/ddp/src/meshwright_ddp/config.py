@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from meshwright.base.errors import StrategyError, nearest
 from meshwright.files.deprecation import warn_deprecated
-from meshwright.model.activation_options import ActivationCheckpointing
+from meshwright.model.activation_options import ActivationCheckpointing, activation_field
 from meshwright.strategy.spec import StrategyConfig
 
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -225,12 +225,7 @@ class DDPConfig(DistributedDataParallelConfig):
         description="torch: DistributedDataParallel of PyTorch. bucketed: our own, after Megatron-Core's, with the "
         "distributed optimizer.",
     )
-    activation_checkpointing: ActivationCheckpointing = Field(
-        default=False,
-        description="Compute the activations of each block again in backward: true or full: all; selective: all but "
-        "every second matrix product and attention. {budget_gb: X}: what X GB do not hold. "
-        "{offload: cpu}: nothing; activations lie in host memory until then.",
-    )
+    activation_checkpointing: ActivationCheckpointing = activation_field()
     backend: str = Field(
         default="nccl",
         description="Backend of the process group for the mesh's device, which is checked. nccl means what the device "

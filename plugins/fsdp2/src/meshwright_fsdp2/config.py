@@ -11,7 +11,7 @@ from meshwright.base.errors import ConfigError, nearest
 from meshwright.base.validation import DTYPES, NO_FLOAT16
 from meshwright.files.class_paths import check_import
 from meshwright.files.terminal import warn
-from meshwright.model.activation_options import ActivationCheckpointing
+from meshwright.model.activation_options import ActivationCheckpointing, activation_field
 from meshwright.strategy.spec import ROUNDS_ANEW, StrategyConfig
 
 if TYPE_CHECKING:
@@ -88,11 +88,8 @@ class FSDP2Config(StrategyConfig):
         description="Run the forward under torch.autocast with this dtype. With output_dtype float32 in mp_policy, or "
         "float32 parameters, the residual stream stays float32.",
     )
-    activation_checkpointing: ActivationCheckpointing = Field(
-        default=False,
-        description="Compute the activations of each block again in backward: true or full: all; selective: all but "
-        "every second matrix product, attention and communication. {budget_gb: X}: what X GB do not hold. "
-        "{offload: cpu}: nothing; activations lie in host memory until then.",
+    activation_checkpointing: ActivationCheckpointing = activation_field(
+        "every second matrix product, attention and communication"
     )
     defer_fsdp_grad_sync: bool | Literal["reduce_scatter"] = Field(
         default=True,

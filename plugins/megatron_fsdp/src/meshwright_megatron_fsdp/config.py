@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from meshwright.base.validation import DTYPES, NO_FLOAT16
-from meshwright.model.activation_options import ActivationCheckpointing
+from meshwright.model.activation_options import ActivationCheckpointing, activation_field
 from meshwright.strategy.spec import StrategyConfig
 
 if TYPE_CHECKING:
@@ -107,11 +107,8 @@ class MegatronFSDPConfig(StrategyConfig):
     fsdp_double_buffer: bool = Field(
         default=False, description="Gather and reduce units in two buffers that stay allocated. Needs equal units."
     )
-    activation_checkpointing: ActivationCheckpointing = Field(
-        default=False,
-        description="Compute the activations of each block again in backward: true or full: all; selective: all but "
-        "every second matrix product, attention and communication. {budget_gb: X}: what X GB do not hold. "
-        "{offload: cpu}: nothing; activations lie in host memory until then.",
+    activation_checkpointing: ActivationCheckpointing = activation_field(
+        "every second matrix product, attention and communication"
     )
     backend: str = Field(
         default="nccl",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer
 
 from meshwright.strategy.contract import StrategyManager
 
@@ -49,6 +50,10 @@ GATHERED = {
     "trl.generation.vllm_generation": ["gather_object"],
 }
 """Functions that modules of trl have imported, and that stand for a process, where here it is a data rank."""
+REFERENCE = "ref"
+"""Name that `DPOTrainer` and `GRPOTrainer` give to the copy of an adapter that is trained on."""
+ROWS_AT_ONCE = 64
+"""`resize_to_multiple_of` of TRL's `clone_chat_template`."""
 STREAMED = "_iter_named_params"
 """Method of trl's `VLLMGeneration` that gives the weights for `sync_weights`, on all processes."""
 
@@ -127,6 +132,30 @@ def without_fused_head(model: Any) -> None:
     base.__dict__.pop("forward", None)
 
 
+def needs_values(path: str, args: Any, passed: Mapping[str, Any]) -> bool:
+    """Whether TRL looks at the values of a model while it makes a trainer, so that the model cannot be read later.
+
+    With `chat_template_path`, a tokenizer whose tokens are added (TRL's `clone_chat_template`), TRL draws new rows of
+    the embedding by the mean of the others, and lets an adapter start from the rows of added tokens.
+
+    Args:
+        path: of the model.
+        args: the trainer's.
+        passed: what the trainer is called with beside them, by name.
+    """
+    template = getattr(args, "chat_template_path", None)
+    if template is None or (Path(template).is_file() and str(template).endswith((".jinja", ".j2"))):
+        return False
+    options = args.model_init_kwargs or {}
+    tokenizer = passed.get("processing_class") or AutoTokenizer.from_pretrained(path, revision=options.get("revision"))
+    added = {token.content for token in AutoTokenizer.from_pretrained(template).added_tokens_decoder.values()}
+    size = len(tokenizer.vocab) + len(added - tokenizer.vocab.keys())
+    rows = AutoConfig.from_pretrained(path, revision=options.get("revision")).get_text_config().vocab_size
+    if passed.get("peft_config") is not None:
+        return bool(size != rows or added - tokenizer.vocab.keys())
+    return bool(-(-size // ROWS_AT_ONCE) * ROWS_AT_ONCE != rows)
+
+
 def one_device(args: Any) -> None:
     """Let a process without a launcher use one device, where Trainer would use all of them (torch's DataParallel)."""
     args._setup_devices  # noqa: B018  finds them
@@ -134,18 +163,24 @@ def one_device(args: Any) -> None:
 
 
 @contextmanager
-def without_adapters(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Around forwards of the base of adapted models. peft's own way freezes and thaws parameters, which a sharded model
-    does not bear; so only the switch is set that its layers read."""
+def as_reference(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Run forwards within as the reference of an adapted model, as TRL defines it.
+
+    The reference is the adapter "ref", TRL's copy of an adapter that was trained before; without one, the base. peft's
+    own switches freeze and unfreeze parameters, which a sharded model does not allow; so this sets only what peft's
+    layers read.
+    """
     layers = [each for part in parts for each in part.modules() if hasattr(each, "_disable_adapters")]
-    before = [layer._disable_adapters for layer in layers]
+    has_copy = any(REFERENCE in name.split(".") for part in parts for name, _ in part.named_modules())
+    switch, value = ("_active_adapter", [REFERENCE]) if has_copy else ("_disable_adapters", True)
+    before = [getattr(layer, switch) for layer in layers]
     for layer in layers:
-        layer._disable_adapters = True
+        setattr(layer, switch, value)
     try:
         yield
     finally:
         for layer, was in zip(layers, before, strict=True):
-            layer._disable_adapters = was
+            setattr(layer, switch, was)
 
 
 class PrivateGRPOMethods(Trainer):

@@ -27,7 +27,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from meshwright.base.errors import ConfigError
 from meshwright.strategy.contract import IGNORED_LABEL, Objective
 
-from ._compat import STREAMED, PrivateGRPOMethods, note_microbatch, prepared, takes_images, without_adapters
+from ._compat import STREAMED, PrivateGRPOMethods, as_reference, note_microbatch, prepared, takes_images
 from .arguments import arguments_among
 from .mixin import MeshTrainerMixin
 from .objective import TrainerLoss
@@ -97,7 +97,7 @@ class MeshGRPOMixin(PrivateGRPOMethods, MeshTrainerMixin):
         return {
             "gather": lambda values: torch.cat(told(values.cpu())).to(values.device),
             "gather_object": lambda values: [each for part in told(values) for each in part],
-            "use_adapter": lambda *_, **__: without_adapters(self.manager.model_parts),
+            "use_adapter": lambda *_, **__: as_reference(self.manager.model_parts),
         }
 
     def generated(self, generate: Callable[[], Any]) -> Any:

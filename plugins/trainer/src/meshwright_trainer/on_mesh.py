@@ -15,13 +15,14 @@ from torch import nn
 from meshwright.base.errors import CheckpointError, ConfigError
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.world import open_world
+from meshwright.model.adapter_options import InjectedByOthers
 from meshwright.model.weights import Weights
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.registry import get_registry
 from meshwright.strategy.stack import resolve
-from meshwright.train.from_pretrained import Wanted, opened
+from meshwright.train.from_pretrained import Wanted, opened, opened_for_injection
 
-from ._compat import PrivateMethods, note_columns, one_device, without_adapters, without_fused_head
+from ._compat import PrivateMethods, as_reference, needs_values, note_columns, one_device, without_fused_head
 from .accelerator import DataRanks
 from .arguments import adopt_router_loss, arguments_among, check_arguments, check_model, layout_options
 from .mesh_options import mesh_options
@@ -42,11 +43,17 @@ class OnMesh(PrivateMethods):
         self._generators: Generators | None = None
         self._reference_manager: StrategyManager | None = None
         self._weights: dict[int, Weights] = {}
-        check_arguments(arguments_among([*args, *kwargs.values()]), type(self), kwargs)
-        if isinstance(model, (str, Path)) and "RewardTrainer" not in _names(type(self)):
+        self._adapter: InjectedByOthers | None = None
+        own = arguments_among([*args, *kwargs.values()])
+        check_arguments(own, type(self), kwargs)
+        is_path = isinstance(model, (str, Path))
+        if is_path and "RewardTrainer" not in _names(type(self)) and not needs_values(str(model), own, kwargs):
             super().__init__(**self._read(str(model), *args, **kwargs))
         else:
             super().__init__(model, *args, **kwargs)
+        if self._adapter is not None:
+            finish = self._adapter.finish
+            self._weights[id(self.model)] = self.mesh.world.together(lambda: finish(self.model))
         if self.optimizer is not None or self.lr_scheduler is not None:
             raise ConfigError(
                 "optimizers=(...) was made over parameters that are no longer those that are trained once the model is "
@@ -72,7 +79,8 @@ class OnMesh(PrivateMethods):
 
     def _read(self, path: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The arguments of the trainer's own constructor, where the model is a path: in its place a model on the meta
-        device, of which each rank reads from the files what it keeps; the reference model likewise. Collective."""
+        device, of which each rank reads from the files what it keeps; the reference model likewise. An adapter is
+        injected by the trainer, which knows by its configuration that the base is the reference. Collective."""
         given = inspect.signature(super().__init__).bind(path, *args, **kwargs).arguments
         if given.get("args") is None:
             raise ConfigError(f"model={path!r} is a path: give args, too, such as TrainingArguments(output_dir=...).")
@@ -93,17 +101,24 @@ class OnMesh(PrivateMethods):
                 f"attn_implementation, trust_remote_code (the commit of the code)."
             )
 
-        def read(peft: Any) -> nn.Module:
-            model, weights = opened(self.mesh.world, replace(wanted, peft=peft))
+        def placed(model: nn.Module) -> nn.Module:
             if attention is not None:
                 model.set_attn_implementation(attention)
-            self._weights[id(model)] = weights
             return model
 
-        peft = given.pop("peft_config", None)
-        given["model"] = read(peft)
-        if "DPOTrainer" in _names(type(self)) and given.get("ref_model") is None and peft is None:
-            given["ref_model"] = read(None)
+        def read() -> nn.Module:
+            model, weights = opened(self.mesh.world, wanted)
+            self._weights[id(model)] = weights
+            return placed(model)
+
+        if given.get("peft_config") is not None:
+            adapted = replace(wanted, peft=given["peft_config"])
+            base, self._adapter = opened_for_injection(self.mesh.world, adapted, where="peft_config")
+            given |= {"model": placed(base), "peft_config": self._adapter.config}
+        else:
+            given["model"] = read()
+            if "DPOTrainer" in _names(type(self)) and given.get("ref_model") is None:
+                given["ref_model"] = read()
         given |= given.pop("kwargs", {})
         return given
 
@@ -190,9 +205,9 @@ class OnMesh(PrivateMethods):
     @contextmanager
     def _reference(self) -> Iterator[StrategyManager]:
         """What has the reference model: a manager of its own, under the same layout; or, of a model with adapters, the
-        model's, without them."""
+        model's, with the adapter or the base that is the reference."""
         if self.ref_model is None:
-            with without_adapters(self.manager.model_parts):
+            with as_reference(self.manager.model_parts):
                 yield self.manager
             return
         if self._reference_manager is None:

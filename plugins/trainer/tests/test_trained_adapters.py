@@ -1,0 +1,119 @@
+"""Trainers that read a model from a path train an adapter, and a tokenizer's further tokens, as TRL's own do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trainer_cases
+import trl
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import meshwright_trainer
+from meshwright.mesh.world import open_world
+
+TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} <end> {% endfor %}"
+GRPO = {"num_generations": 4, "max_completion_length": 4, "beta": 0.5, "temperature": 1.0, "max_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: Any) -> Path:
+    directory = tmp_path_factory.mktemp("base")
+    trainer_cases.model(dtype=torch.float32).save_pretrained(directory / "model")
+    trainer_cases.digits().save_pretrained(directory / "model")
+    source = trainer_cases.digits()
+    source.add_tokens(["user", "assistant"], special_tokens=True)
+    source.chat_template = TEMPLATE
+    source.save_pretrained(directory / "template")
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def world() -> Iterator[None]:
+    with open_world("cpu"):
+        yield
+
+
+def lora(**options: Any) -> LoraConfig:
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
+
+
+def trained(kind: str, model: Any, directory: Path, mesh: Any, passed: dict[str, Any], **changes: Any) -> list[float]:
+    """The losses of a trainer of TRL's, or of ours over it, and its model in a directory `model`."""
+    given = {"max_length": 16} if kind != "GRPO" else GRPO
+    plain = {"save_strategy": "no", "eval_strategy": "no", **given, **changes}
+    args = getattr(trl, f"{kind}Config")(**trainer_cases.arguments(directory, 1) | plain)
+    rows: dict[str, Any] = {"DPO": trainer_cases.pairs_of(40, 1), "SFT": trainer_cases.text_of(40, 1)}
+    rows["GRPO"] = Dataset.from_list([{"prompt": text} for text in trainer_cases.numbers(40, 1, longest=6)])
+    if "chat_template_path" in changes:
+        turns = [{"role": "user", "content": "1 2"}, {"role": "assistant", "content": "3 4"}]
+        rows["SFT"] = Dataset.from_list([{"messages": turns}] * 40)
+    if kind == "GRPO":
+        passed = passed | {"reward_funcs": lambda completions, **_: [float(len(set(each))) for each in completions]}
+    cls = getattr(trl, f"{kind}Trainer") if mesh is None else getattr(meshwright_trainer, f"Mesh{kind}Trainer")
+    over = {} if mesh is None else {"mesh": mesh}
+    trainer = cls(model, args=args, train_dataset=rows[kind], **passed, **over)
+    trainer.train()
+    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    kept = {name: value.detach().clone() for name, value in trainer.model.named_parameters() if value.requires_grad}
+    torch.save(kept, directory / "trained.pt")
+    return losses
+
+
+def check_same(tmp_path: Path, wanted: list[float], found: list[float]) -> None:
+    assert wanted == pytest.approx(found, abs=2e-6)
+    plain, mine = (torch.load(tmp_path / name / "trained.pt") for name in ("plain", "mine"))
+    assert plain.keys() == mine.keys()
+    assert all(torch.allclose(mine[name], value, atol=2e-5) for name, value in plain.items())
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
+def test_a_path_and_an_adapter_train_as_in_trl(kind: str, path: Path, tmp_path: Path) -> None:
+    changes = {"gradient_checkpointing": True}
+    wanted = trained(kind, str(path / "model"), tmp_path / "plain", None, {"peft_config": lora()}, **changes)
+    mesh = {"strategy": "single"}
+    found = trained(kind, str(path / "model"), tmp_path / "mine", mesh, {"peft_config": lora()}, **changes)
+    check_same(tmp_path, wanted, found)
+
+
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_the_reference_of_an_adapter_that_was_trained_is_the_adapter_as_it_was(
+    kind: str, path: Path, tmp_path: Path
+) -> None:
+    found = {}
+    for name, mesh in (("plain", None), ("mine", {"strategy": "single"})):
+        torch.manual_seed(3)
+        base = AutoModelForCausalLM.from_pretrained(path / "model", dtype=torch.float32)
+        model = get_peft_model(base, lora(init_lora_weights=False))
+        passed = {"processing_class": trainer_cases.digits()}
+        found[name] = trained(kind, model, tmp_path / name, mesh, passed)
+    check_same(tmp_path, found["plain"], found["mine"])
+
+
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_tokens_of_another_tokenizer_are_added_and_trained_as_in_trl(
+    is_adapted: bool, path: Path, tmp_path: Path
+) -> None:
+    changes = {"chat_template_path": str(path / "template")}
+    found = {}
+    for name, mesh in (("plain", None), ("mine", {"strategy": "single"})):
+        passed = {"peft_config": lora()} if is_adapted else {}
+        found[name] = trained("SFT", str(path / "model"), tmp_path / name, mesh, passed, **changes)
+    check_same(tmp_path, found["plain"], found["mine"])
+
+
+def test_an_adapter_that_was_read_from_a_path_is_saved_alone(path: Path, tmp_path: Path) -> None:
+    args = trl.DPOConfig(**trainer_cases.arguments(tmp_path, 1) | {"max_steps": 1, "eval_strategy": "no"})
+    given = {"train_dataset": trainer_cases.pairs_of(40, 1), "peft_config": lora(), "mesh": {"strategy": "single"}}
+    trainer = meshwright_trainer.MeshDPOTrainer(str(path / "model"), args=args, **given)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    names = load_file(tmp_path / "saved" / "adapter_model.safetensors").keys()
+    assert names
+    assert all("lora_" in name for name in names)
