@@ -435,6 +435,18 @@ def test_what_has_lost_its_answer_is_left_out_and_counted():
         assert getattr(counts, too_long) == 1
 
 
+@pytest.mark.parametrize("loss_on", ["answers", "last_answer"])
+@pytest.mark.parametrize("name", ["llama3", "llama3_marked"])
+def test_turns_behind_the_last_answer_are_left_out_and_counted(name, loss_on):
+    messages = turns("Hi there", "Hello!")
+    _, answered = encoded("llama3", name, {"messages": messages}, loss_on=loss_on)
+    [document], counts = encoded(
+        "llama3", name, {"messages": [*messages, {"role": "user", "content": "And now?"}]}, loss_on=loss_on
+    )
+    assert "And now?" not in tokenizer("llama3", name).decode(document.tokens)
+    assert (answered.unanswered, counts.unanswered, counts.documents) == (0, 1, 1)
+
+
 def test_counts_of_parts_add_up():
     chosen = tokenizer("llama3", "llama3")
     records = [record({"messages": turns("Hi there", "Hello! " * n)}) for n in range(1, 9)]

@@ -148,6 +148,10 @@ def test_dtype_is_that_of_all_parameters(name, dtype):
         ),
         ({**LLAMA, "vocab_size": 49}, ["vocabulary has 49 entries", "tokenizer has 50", "Leave model.vocab_size out"]),
         (
+            {"model_type": "gemma3", "text_config": {"vocab_size": 49}},
+            ["tokenizer has 50", "Set model.text_config.vocab_size to at least 50"],
+        ),
+        (
             {**LLAMA, "max_position_embeddings": 15},
             ["holds 15 positions", "seq_len is 16", "at most 15", "at least 16"],
         ),
@@ -163,6 +167,16 @@ def test_a_configuration_that_is_not_meant_so_is_an_error(section, texts):
         config_of(section)
     for text in texts:
         assert text in str(caught.value)
+
+
+def test_a_tokenizer_that_is_larger_than_the_weights_is_told_what_it_can_do(tmp_path):
+    model = model_of(LLAMA)
+    model.resize_token_embeddings(49)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError) as caught:
+        config_of({"path": str(tmp_path)})
+    assert "Leave model.vocab_size out" not in str(caught.value)
+    assert "resize_token_embeddings(50)" in str(caught.value)
 
 
 def test_a_field_that_differs_between_layers_may_be_given():

@@ -85,7 +85,8 @@ def test_matrices_are_the_weights_of_linear_maps_within_blocks(model_type: str, 
 
 
 def numbers(*groups: dict[str, Any], trained: dict[str, Trained] | None = None) -> dict[str, int]:
-    return group_numbers([OptimizerGroup(**group) for group in groups], trained or known())
+    config = OptimizerConfig(groups=[OptimizerGroup(**group) for group in groups])
+    return group_numbers(config, trained or known())
 
 
 def test_the_first_group_that_a_parameter_fits_has_it_and_the_rest_is_of_the_top_level() -> None:
@@ -114,7 +115,7 @@ def test_a_group_without_a_parameter_is_an_error_that_says_why(groups: list[dict
 
 def test_matrices_of_a_model_that_trains_none_are_an_error() -> None:
     with pytest.raises(ConfigError, match=r"groups\[0\] is of matrices, and the model trains no weight"):
-        numbers({"matrices": True}, trained={"score.weight": Trained(2, is_matrix=False)})
+        numbers({"matrices": True}, trained={"score.weight": Trained(2, is_matrix=False, is_decayed=True)})
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ from meshwright.strategy.contract import StepResult
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import get_registry
 from meshwright.testing import pool
+from meshwright.train.decay import decay_groups
 from meshwright.train.fate import check_restarts
-from meshwright.train.optim import decay_groups
 from meshwright.train.output import locked
 from meshwright.train.plan import data_and_model_config
 from meshwright.train.report import MEASURED, as_record, read_metrics
@@ -345,7 +345,7 @@ def _handwritten(
     if model is None:
         torch.manual_seed(config.seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float64)
-    optimizer = torch.optim.AdamW(decay_groups(model.named_parameters(), 0.1, ["*bias", "*norm*", "*ln_*"]), lr=1.0)
+    optimizer = torch.optim.AdamW(decay_groups(model.named_parameters(), 0.1, lambda name: "norm" not in name), lr=1.0)
     losses, position = [], 0
     for step in range(start, config.steps):
         now = {}

@@ -774,6 +774,25 @@ def test_an_empty_source_is_named(content: str, message: str, tmp_path: Path, to
         prepare(config_for(tmp_path, tokenizer_dir, SourceConfig(files=str(tmp_path / "a.jsonl"))))
 
 
+@pytest.mark.parametrize(
+    ("format_", "record"),
+    [
+        ("prompt_completion", {"prompt": "x" * 400, "completion": "y"}),
+        ("preference", {"prompt": "x" * 400, "chosen": "y", "rejected": "z"}),
+    ],
+)
+def test_a_source_whose_answers_are_all_cut_off_is_not_told_as_empty(
+    format_: Any, record: dict[str, str], tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(record)}\n" * 3)
+    source = SourceConfig(files=str(tmp_path / "a.jsonl"), format=format_)
+    with pytest.raises(DataError) as caught:
+        prepare(config_for(tmp_path, tokenizer_dir, source, too_long="cut"))
+    assert "is empty" not in str(caught.value)
+    assert "a.jsonl' holds 3 records, and in none of them is anything learnt within seq_len=16" in str(caught.value)
+    assert "Set data.seq_len to more than 16" in str(caught.value)
+
+
 def test_a_tokenizer_is_trained_on_sources_of_text_alone(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"input_ids": [1]}\n')
     source = SourceConfig(files=str(tmp_path / "a.jsonl"), format="tokens")

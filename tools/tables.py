@@ -259,6 +259,10 @@ def versions() -> str:
     return str(script("tests/versions.py").page(results("versions")))
 
 
+def decay() -> str:
+    return str(script("benchmarks/decay.py").page(results("decay")))
+
+
 def refused_arguments() -> str:
     return str(script("plugins/trainer/tests/arguments_page.py").page())
 
@@ -317,6 +321,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "tests.md": planted,
     "trainer-arguments.md": refused_arguments,
     "versions.md": versions,
+    "weight-decay.md": decay,
 }
 """Each page, and what makes it as it should be."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..base.errors import ModelError
@@ -186,3 +187,28 @@ def never_ask() -> None:
     from transformers import dynamic_module_utils
 
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Types of rotary embeddings whose frequencies depend on the largest position of a forward."""
+
+
+def length_dependent_ropes(model: nn.Module) -> list[nn.Module]:
+    """The rotary embeddings of a model that look at how long a forward is; of `modeling_rope_utils` in 5.17 to 5.23."""
+
+    def kinds(module: nn.Module) -> list[Any]:
+        kind = getattr(module, "rope_type", None)
+        return list(kind.values()) if isinstance(kind, dict) else [kind]
+
+    return [module for module in model.modules() if not {*LENGTH_DEPENDENT}.isdisjoint(map(str, kinds(module)))]
+
+
+def forget_length(rope: nn.Module, hidden: Tensor, layer_type: str | None = None) -> None:
+    """Give a `dynamic` rotary embedding its first frequencies again, as a short forward does."""
+    kind = rope.rope_type[layer_type] if isinstance(rope.rope_type, dict) else rope.rope_type
+    if kind != "dynamic":
+        return
+    known = getattr(rope, f"{layer_type}_max_seq_len_cached", rope.max_seq_len_cached)
+    if known > rope.original_max_seq_len:
+        positions = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device)
+        rope.forward(hidden, positions, *([] if layer_type is None else [layer_type]))

@@ -84,12 +84,13 @@ def as_table(summaries: Sequence[SourceSummary], measured: float | None) -> Tabl
         "dropped",
         "split",
         "nothing learnt",
+        "turns unanswered",
     ):
         table.add_column(name, justify="right")
     for each in summaries:
         counts, fill = each.counts, measured if each.fill is None else each.fill
         numbers = (counts.records, counts.documents, counts.tokens)
-        left = (counts.cut, counts.dropped, counts.split, counts.unlearnt)
+        left = (counts.cut, counts.dropped, counts.split, counts.unlearnt, counts.unanswered)
         table.add_row(
             each.name,
             each.format,

@@ -26,7 +26,7 @@ from .tokenizer import load_tokenizer, token_dtype, vocab_size_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 2
+FORMAT = 3
 """Raised with every change to what an entry holds, or to how the tokens are made."""
 
 _CHUNK = 1 << 20
@@ -150,7 +150,7 @@ def _write_sides(directory: Path, source: FoundSource, how: Tokenizing, tokenize
                 files[split].append(documents)
             counts, kept = counts + piece.counts, kept + piece.kept
             bar.advance(piece.counts.tokens)
-        _check_kept(source, counts, kept, how.fraction)
+        _check_kept(source, counts, kept, how.fraction, how.options["seq_len"])
         if how.fraction > 0:
             for full, empty in (SPLITS, SPLITS[::-1]):
                 if not len(files[empty]):
@@ -161,17 +161,38 @@ def _write_sides(directory: Path, source: FoundSource, how: Tokenizing, tokenize
     return counts
 
 
-def _check_kept(source: FoundSource, counts: Counts, kept: int, fraction: float) -> None:
+def _check_kept(source: FoundSource, counts: Counts, kept: int, fraction: float, seq_len: int | None) -> None:
     place = source.config.place
     if kept == 0:
-        dropped = f" that is short enough ({counts.dropped:,} were dropped)" if counts.dropped else ""
-        raise DataError(f"{place!r} is empty: it holds no example{dropped}. Name a source that holds some.")
+        raise DataError(_why_nothing_is_kept(source, counts, seq_len))
     if kept == 1 and fraction > 0:
         raise DataError(
             f"{place!r} holds 1 document, but needs at least 2: whole documents are held out for the eval loss. "
             "Cut it into several .txt files, or into the lines of a .jsonl file; or set eval_fraction: 0, and name "
             "eval_sets."
         )
+
+
+def _why_nothing_is_kept(source: FoundSource, counts: Counts, seq_len: int | None) -> str:
+    place = source.config.place
+    if not counts.records:
+        return f"{place!r} is empty: it holds no example. Name a source that holds some."
+    longer = f"Set data.seq_len to more than {seq_len}, or shorten the records."
+    if counts.dropped and not counts.unlearnt:
+        return (
+            f"{place!r} is empty: it holds no example that is short enough: all {counts.dropped:,} documents have more "
+            f"than seq_len={seq_len} tokens, and were dropped. {longer}"
+        )
+    # Both answers of a pair that has lost one are counted as unlearnt alone; neither can be empty.
+    if counts.cut or counts.split or counts.dropped or source.config.format == "preference":
+        return (
+            f"{place!r} holds {counts.records:,} records, and in none of them is anything learnt within seq_len="
+            f"{seq_len} tokens: what is to be learnt, such as the answers, stands behind them and was cut off. {longer}"
+        )
+    return (
+        f"{place!r} is empty: it holds {counts.records:,} records, and in none of them is anything to be learnt. Name "
+        f"a source with texts, answers or labels that are not empty."
+    )
 
 
 def _fingerprint(directory: Path, columns: tuple[str, ...], *, of_stream: bool) -> str:

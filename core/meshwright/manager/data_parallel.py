@@ -27,6 +27,7 @@ from ..step.batch import Terms
 from ..step.forward_options import forward_options, forward_takes
 from ..step.objective import Given, Tally, without_columns
 from ..step.recorder import Recorder
+from ..step.rope_length import RopeLength
 from ..step.router_loss import RouterLoss
 from ..step.row_head import RowHead
 from ..strategy.ask import model_layout
@@ -82,6 +83,7 @@ class DataParallelManager(Duties):
         self._taken = forward_takes(model)
         options = {in_parts: forward_options(model, in_parts=in_parts) for in_parts in (False, True)}
         # Sharding changes the class. Innermost of what is put around, so before anything is sharded.
+        rope_length = RopeLength(model)
         name, head = type(model).__name__, RowHead(model, self.layout.head) if self.layout.head else None
         self.model = model
         self.module = self._sharded(model, equal_weights(model, weights, self.mesh))
@@ -100,6 +102,7 @@ class DataParallelManager(Duties):
             ),
             router_loss=router_loss,
             vocab_size=getattr(config, "vocab_size", None),
+            rope_length=rope_length,
             after_trial=self.after_eval,
         )
         self._parallelized = True
@@ -140,7 +143,7 @@ class DataParallelManager(Duties):
         if not self.module.training:
             self.module.train()
         losses = []
-        with self.forward.around_step(), self.around_step(without_columns(given, microbatches)):
+        with self.forward.around_step(agreed.longest), self.around_step(without_columns(given, microbatches)):
             tally = self._tally(given, microbatches)
             self._choose_activations(without_columns(given, microbatches))
             for index, batch in enumerate(microbatches):
@@ -174,7 +177,11 @@ class DataParallelManager(Duties):
         was_training = self.module.training
         self.module.eval()
         try:
-            with self.forward.around_step(), self.around_step(without_columns(given, microbatches)), torch.no_grad():
+            with (
+                self.forward.around_step(agreed.longest),
+                self.around_step(without_columns(given, microbatches)),
+                torch.no_grad(),
+            ):
                 tally = self._tally(given, microbatches)
                 losses = [self._loss(batch, num_tokens, len(microbatches), tally) for batch in microbatches]
         finally:

@@ -24,6 +24,7 @@ from ..step.batch import Terms
 from ..step.forward_options import with_router_logits
 from ..step.objective import Given, Tally, split_whole
 from ..step.objective_trial import check_head, tried
+from ..step.rope_length import RopeLength
 from ..step.router_loss import Notes, RouterLoss, find_routers
 from ..step.token_loss import split_targets
 from ..strategy.contract import Batch
@@ -47,6 +48,7 @@ class Forward:
         row_loss: how the token loss is computed.
         router_loss: to be added to the token loss; None: none, or a pipeline adds it.
         vocab_size: token ids must be below it; None: unknown.
+        rope_length: of the model.
         after_trial: called after forwards that no backward follows.
     """
 
@@ -60,13 +62,13 @@ class Forward:
         row_loss: RowLoss,
         router_loss: RouterLoss | None,
         vocab_size: int | None,
+        rope_length: RopeLength,
         after_trial: Callable[[], None],
     ) -> None:
         self._module, self._mesh, self._axes, self._options = module, mesh, axes, options
-        self._row_loss = row_loss
+        self._row_loss, self._rope_length, self._router_loss_is_checked = row_loss, rope_length, False
         self._values = Values(axes, row_loss, self._check_logits)
         self._router_loss, self._vocab_size, self._after_trial = router_loss, vocab_size, after_trial
-        self._router_loss_is_checked = False
         self._router_notes: Notes | None = None
 
     # -- batches
@@ -118,11 +120,11 @@ class Forward:
         return self._values.sharers
 
     @contextmanager
-    def around_step(self) -> Iterator[None]:
-        """Around all forwards and backwards of a step or evaluation."""
+    def around_step(self, longest: int) -> Iterator[None]:
+        """Around all forwards and backwards of a step or evaluation, whose longest row has so many tokens."""
         with ExitStack() as contexts:
-            for axis in self._axes:
-                contexts.enter_context(axis.around_step())
+            for each in (self._rope_length.within_step(longest), *(axis.around_step() for axis in self._axes)):
+                contexts.enter_context(each)
             yield
 
     def outputs(self, inputs: Batch, **options: Any) -> Any:

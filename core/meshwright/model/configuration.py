@@ -56,9 +56,10 @@ def model_config(section: Mapping[str, Any], *, tokenizer: Any, seq_len: int, di
     text = config.get_text_config()
     vocab_size = getattr(text, "vocab_size", None)
     if tokenizer is not None and vocab_size is not None and vocab_size < len(tokenizer):
+        key = "vocab_size" if text is config else "text_config.vocab_size"
         raise ModelError(
             f"the model's vocabulary has {vocab_size} entries, but the tokenizer has {len(tokenizer)}. "
-            f"Leave model.vocab_size out, or use a tokenizer of at most {vocab_size} entries."
+            f"{_larger_vocabulary(section, key, len(tokenizer))}, or use a tokenizer of at most {vocab_size} entries."
         )
     positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < seq_len:
@@ -67,6 +68,18 @@ def model_config(section: Mapping[str, Any], *, tokenizer: Any, seq_len: int, di
             f"Set data.seq_len to at most {positions}, or model.max_position_embeddings to at least {seq_len}."
         )
     return config
+
+
+def _larger_vocabulary(section: Mapping[str, Any], key: str, entries: int) -> str:
+    """How a model gets a vocabulary of so many entries; `key` is where its configuration has the number."""
+    if key in section:
+        return f"Leave model.{key} out"
+    if directory_key := next((each for each in ("path", "checkpoint") if each in section), None):
+        return (
+            f"The weights of model.{directory_key} have no more: enlarge them beforehand, with transformers' "
+            f"resize_token_embeddings({entries}) and save_pretrained"
+        )
+    return f"Set model.{key} to at least {entries}"
 
 
 def checked_dtype_name(name: Any, where: str) -> str:

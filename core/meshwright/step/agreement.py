@@ -31,11 +31,13 @@ class Agreed:
         microbatches: what this rank is to train on: those given, but for masks that say nothing.
         num_tokens: unmasked targets of the global batch; int64 scalar on the CPU.
         most: the largest of what `Terms.count` gives on a rank.
+        longest: tokens of the longest row of any rank; see `rope_length`.
     """
 
     microbatches: list[Batch]
     num_tokens: Tensor
     most: int
+    longest: int
 
 
 class TokenCount(Tensor):
@@ -144,4 +146,4 @@ def agree(microbatches: Sequence[Batch], num_tokens: Tensor | None, mesh: Mesh, 
         raise BatchError(f"num_tokens is 0: no rank has {counted} in this step. Leave the step out, or unmask labels.")
     if answer.shares:
         check_shares(microbatches, mesh)
-    return Agreed(apart(microbatches), torch.tensor(total), answer.most)
+    return Agreed(apart(microbatches), torch.tensor(total), answer.most, answer.longest)

@@ -38,6 +38,7 @@ class Message:
         share: see [Note: equal shares].
         most: see `Terms.count`.
         signature: see `Terms.signature`.
+        longest: tokens of its longest row, padding included.
     """
 
     mesh: Mesh
@@ -48,6 +49,7 @@ class Message:
     share: int = 0
     most: int = 0
     signature: int = 0
+    longest: int = 0
 
     @classmethod
     def of_step(
@@ -61,7 +63,8 @@ class Message:
             return cls(mesh, str(error), given)
         most, share = terms.count(microbatches), share_of(mesh, checksum(microbatches))
         signature = terms.signature(microbatches)
-        return cls(mesh, None, given, tokens, len(microbatches), share, most, signature)
+        longest = max(batch["input_ids"].shape[1] for batch in microbatches)
+        return cls(mesh, None, given, tokens, len(microbatches), share, most, signature, longest)
 
     @classmethod
     def of_count(cls, mesh: Mesh, microbatches: Sequence[Batch], terms: Terms) -> Message:
@@ -90,7 +93,7 @@ class Message:
     def _numbers(self) -> tuple[list[int], list[int]]:
         sums = [int(self.defect is not None), self.tokens, self.share]
         equal = [self.count, -self.count, self.given, -self.given, self.signature, -self.signature]
-        return sums, [*equal, self.most]
+        return sums, [*equal, self.most, self.longest]
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ class Answer:
     high_signature: int
     minus_low_signature: int
     most: int
+    longest: int
 
     def check(self) -> None:
         """Refuse what is malformed, and a step that the ranks would not run alike.

@@ -12,7 +12,7 @@ import copy
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,7 @@ from ..step.token_loss import split_targets
 from ..strategy.ask import model_layout
 from ..strategy.contract import Batch
 from .apart import check_kept_apart
-from .optimizer_config import OptimizerGroup
+from .optimizer_config import OptimizerConfig
 from .optimizer_groups import check_model
 
 _PARAMETERS, _WORK = 1e7, 1e9
@@ -48,7 +48,7 @@ def try_model(
     device: torch.device,
     degrees: Degrees,
     adapters: AdapterOptions | None = None,
-    groups: Sequence[OptimizerGroup] = (),
+    optimizer: OptimizerConfig | None = None,
 ) -> ModelSize:
     """Make the model of a Hugging Face configuration and let it compute; the random state stays as it was.
 
@@ -58,14 +58,15 @@ def try_model(
         device: that ranks will use; nothing is put there.
         degrees: of the run.
         adapters: to be trained instead of the model.
-        groups: of the optimizer; with adapters they are left to the ranks, which know what these are called.
+        optimizer: whose groups and patterns are tried; with adapters they are left to the ranks, which know what these
+            are called.
 
     Returns:
         What the model holds.
 
     Raises:
         ModelError: transformers cannot write, make or train it.
-        ConfigError: a group has no parameter of it.
+        ConfigError: a group, or a pattern, has no parameter of it.
     """
     config = copy.deepcopy(config)
     with torch.random.fork_rng(devices=[]), _quiet():
@@ -77,8 +78,8 @@ def try_model(
             model = adapted_on_meta(model, {"default": copy.deepcopy(adapters.config)})
         layout = model_layout(model)
         size = model_size(model)
-        if adapters is None:
-            check_model(groups, model, layout)
+        if adapters is None and optimizer is not None:
+            check_model(optimizer, model, layout)
         if can_be_tried(size, seq_len=seq_len, device=device, degrees=degrees):
             small = new_model(config, dtype, 0)
             _train(small if adapters is None else inject(small, copy.deepcopy(adapters.config)), seq_len)

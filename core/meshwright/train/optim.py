@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from ..base.errors import ConfigError, StrategyError, nearest
 from ..files.class_paths import import_class_from_path
 from ..strategy.contract import OptimizerFactory
 from .arguments import check_arguments
-from .optimizer_groups import Trained, group_numbers
+from .decay import decay_groups, matches
+from .optimizer_groups import Trained, group_numbers, known_without_model
 from .optimizers import Optimizers, members_of
 from .run_file import OptimizerConfig, ScheduleConfig
 from .schedules import build_scheduler, check_schedule, reason
@@ -30,14 +30,14 @@ class _Settings:
     Attributes:
         where: in the run file.
         cls, lr, weight_decay, options: of the optimizer.
-        no_decay: patterns of names that are not decayed.
+        no_decay: patterns of names that are not decayed; None: what `decay.is_decayed` spares.
     """
 
     where: str
     cls: type[Optimizer]
     lr: float
     weight_decay: float
-    no_decay: tuple[str, ...]
+    no_decay: tuple[str, ...] | None
     options: Mapping[str, Any]
 
     def make(self, named: Sequence[tuple[str, nn.Parameter]], trained: Mapping[str, Trained]) -> Optimizer:
@@ -53,7 +53,7 @@ class _Settings:
         cls = self.cls
         # The groups say who is decayed; an optimizer's own default (0.01 for AdamW) must not decay the others.
         decay = {"weight_decay": 0.0} if "weight_decay" in inspect.signature(cls).parameters else {}
-        groups = decay_groups(named, self.weight_decay, self.no_decay)
+        groups = decay_groups(named, self.weight_decay, lambda name: self._decays(name, trained))
         options = {**self.options, **fused_where_it_pays(cls, self.options, [p for _, p in named])}
         make: Callable[..., Optimizer] = cls
         try:
@@ -70,6 +70,11 @@ class _Settings:
             told = "" if self.where == "optimizer" else f"{self.where}: "
             raise ConfigError(f"{told}optimizer {cls.__name__!r} refuses its parameters or options: {error}") from error
 
+    def _decays(self, name: str, trained: Mapping[str, Trained]) -> bool:
+        if self.no_decay is None:
+            return trained[name].is_decayed
+        return not any(matches(name, pattern) for pattern in self.no_decay)
+
     def tried(self, given: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> Optimizer:
         """The optimizer of copies of some parameters, after two steps.
 
@@ -83,7 +88,7 @@ class _Settings:
         left = {"capturable"} if device.type != "cpu" else set()
         settings = replace(self, options={key: value for key, value in self.options.items() if key not in left})
         named = [(name, nn.Parameter(parameter.detach().clone())) for name, parameter in given]
-        made = settings.make(named, {name: Trained(parameter.dim(), is_matrix=False) for name, parameter in named})
+        made = settings.make(named, known_without_model(named))
         told = f"{self.where}: optimizer {self.cls.__name__!r}"
         try:
             for _ in range(2):
@@ -122,11 +127,11 @@ class ConfiguredOptimizer:
                     f"and this factory was told of none. Give it to manager.build_optimizer as it is, not within "
                     f"another function; or name the matrices by match."
                 )
-        return self.for_model({name: Trained(p.dim(), is_matrix=False) for name, p in named})(named)
+        return self.for_model(known_without_model(named))(named)
 
     def for_model(self, trained: Mapping[str, Trained]) -> OptimizerFactory:
         """The factory for a model of which these are trained; see `optimizer_groups.for_model`."""
-        numbers = group_numbers(self._config.groups, trained)
+        numbers = group_numbers(self._config, trained)
 
         def factory(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
             named = list(named_parameters)
@@ -163,7 +168,7 @@ def _settings(config: OptimizerConfig) -> list[_Settings]:
 def _of_rest(config: OptimizerConfig) -> _Settings:
     cls = optimizer_class(config.name, "optimizer.name")
     _check_options(cls, config.name, config.options, config.weight_decay, "optimizer")
-    return _Settings("optimizer", cls, config.lr, config.weight_decay, tuple(config.no_decay), config.options)
+    return _Settings("optimizer", cls, config.lr, config.weight_decay, _patterns(config), config.options)
 
 
 def _of_group(config: OptimizerConfig, number: int) -> _Settings:
@@ -177,9 +182,13 @@ def _of_group(config: OptimizerConfig, number: int) -> _Settings:
     says_decay = group.weight_decay is not None
     decay = group.weight_decay if group.weight_decay is not None else config.weight_decay
     _check_options(cls, name, options, decay, where)
-    no_decay = () if says_decay else tuple(config.no_decay)
+    no_decay = () if says_decay else _patterns(config)
     lr = config.lr if group.lr is None else group.lr
     return _Settings(where, cls, lr, decay, no_decay, options)
+
+
+def _patterns(config: OptimizerConfig) -> tuple[str, ...] | None:
+    return None if config.no_decay is None else tuple(config.no_decay)
 
 
 def fused_where_it_pays(
@@ -231,24 +240,6 @@ def try_optimization(optimizer: OptimizerConfig, schedule: ScheduleConfig, steps
         stand_in.append(("bias", nn.Parameter(torch.ones(2))))
     for settings in _settings(optimizer):
         check_schedule(schedule, build_scheduler(schedule, settings.tried(stand_in, device), steps), steps)
-
-
-def decay_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float, no_decay: Iterable[str]
-) -> list[dict[str, Any]]:
-    """Split parameters into those that are decayed and those whose name a pattern of `no_decay` matches.
-
-    Without decay there is one group and no `weight_decay` key, so that optimizers which know none work too.
-    """
-    named = list(named_parameters)
-    if not weight_decay:
-        return [{"params": [parameter for _, parameter in named]}]
-    patterns = list(no_decay)
-    kept = [parameter for name, parameter in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    exempt = {id(parameter) for parameter in kept}
-    decayed = [parameter for _, parameter in named if id(parameter) not in exempt]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
 
 
 def split_by_mesh(optimizer: Optimizer) -> None:

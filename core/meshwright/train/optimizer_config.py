@@ -68,11 +68,12 @@ class OptimizerConfig(FrozenModel):
     )
     lr: FinitePositive = Field(default=1e-3, description="Peak learning rate.")
     weight_decay: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="Decay of the parameters that no_decay does not match."
+        default=0.0, ge=0, allow_inf_nan=False, description="Decay of the parameters that no_decay does not spare."
     )
-    no_decay: list[str] = Field(
-        default=["*bias", "*norm*", "*ln_*"],
-        description="Shell patterns of parameter names that are not decayed.",
+    no_decay: list[str] | None = Field(
+        default=None,
+        description="Which parameters are not decayed; null: norms, biases, and other vectors. A list replaces that: "
+        "shell patterns of the last component of names, or with a dot of whole names, in any case of letters.",
     )
     options: dict[str, Any] = Field(
         default={}, description="Further arguments of the optimizer, such as betas or momentum."

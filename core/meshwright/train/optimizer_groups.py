@@ -7,7 +7,7 @@ divides the same parameters into the same groups, and a group that none is of is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -17,7 +17,8 @@ from torch import nn
 from ..base.errors import ConfigError, nearest
 from ..model.layout import ModelLayout
 from ..strategy.contract import OptimizerFactory
-from .optimizer_config import OptimizerGroup
+from .decay import is_decayed, matches
+from .optimizer_config import OptimizerConfig, OptimizerGroup
 
 
 class Trained(NamedTuple):
@@ -26,10 +27,12 @@ class Trained(NamedTuple):
     Attributes:
         dims: how many it has.
         is_matrix: whether it is the weight of a linear map between hidden states.
+        is_decayed: whether weight decay shrinks it; see `decay.is_decayed`.
     """
 
     dims: int
     is_matrix: bool
+    is_decayed: bool
 
 
 def what_is_trained(
@@ -48,29 +51,30 @@ def what_is_trained(
         named: of what the optimizer trains.
         shape: of the whole of one of them.
     """
-    embeddings = {
-        f"{name}.{key}"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding)
-        for key, _ in module.named_parameters(recurse=False)
-    }
+    owners = dict(model.named_modules(remove_duplicate=False))
     blocks = tuple(f"{block}." for block in layout.blocks)
 
-    def is_matrix(name: str, dims: int) -> bool:
-        return dims == 2 and name.startswith(blocks) and name.endswith(".weight") and name not in embeddings
+    def known(name: str, whole: torch.Size) -> Trained:
+        owner = owners.get(name.rpartition(".")[0])
+        is_weight = name.startswith(blocks) and name.endswith(".weight") and not isinstance(owner, nn.Embedding)
+        return Trained(len(whole), len(whole) == 2 and is_weight, is_decayed(name, whole, owner))
 
-    dims = {name: len(shape(parameter)) for name, parameter in named}
-    return {name: Trained(count, is_matrix(name, count)) for name, count in dims.items()}
+    return {name: known(name, shape(parameter)) for name, parameter in named}
 
 
-def check_model(groups: Sequence[OptimizerGroup], model: nn.Module, layout: ModelLayout) -> None:
-    """Refuse groups of which a model has no parameter, before it is sharded.
+def known_without_model(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Trained]:
+    """What parameters and their names tell, where a factory is called by hand."""
+    return {name: Trained(p.dim(), is_matrix=False, is_decayed=is_decayed(name, p.shape)) for name, p in named}
+
+
+def check_model(config: OptimizerConfig, model: nn.Module, layout: ModelLayout) -> None:
+    """Refuse groups of which a model has no parameter, and patterns that match none, before it is sharded.
 
     Raises:
-        ConfigError: names the group.
+        ConfigError: names the group, or the pattern.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    group_numbers(groups, what_is_trained(model, layout, named, lambda parameter: parameter.shape))
+    group_numbers(config, what_is_trained(model, layout, named, lambda parameter: parameter.shape))
 
 
 def for_model(factory: OptimizerFactory, trained: Mapping[str, Trained]) -> OptimizerFactory:
@@ -83,12 +87,16 @@ def for_model(factory: OptimizerFactory, trained: Mapping[str, Trained]) -> Opti
     return factory if told is None else told(trained)
 
 
-def group_numbers(groups: Sequence[OptimizerGroup], trained: Mapping[str, Trained]) -> dict[str, int]:
-    """The number of the group of each parameter; `len(groups)` for the rest.
+def group_numbers(config: OptimizerConfig, trained: Mapping[str, Trained]) -> dict[str, int]:
+    """The number of the group of each parameter; that of all groups for the rest.
 
     Raises:
-        ConfigError: a group has no parameter.
+        ConfigError: a group has no parameter, or a pattern of `no_decay` matches none.
     """
+    groups = config.groups
+    for pattern in config.no_decay or ():
+        if not any(matches(name, pattern) for name in trained):
+            raise ConfigError(_why_unmatched(pattern, trained))
 
     def fits(name: str, group: OptimizerGroup) -> bool:
         is_named = group.match is None or any(fnmatchcase(name, pattern) for pattern in group.match)
@@ -103,6 +111,16 @@ def group_numbers(groups: Sequence[OptimizerGroup], trained: Mapping[str, Traine
             taken = [name for name in trained if fits(name, group)]
             raise ConfigError(f"optimizer.groups[{number}] {_why_empty(group, taken, trained)}")
     return numbers
+
+
+def _why_unmatched(pattern: str, trained: Collection[str]) -> str:
+    found = [name for name in trained if fnmatchcase(name.lower(), pattern.lower())]
+    paths = f" It would match {len(found)} whole names, such as {found[0]!r}." if found else ""
+    return (
+        f"optimizer.no_decay: {pattern!r} matches no parameter that is trained. A pattern is of the last component of "
+        f"a name, such as 'weight', or, with a dot in it, of the whole name.{paths} Norms, biases and vectors are "
+        f"spared without it: leave no_decay out, or give other parameters a group with weight_decay: 0."
+    )
 
 
 def _why_empty(group: OptimizerGroup, taken: Sequence[str], trained: Mapping[str, Trained]) -> str:

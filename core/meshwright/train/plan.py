@@ -91,14 +91,14 @@ def plan_run(config: RunConfig, world_size: int, *, commit: str | None = None) -
     check_restarts(config)
     check_place(config, world_size)
     check_output(config, config.steps)
-    device, groups = find_device(config.device), config.optimizer.groups
+    device = find_device(config.device)
     if config.steps is not None:
         try_optimization(config.optimizer, config.schedule.over(config.steps), config.steps, device=device)
     model = find_model(config.model, commit=commit)
     data, hf_config = data_and_model_config(config, model)
     adapters, seq_len, dtype = model.adapters, config.data.seq_len, model.dtype(config.model)
     size = try_model(
-        hf_config, dtype, seq_len=seq_len, device=device, degrees=degrees, adapters=adapters, groups=groups
+        hf_config, dtype, seq_len=seq_len, device=device, degrees=degrees, adapters=adapters, optimizer=config.optimizer
     )
     check_memory(degrees, size, memory_of_node())
     tried = can_be_tried(size, seq_len=seq_len, device=device, degrees=degrees)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...base.errors import DataError
 from .chat_template import ChatTemplate
@@ -62,11 +62,10 @@ class Answers:
             )
         if self._loss_on == "last_answer":
             answers = answers[-1:]
-        # What stands behind the last answer is neither learnt nor read.
+        # What stands behind the last answer is neither learnt nor read, but counted.
         whole = conversation.until(answers[-1] + 1)
-        if self._template.marks(whole):
-            return [self._marked(whole, answers[0])]
-        return list(self._unfolded(whole, answers))
+        found = [self._marked(whole, answers[0])] if self._template.marks(whole) else [*self._unfolded(whole, answers)]
+        return [*found[:-1], replace(found[-1], unanswered=len(conversation.messages) - len(whole.messages))]
 
     def _draft(self, text: str, spans: tuple[Span, ...] | None) -> Draft:
         # Where nothing of the template ends a turn, the eos token does.

@@ -34,12 +34,15 @@ class Draft:
         learnt: spans of characters, in order and apart; None: all of it.
         opened: begin with what the tokenizer puts before a text.
         closed: end with what it puts after a text, and an eos token, learnt where what stands before them is.
+        unanswered: turns of the conversation that are left out of it and of the drafts before it, behind the last
+            answer.
     """
 
     text: str
     learnt: tuple[Span, ...] | None = None
     opened: bool = False
     closed: bool = False
+    unanswered: int = 0
 
 
 @dataclass(frozen=True)

@@ -83,15 +83,16 @@ class Encoder:
         """
         parsed = [self._parse(record) for record in records]
         drafts: list[Draft] = []
+        counts = Counts(records=len(records))
         for record, documents in zip(records, parsed, strict=True):
             for draft in documents:
                 if isinstance(draft, Draft):
                     check_text(draft.text, record.where, "the text")
                     drafts.append(draft)
+                    counts += Counts(unanswered=draft.unanswered)
         with no_tokenizer_threads():
             written = iter(self._writer.write(drafts))
         found: list[list[Example]] = []
-        counts = Counts(records=len(records))
         for record, documents in zip(records, parsed, strict=True):
             made = [next(written) if isinstance(each, Draft) else each for each in documents]
             columns = self._values(record, [len(tokens) for tokens, _ in made])

@@ -55,6 +55,7 @@ class Counts:
         split: documents that were too long and became several.
         unlearnt: documents, or pieces of one, that are left out since nothing in them is learnt: empty texts, and
             answers that were cut off.
+        unanswered: turns of conversations behind their last answer, which are left out.
     """
 
     records: int = 0
@@ -65,6 +66,7 @@ class Counts:
     dropped: int = 0
     split: int = 0
     unlearnt: int = 0
+    unanswered: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Counts)))

@@ -139,7 +139,10 @@ class Stream:
         records = next(self._iterator, None)
         if records is None:
             if not self._in_epoch:
-                raise DataError(f"{self.place!r} is empty: it holds no example that is short enough. Name others.")
+                raise DataError(
+                    f"{self.place!r} is empty: it holds no example that is short enough, with something to be learnt "
+                    f"in its first seq_len tokens. Set data.seq_len to more, or name another source."
+                )
             self._in_epoch = 0
             self._iterator = iter(self._loader)
             return None

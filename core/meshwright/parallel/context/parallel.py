@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..._compat.transformers import (
+    LENGTH_DEPENDENT,
     attention_setting,
     for_documents,
     mask_maker,
@@ -44,7 +45,6 @@ _MASKS = "masks_tokens"
 key is missing where that is not known without a wait for the device."""
 _DIVIDED = frozenset({"input_ids", "labels", "position_ids", "attention_mask"})
 _SERVED = ("eager", "sdpa")
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 class ContextParallel(Axis):
@@ -332,7 +332,7 @@ def _check_configs(model: nn.Module, configs: list[Any]) -> None:
             )
     for config in configs:
         for kind in _rope_types(config.to_dict()):
-            if kind in _LENGTH_DEPENDENT:
+            if kind in LENGTH_DEPENDENT:
                 raise ModelError(
                     f"{name} has rope_type={kind!r}, which scales all positions by the last one of a forward, and each "
                     f"rank of cp has another. Set cp_size=1, or use another rope_type."

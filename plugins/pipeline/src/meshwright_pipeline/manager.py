@@ -92,6 +92,7 @@ class PipelineManager(StatefulStages):
         self._model: Stages | None = None
         self._tried_out: set[bool] = set()
         self._gradients_are_checked = False
+        self._longest = 0
         self._steps, self._recorder = Steps(mesh, self._trainable), Recorder()
         self.timeline = TimelineRecorder(mesh.device, mesh.axis_rank("pp"))
         """See `meshwright.train.timeline_log`."""
@@ -215,6 +216,7 @@ class PipelineManager(StatefulStages):
         """The step's microbatches as the schedule takes them, equally many on all ranks."""
         size = self.config.pp_microbatch_size
         agreed = agree(microbatches, num_tokens, self.mesh, self._terms(given))
+        self._longest = agreed.longest
         pieces = [piece for batch in agreed.microbatches for piece in cut_batch(batch, size)]
         for stage in self._stages.values():
             stage.begin_step(agreed.num_tokens, microbatches=agreed.most)
@@ -238,7 +240,7 @@ class PipelineManager(StatefulStages):
     def _around(self, microbatches: Sequence[Batch]) -> Iterator[None]:
         with ExitStack() as contexts:
             for manager in self._managers.values():
-                contexts.enter_context(manager.forward.around_step())
+                contexts.enter_context(manager.forward.around_step(self._longest))
                 contexts.enter_context(manager.around_step(microbatches))
             yield
 

@@ -3,8 +3,7 @@
 [Note: what is checked] Before anything is taken apart, the model runs on a few tokens: whole, and as a chain of the
 stages that it is to be cut into. Logits must be equal to the last bit. Where they are not, what crosses besides hidden
 states is looked for at each cut: arguments of the block behind it that differ between a whole run and one that begins
-there; then what modules before the first block return; what is not needed is left out again. A model for which this
-does not help is refused.
+there; then what modules before the first block return; what is not needed is left out again. Else it is refused.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from meshwright.base.errors import MeshwrightError, ModelError
 from meshwright.model.layout import ModelLayout
 from meshwright.step.forward_options import with_router_logits
+from meshwright.step.rope_length import without_history
 from meshwright.strategy.contract import Batch
 
 from .boundary import Crossing, Path, dims_of, hidden_path, tensors_in
@@ -222,7 +222,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), without_history(model):
             yield
     finally:
         model.train(training)
