@@ -98,7 +98,7 @@ def test_a_step_sends_one_message_in_log2_rounds_and_waits_once(stack: str) -> N
     for messages, traffic, reads in pool(ranks).run(_step, *STACKS[stack]):
         (sent,) = messages
         assert len(sent) == ROUNDS[ranks]
-        assert all(each.bytes == 80 for each in sent)
+        assert all(each.bytes == 96 for each in sent)
         assert not [each for each in traffic.of("send", "world") if each.dtype == torch.int64]
         assert {place: reads[place] for place in reads if place not in HOST} == _expected_reads(stack, reads)
 

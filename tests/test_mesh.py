@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from cluster.starts import free_port
 
 from meshwright import Mesh, MeshError, MeshSizes, open_world
 from meshwright.base.errors import BatchError, ConfigError, DataError
@@ -134,6 +138,40 @@ def test_device_that_is_not_there_is_refused(device: str) -> None:
 def test_device_that_is_no_device_is_refused() -> None:
     with pytest.raises(MeshError, match="'gpu' is no device name"):
         open_world("gpu")
+
+
+# -- several worlds in one process
+
+
+def _worlds(port: int, file: str | None) -> list[tuple[float, float]]:
+    """Open worlds one after the other; for each, when this rank had connected, and when its world was open."""
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    store = None if file is None else dist.FileStore(file, 2)
+    init, connected, times = dist.init_process_group, 0.0, []
+
+    def init_slowly(*args: Any, **kwargs: Any) -> None:
+        nonlocal connected
+        init(*args, **kwargs)
+        time.sleep(0.3 * ((dist.get_rank() + number) % 2))
+        connected = time.time()
+
+    dist.init_process_group = init_slowly
+    try:
+        for number in range(4):
+            with open_world("cpu", store=store, timeout_s=20) as world:
+                times.append((connected, time.time()))
+                assert world.reduce_ints([number]) == [2 * number]
+    finally:
+        dist.init_process_group = init
+    return times
+
+
+@pytest.mark.parametrize("door", ["environment", "store"])
+def test_worlds_of_one_process_meet_in_turn_and_each_opens_once_all_have_connected(door: str, tmp_path: Path) -> None:
+    first, second = pool(2).run(_worlds, free_port(), str(tmp_path / "store") if door == "store" else None)
+    for mine, other in zip(first, second, strict=True):
+        assert max(mine[0], other[0]) <= min(mine[1], other[1])
 
 
 # -- agreement

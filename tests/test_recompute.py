@@ -10,8 +10,9 @@ from torch import nn
 
 from meshwright._compat.torch import is_attention, is_choice, is_communication, is_matrix_product
 from meshwright.base.errors import ConfigError, ModelError
+from meshwright.model.activation_options import ActivationOptions
 from meshwright.model.layout import layout_by_structure
-from meshwright.model.recompute import _selective_contexts, checkpoint_blocks
+from meshwright.model.recompute import Mode, _selective_contexts, checkpoint_blocks
 from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import Case, pool
 from meshwright.testing.models import case_model, case_vocab, tiny_model
@@ -186,3 +187,29 @@ def test_single_recomputes_as_other_strategies_do() -> None:
     assert plain[0] == 1
     for mode, calls in ((True, 2), ("full", 2), ("selective", 2), ({"offload": "cpu"}, 1)):
         assert pool(1).run(_on_single, mode) == [(calls, plain[1])]
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", ActivationOptions(offload="cpu")])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "rembert", "recurrent_gemma", "hrm_text", "qwen3_next"])
+def test_blocks_take_no_cache_in_a_loop_that_says_nothing_of_caches(model_type: str, mode: Mode) -> None:
+    def trained(*, recomputes: bool) -> dict[str, torch.Tensor | None]:
+        model = case_model(model_type, tied=None, seed=0, dtype=torch.float64).train()
+        if recomputes:
+            checkpoint_blocks(model, layout_by_structure(model), mode)
+        torch.manual_seed(0)
+        ids = torch.randint(0, case_vocab(model_type), (2, 16), generator=torch.Generator().manual_seed(1))
+        model(input_ids=ids).logits.square().sum().backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    torch.testing.assert_close(trained(recomputes=True), trained(recomputes=False), rtol=0, atol=1e-9)
+
+
+def test_a_cache_that_holds_tokens_is_refused_where_blocks_are_recomputed() -> None:
+    model, ids = tiny_model(), torch.arange(8)[None]
+    checkpoint_blocks(model, layout_by_structure(model), True)
+    with torch.no_grad():
+        cache = model(input_ids=ids).past_key_values
+    assert cache.get_seq_length() == 8
+    for module in (model, model.model):
+        with pytest.raises(ModelError, match=r"DynamicCache that Llama.* got holds tokens already"):
+            module(input_ids=ids, past_key_values=cache)

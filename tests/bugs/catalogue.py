@@ -642,8 +642,8 @@ _bug(
 _bug(
     "tokens_of_sharers_count_twice",
     "meshwright.step.message",
-    "tokens = terms.tokens(microbatches) if _counts(mesh) else 0",
-    "tokens = terms.tokens(microbatches)",
+    "COUNTED, terms.tokens(microbatches) if _counts(mesh) else 0)",
+    "COUNTED, terms.tokens(microbatches))",
     "tests/test_batch.py::test_tokens_are_those_after_the_shift_and_count_once_for_ranks_that_share_a_batch",
     kind="tokens of ranks that share a batch are counted once for each",
 )
@@ -2081,6 +2081,46 @@ _bug(
     kind="weights that were gathered before a step are used after it",
 )
 _bug(
+    "what_is_frozen_later_is_stepped",
+    "meshwright.manager.stateful",
+    "                trained.grad = None",
+    "                pass",
+    "tests/test_freezing.py::test_what_is_frozen_and_unfrozen_between_steps_trains_as_in_one_process[ddp-zero1-False]",
+    kind="an option is read once and never again",
+)
+_bug(
+    "engines_see_flags_that_change",
+    "meshwright.manager.freezing",
+    "        _set_flags(frozen, True)",
+    "        pass",
+    "tests/test_freezing.py::test_what_is_frozen_and_unfrozen_between_steps_trains_as_in_one_process[ddp-False]",
+    kind="an error of a library in place of what the user can do",
+)
+_bug(
+    "a_recomputed_block_fills_the_cache_twice",
+    "meshwright.model.recompute",
+    "        put_around(block, Layer.RECOMPUTED, functools.partial(_without_cache, block))\n",
+    "",
+    "tests/test_recompute.py::test_blocks_take_no_cache_in_a_loop_that_says_nothing_of_caches[llama-selective]",
+    kind="an error of a library in place of what the user can do",
+)
+_bug(
+    "plain_layers_of_a_list_are_left",
+    "meshwright_fsdp2.functions",
+    "stacks=tuple(_lists(holder))",
+    "stacks=layout_by_structure(holder).stacks",
+    "plugins/fsdp2/tests/test_fsdp2_functions.py::test_members_of_lists_are_sharded_whatever_they_are",
+    kind="what is asked for is not done, and nothing says so",
+)
+_bug(
+    "the_residual_stream_is_as_narrow_as_weights",
+    "meshwright_fsdp2.unit_options",
+    "            stream_dtype(config),\n",
+    "            None,\n",
+    "plugins/fsdp2/tests/test_fsdp2_options.py::test_autocast_with_a_wide_output_keeps_the_residual_stream_wide[llama-config0-sizes0]",
+    kind="an option is ignored",
+)
+_bug(
     "autocast_dropped",
     "meshwright_fsdp2.manager",
     "        if self.config.autocast_dtype is not None:",
@@ -2262,8 +2302,8 @@ _bug(
 _bug(
     "copies_train_apart",
     "meshwright_pipeline.manager",
-    "trained(list(found.values()), self._copies.sum_gradients(found), tally)",
-    "trained(list(found.values()), None, tally)",
+    "shared = self._copies.sum_gradients(found)",
+    "shared = None",
     f"{_STAGES}[1F1B]",
     kind="copies of a tied weight on several stages are not summed",
 )
@@ -4773,6 +4813,22 @@ _bug(
     "    if store is not None:\n        return store",
     f"{_WORLDS}::test_who_begins_anew_after_a_hang_is_not_told_of_it_again",
     kind="what another run or world has left is taken for one's own",
+)
+_bug(
+    "worlds_of_one_process_share_their_keys",
+    "meshwright.launch.store",
+    "f\"world/{store.add(f'worlds/{size}/{rank}', 1)}/{size}\"",
+    '"world"',
+    "tests/test_mesh.py::test_worlds_of_one_process_meet_in_turn_and_each_opens_once_all_have_connected[store]",
+    kind="what another run or world has left is taken for one's own",
+)
+_bug(
+    "a_world_is_open_before_all_have_connected",
+    "meshwright.launch.store",
+    '    store.wait(["all_connected"])',
+    "    return",
+    "tests/test_mesh.py::test_worlds_of_one_process_meet_in_turn_and_each_opens_once_all_have_connected[store]",
+    kind="a rank leaves while others need it",
 )
 _bug(
     "a_rank_that_asks_again_is_not_answered",

@@ -5,6 +5,11 @@ connects can run code in the ranks. torch's own functions open it on all interfa
 that the ranks are told: loopback where all are on one machine, else the interface that MASTER_ADDR names. Sockets of
 gloo and NCCL stay on loopback there, too. Between machines the network must be trusted.
 
+[Note: worlds in one process] A process may open several worlds, one after the other, over one store. Each world has a
+prefix of its own there, or a rank reads the addresses of the previous world and connects to nobody. The store counts
+how often each rank has opened a world, so the ranks agree on the number without a message. And a world is open only
+once all ranks have connected: a rank that closed its connections before would make a peer fail that still connects.
+
 This module imports torch only where it is used.
 Source: torch.distributed.TCPStore (`master_listen_fd`); torch.distributed.elastic.rendezvous.
 """
@@ -22,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from .environment import on_one_machine, rank
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import Store, TCPStore
 
 LOOPBACK = "127.0.0.1"
 ONE_MACHINE = "meshwright-one-machine"
@@ -96,6 +101,20 @@ def host_for_ranks(timeout_s: float) -> None:
         if (address, port) not in _HOSTED:
             spans = not on_one_machine()
             _HOSTED[address, port] = host_store(address, int(port), timeout_s=timeout_s, spans_machines=spans)
+
+
+def world_store(store: Store, rank: int, size: int) -> Store:
+    """Return a view of the store with keys of one world alone; see [Note: worlds in one process]."""
+    from torch.distributed import PrefixStore
+
+    return PrefixStore(f"world/{store.add(f'worlds/{size}/{rank}', 1)}/{size}", store)
+
+
+def wait_until_connected(store: Store, size: int) -> None:
+    """Wait until all ranks have connected to each other; see [Note: worlds in one process]."""
+    if store.add("connected", 1) == size:
+        store.set("all_connected", "")
+    store.wait(["all_connected"])
 
 
 def register_one_machine() -> None:

@@ -7,7 +7,9 @@ the reduction waits for the last microbatch. `single` shows the smallest one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from pydantic import BaseModel
@@ -25,6 +27,7 @@ from ..model.weights import Weights, fill, materialize
 from ..step.agreement import agree, announce
 from ..step.batch import Terms
 from ..step.forward_options import forward_options, forward_takes
+from ..step.message import frozen_share
 from ..step.objective import Given, Tally, without_columns
 from ..step.recorder import Recorder
 from ..step.rope_length import RopeLength
@@ -37,6 +40,7 @@ from .call_order import check_new, check_nothing_pending, take
 from .duties import Duties
 from .ending import Ending, Findings
 from .forward import Forward
+from .freezing import TrainableParameters
 from .gradients import Gradients
 from .row_loss import RowLoss
 from .start import asks_for_router_loss, check_reduce_dtype, check_trainable, equal_weights, share_random_state
@@ -87,6 +91,7 @@ class DataParallelManager(Duties):
         name, head = type(model).__name__, RowHead(model, self.layout.head) if self.layout.head else None
         self.model = model
         self.module = self._sharded(model, equal_weights(model, weights, self.mesh))
+        self.may_train = TrainableParameters(model)
         self.gradients = self.make_gradients()
         self.forward = Forward(
             self.module,
@@ -143,7 +148,7 @@ class DataParallelManager(Duties):
         if not self.module.training:
             self.module.train()
         losses = []
-        with self.forward.around_step(agreed.longest), self.around_step(without_columns(given, microbatches)):
+        with self.in_step(without_columns(given, microbatches), agreed.longest):
             tally = self._tally(given, microbatches)
             self._choose_activations(without_columns(given, microbatches))
             for index, batch in enumerate(microbatches):
@@ -153,7 +158,15 @@ class DataParallelManager(Duties):
                     loss.backward()
                 self.after_backward(is_last=is_last)
                 losses.append(loss.detach())
-        return self._summed(losses, tally, self._steps.trained([self.finish_gradients()], None, tally))
+        findings = self.finish_gradients()
+        self.drop_frozen()
+        return self._summed(losses, tally, self._steps.trained([findings], None, tally))
+
+    @contextmanager
+    def in_step(self, microbatches: Sequence[Batch], longest: int) -> Iterator[None]:
+        """Around all forwards and backwards of a step or evaluation, whose longest row has so many tokens."""
+        with self.may_train.unfrozen(), self.forward.around_step(longest), self.around_step(microbatches):
+            yield
 
     def eval_loss(
         self, microbatches: Sequence[Batch], *, num_tokens: Tensor, objective: Objective | None = None
@@ -177,11 +190,7 @@ class DataParallelManager(Duties):
         was_training = self.module.training
         self.module.eval()
         try:
-            with (
-                self.forward.around_step(agreed.longest),
-                self.around_step(without_columns(given, microbatches)),
-                torch.no_grad(),
-            ):
+            with self.in_step(without_columns(given, microbatches), agreed.longest), torch.no_grad():
                 tally = self._tally(given, microbatches)
                 losses = [self._loss(batch, num_tokens, len(microbatches), tally) for batch in microbatches]
         finally:
@@ -210,7 +219,18 @@ class DataParallelManager(Duties):
         return self._steps.tally(given, functools.partial(self.forward.try_objective, microbatches[0]))
 
     def _terms(self, given: Given | None) -> Terms:
-        return self.forward.terms(self.check_batches, given)
+        frozen = frozen_share(self.mesh, ((name, 0, 1) for name in self.may_train.frozen()))
+        return replace(self.forward.terms(self.check_step, given), frozen=frozen)
+
+    def check_step(self, microbatches: Sequence[Batch]) -> None:
+        """Refuse a step that this rank cannot run; no collective.
+
+        Raises:
+            StrategyError: see `TrainableParameters.check_unfrozen`; as it is told on all ranks.
+            BatchError: see `check_batches`.
+        """
+        self.may_train.check_unfrozen()
+        self.check_batches(microbatches)
 
     def announce(self, microbatches: Sequence[Batch], *, objective: Objective | None = None) -> Tensor:
         return announce(microbatches, self.mesh, self._terms(self._given(objective)))

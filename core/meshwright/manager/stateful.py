@@ -39,6 +39,7 @@ from ..tensors.state import (
 )
 from ..train.optimizer_groups import Trained, for_model, what_is_trained
 from .call_order import require_model, require_optimizer
+from .freezing import TrainableParameters
 from .optimizer_trial import call_factory, check_optimizer
 
 
@@ -49,6 +50,7 @@ class StatefulManager(StrategyManager):
         model: the Hugging Face model, unwrapped; its parameters may have been sharded in place.
         layout: the model's structure as it was before sharding.
         parameter_names: fully qualified names of what the optimizer trains, as it is after sharding.
+        may_train: the parameters that may train; there after `parallelize`.
         axes: along which ranks share microbatches or the model, beside those of data; a strategy adds them when it
             shards, in the order in which they divide a microbatch.
         parts: how parameters and optimizer state are divided over ranks, for strategies that use no DTensors.
@@ -58,6 +60,7 @@ class StatefulManager(StrategyManager):
     model: nn.Module
     layout: ModelLayout
     parameter_names: Mapping[nn.Parameter, str]
+    may_train: TrainableParameters
     axes: list[Axis]
     parts: Parts = DTENSORS
     averages: Averages | None = None
@@ -99,12 +102,20 @@ class StatefulManager(StrategyManager):
         check_optimizer(optimizer, self.parts, self.mesh.world)
         self._optimizer = optimizer
         optimizer.register_step_pre_hook(lambda *_: self.settle())
+        optimizer.register_step_pre_hook(lambda *_: self.drop_frozen())
         return optimizer
+
+    def drop_frozen(self) -> None:
+        """Drop the gradients of what is frozen now; see [Note: frozen later]."""
+        frozen = self.may_train.frozen()
+        for name, trained in self.named_trainable() if frozen else ():
+            if name in frozen:
+                trained.grad = None
 
     def named_trainable(self) -> Sequence[tuple[str, nn.Parameter]]:
         """What the optimizer trains, by name, as `parts` knows it; for strategies to replace that train parts of their
         own."""
-        return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        return list(self.may_train.named())
 
     def what_is_trained(self) -> dict[str, Trained]:
         """What is known of the parameters that the optimizer trains, by name."""
@@ -216,8 +227,8 @@ class StatefulManager(StrategyManager):
         """Called when parameters and optimizer state have been written in place."""
 
     def trainable(self) -> Iterator[nn.Parameter]:
-        """The parameters that train, each once, as they are after sharding."""
-        return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        """The parameters that may train, each once, as they are after sharding; see [Note: frozen later]."""
+        return (parameter for _, parameter in self.may_train.named())
 
     def _require_model(self) -> None:
         require_model(self.model if self._parallelized else None)

@@ -19,7 +19,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from itertools import count
 from typing import NoReturn, TypeVar
 
 import torch
@@ -36,11 +35,10 @@ from ..launch.join import join, local_rank
 from ..launch.progress import Progress
 from ..launch.rank import CONNECT_TIMEOUT_S, connect_store
 from ..launch.slurm import devices_of_step
-from ..launch.store import keep_to_loopback
+from ..launch.store import keep_to_loopback, wait_until_connected, world_store
 
 T = TypeVar("T")
 
-_WORLDS = count()  # of this process; each has keys of its own in the store
 CONTROL_TAG = 4711
 """Of the control plane's messages between two ranks, so that no other takes them for its own."""
 
@@ -270,10 +268,10 @@ def open_world(
     timeout = timedelta(seconds=timeout_s)
     keep_to_loopback()
     if started_by_launcher():
-        if store is None:
-            store = dist.PrefixStore(f"world/{next(_WORLDS)}", connect_store(max(timeout_s, CONNECT_TIMEOUT_S)))
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = world_store(store or connect_store(max(timeout_s, CONNECT_TIMEOUT_S)), rank, size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
+        wait_until_connected(store, size)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return World(chosen, owns_group=True)

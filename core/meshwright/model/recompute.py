@@ -4,6 +4,10 @@
 instance, is replaced. So no parameter gets another name, hooks of sharding run around the recomputation and not in it,
 and what wraps later (compile, then sharding) wraps this.
 
+[Note: no cache] A block that fills a key-value cache fills it again when it is recomputed. transformers fills one by
+default, also in training, where nobody reads it. So a checkpointed block gets None in its place, as under
+transformers' own checkpointing; a cache that holds tokens already is refused.
+
 "full" holds a block's inputs only. "selective" holds, besides, the results that cost most for their size: every second
 matrix product, all of attention, and what came over the network, so that nothing is communicated twice. What is held
 under a budget is chosen in `budget`; what lies in host memory, in `offload`.
@@ -13,9 +17,12 @@ Source: Chen et al. 2016, arXiv:1604.06174; torch.utils.checkpoint; the policy o
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from itertools import zip_longest
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -90,7 +97,55 @@ def checkpoint_blocks(
             put_around(block, Layer.RECOMPUTED, functools.partial(held.put_around, block, again))
         else:
             put_around(block, Layer.RECOMPUTED, functools.partial(held.put_around, block))
+        put_around(block, Layer.RECOMPUTED, functools.partial(_without_cache, block))
+    _refuse_filled_caches(model, layout.blocks)
     return held
+
+
+def _refuse_filled_caches(model: nn.Module, blocks: Iterable[str]) -> None:
+    """Refuse a cache that holds tokens, where it enters the model; see [Note: no cache]."""
+    transformers = sys.modules.get("transformers")
+    parents = {name[:index] for name in blocks for index, letter in enumerate(name) if letter == "."} | {""}
+    for module in map(model.get_submodule, parents):
+        if transformers is not None and isinstance(module, transformers.PreTrainedModel):
+            module.register_forward_pre_hook(_refuse_filled, with_kwargs=True)
+
+
+def _refuse_filled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if module.training and torch.is_grad_enabled():
+        for value in filter(_is_cache, (*args, *kwargs.values())):
+            # A cache that holds states alone has no length.
+            with suppress(ValueError):
+                if value.get_seq_length():
+                    raise ModelError(
+                        f"activation checkpointing recomputes blocks without a key-value cache, but the "
+                        f"{type(value).__name__} that {type(module).__name__} got holds tokens already. Leave "
+                        f"past_key_values out, or set activation_checkpointing=false."
+                    )
+
+
+def _without_cache(block: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a block take no key-value cache while it trains; see [Note: no cache]."""
+    names = list(inspect.signature(original).parameters)
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if block.training and torch.is_grad_enabled():
+            args = tuple(_cache_dropped(name, value) for name, value in zip_longest(names[: len(args)], args))
+            kwargs = {name: _cache_dropped(name, value) for name, value in kwargs.items()}
+        return original(*args, **kwargs)
+
+    return forward
+
+
+def _cache_dropped(name: str | None, value: Any) -> Any:
+    """An argument of a block; None in the place of a cache."""
+    return False if name == "use_cache" else None if _is_cache(value) else value
+
+
+def _is_cache(value: Any) -> bool:
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(value, transformers.Cache)
 
 
 def _recomputed(block: nn.Module, contexts: Sequence[Contexts], original: Callable[..., Any]) -> Callable[..., Any]:

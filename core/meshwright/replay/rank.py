@@ -44,9 +44,8 @@ def replay_rank(store: Store | None, order: Order) -> None:
     config = order.config
     if config.threads_per_rank != "auto":
         torch.set_num_threads(config.threads_per_rank)
-    world_store = torch.distributed.PrefixStore("meshwright/world", store) if store is not None else None
     timeout_s = config.timeout_s
-    with signs_of_life(timeout_s), open_world(config.device, store=world_store, timeout_s=timeout_s) as world:
+    with signs_of_life(timeout_s), open_world(config.device, store=store, timeout_s=timeout_s) as world:
         commit = fetch_model(config.model, world)
         plan = world.together(lambda: plan_run(config, world.size, commit=commit))
         # Nothing is evaluated.

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..base.errors import BatchError
+from ..base.errors import BatchError, MeshwrightError, StrategyError
 from ..strategy.contract import IGNORED_LABEL, Batch
 from .objective import Given, without_columns
 from .token_loss import targets
@@ -28,10 +28,11 @@ class Terms:
     Attributes:
         vocab_size: token ids must be below it; None: unknown.
         sequence_multiple: the length of a sequence must be a multiple of it.
-        check: what else there is to refuse on a rank, without a collective; raises BatchError.
+        check: what else there is to refuse on a rank, without a collective; raises BatchError or StrategyError.
         count: of what the ranks must know the largest number that one of them has; see `Agreed.most`.
         objective: of the step; None: the token loss.
         rows: of what microbatches are cut into; None: they are not.
+        frozen: see [Note: equal flags] in `message`.
     """
 
     vocab_size: int | None = None
@@ -40,6 +41,7 @@ class Terms:
     count: Callable[[Sequence[Batch]], int] = len
     objective: Given | None = None
     rows: int | None = None
+    frozen: int = field(default=0, compare=False)
 
     def tokens(self, microbatches: Sequence[Batch]) -> int:
         """By what the loss of sound microbatches is divided."""
@@ -71,18 +73,19 @@ def apart(microbatches: Sequence[Batch]) -> list[Batch]:
     return [_without_mask(batch) if _restarts(batch) else batch for batch in microbatches]
 
 
-def defect_under(microbatches: Sequence[Batch], terms: Terms, cp_size: int) -> str | None:
-    """What is wrong with this rank's microbatches, or None."""
+def defect_under(microbatches: Sequence[Batch], terms: Terms, cp_size: int) -> MeshwrightError | None:
+    """What is wrong with this rank's microbatches, or with its share of the step, or None."""
     defect = defect_of(microbatches, terms.vocab_size)
     defect = defect or _length_defect(microbatches, terms.sequence_multiple, cp_size)
-    if defect is None:
-        try:
-            if terms.objective is not None:
-                terms.objective.check(microbatches, rows=terms.rows)
-            terms.check(without_columns(terms.objective, microbatches))
-        except BatchError as error:
-            defect = str(error)
-    return defect
+    if defect is not None:
+        return BatchError(defect)
+    try:
+        if terms.objective is not None:
+            terms.objective.check(microbatches, rows=terms.rows)
+        terms.check(without_columns(terms.objective, microbatches))
+    except (BatchError, StrategyError) as error:
+        return error
+    return None
 
 
 def defect_of(microbatches: Sequence[Batch], vocab_size: int | None = None) -> str | None:

@@ -6,16 +6,21 @@ When it is sent is said in `agreement`.
 are. Each multiplies a checksum of its tokens with a number of its own, and the numbers of those that share a batch add
 up to 0 (modulo 2**64, as sums of int64 are). So do the products where all have the same checksum; where not, it would
 be an accident.
+
+[Note: equal flags] Whether ranks freeze the same parameters is seen in one sum, too. For each parameter that it
+freezes, a rank adds minus a number that stands for the name; the first rank that holds the parameter adds that number
+once for each other rank instead. The sum is 0 where all that hold a parameter freeze it, or none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from ..base.errors import BatchError
+from ..base.errors import BatchError, MeshwrightError, StrategyError
 from ..mesh.mesh import Mesh
 from ..strategy.contract import IGNORED_LABEL, Batch
 from .batch import Terms, checksum, defect_of
@@ -39,10 +44,11 @@ class Message:
         most: see `Terms.count`.
         signature: see `Terms.signature`.
         longest: tokens of its longest row, padding included.
+        frozen: see [Note: equal flags].
     """
 
     mesh: Mesh
-    defect: str | None
+    defect: MeshwrightError | None
     given: int
     tokens: int = 0
     count: int = 0
@@ -50,31 +56,31 @@ class Message:
     most: int = 0
     signature: int = 0
     longest: int = 0
+    frozen: int = 0
 
     @classmethod
     def of_step(
-        cls, mesh: Mesh, microbatches: Sequence[Batch], defect: str | None, terms: Terms, *, given: int
+        cls, mesh: Mesh, microbatches: Sequence[Batch], defect: MeshwrightError | None, terms: Terms, *, given: int
     ) -> Message:
         if defect is not None:
             return cls(mesh, defect, given)
         try:
             tokens = terms.tokens(microbatches) if given == ANNOUNCED and _counts(mesh) else 0
         except BatchError as error:
-            return cls(mesh, str(error), given)
+            return cls(mesh, error, given)
         most, share = terms.count(microbatches), share_of(mesh, checksum(microbatches))
         signature = terms.signature(microbatches)
         longest = max(batch["input_ids"].shape[1] for batch in microbatches)
-        return cls(mesh, None, given, tokens, len(microbatches), share, most, signature, longest)
+        return cls(mesh, None, given, tokens, len(microbatches), share, most, signature, longest, terms.frozen)
 
     @classmethod
     def of_count(cls, mesh: Mesh, microbatches: Sequence[Batch], terms: Terms) -> Message:
-        defect, tokens = defect_of(microbatches), 0
-        if defect is None:
-            try:
-                tokens = terms.tokens(microbatches) if _counts(mesh) else 0
-            except BatchError as error:
-                defect = str(error)
-        return cls(mesh, defect, COUNTED, tokens)
+        if (defect := defect_of(microbatches)) is not None:
+            return cls(mesh, BatchError(defect), COUNTED)
+        try:
+            return cls(mesh, None, COUNTED, terms.tokens(microbatches) if _counts(mesh) else 0)
+        except BatchError as error:
+            return cls(mesh, error, COUNTED)
 
     def sent(self) -> Answer:
         sums, highs = self.mesh.world.exchange(*self._numbers())
@@ -91,7 +97,7 @@ class Message:
         return answer
 
     def _numbers(self) -> tuple[list[int], list[int]]:
-        sums = [int(self.defect is not None), self.tokens, self.share]
+        sums = [int(self.defect is not None), self.tokens, self.share, self.frozen]
         equal = [self.count, -self.count, self.given, -self.given, self.signature, -self.signature]
         return sums, [*equal, self.most, self.longest]
 
@@ -104,6 +110,7 @@ class Answer:
     defects: int
     tokens: int
     shares: int
+    frozen: int
     high_count: int
     minus_low_count: int
     high_given: int
@@ -117,10 +124,10 @@ class Answer:
         """Refuse what is malformed, and a step that the ranks would not run alike.
 
         Raises:
-            BatchError: on all ranks alike.
+            BatchError, StrategyError: on all ranks alike.
         """
         if self.defects:
-            self.message.mesh.world.raise_any(BatchError(self.message.defect) if self.message.defect else None)
+            self.message.mesh.world.raise_any(self.message.defect)
         low, high = -self.minus_low_given, self.high_given
         if low < 0 and low != high:
             raise BatchError(
@@ -132,6 +139,11 @@ class Answer:
             raise BatchError(
                 "ranks disagree on the objective, or on the columns of its batches: their names, dtypes and numbers of "
                 "dims. Give all ranks the same objective, and microbatches with the same columns."
+            )
+        if self.frozen:
+            raise StrategyError(
+                "ranks disagree on which parameters are frozen. Set requires_grad alike on all ranks, and where stages "
+                "of a pipeline share a parameter (tied embedding and head), on each stage."
             )
         if self.high_count != -self.minus_low_count:
             raise BatchError(
@@ -175,6 +187,22 @@ def share_of(mesh: Mesh, value: int | None) -> int:
         return 0
     factor = (_scattered(mine) - _scattered((mine + 1) % sharers)) * (2 * _scattered(mesh.data_rank) + 1)
     return (value * factor + 2**63) % 2**64 - 2**63
+
+
+def frozen_share(mesh: Mesh, frozen: Iterable[tuple[str, int, int]]) -> int:
+    """This rank's part of the sum of [Note: equal flags]; as an int64.
+
+    Args:
+        frozen: the name of each parameter that this rank freezes, which of its copies on stages of a pipeline this is,
+            and how many there are.
+    """
+    degrees, total = mesh.degrees, 0
+    ranks = mesh.data_size * degrees.cp * degrees.tp
+    mine = (mesh.data_rank * degrees.cp + mesh.axis_rank("cp")) * degrees.tp + mesh.axis_rank("tp")
+    for name, copy, copies in () if mesh.world.is_planned else frozen:
+        number = _scattered(zlib.crc32(name.encode()))
+        total += number * (copies * ranks - 1) if copy == mine == 0 else -number
+    return (total + 2**63) % 2**64 - 2**63
 
 
 def _scattered(index: int) -> int:

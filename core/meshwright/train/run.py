@@ -57,10 +57,9 @@ def run_rank(
     startup.end("start of the ranks")
     if config.threads_per_rank != "auto":
         torch.set_num_threads(config.threads_per_rank)
-    world_store = torch.distributed.PrefixStore("meshwright/world", store) if store is not None else None
     with ExitStack() as held:
         timeout_s, watching = config.timeout_s, signs_of_life(config.timeout_s, config.watchdog_s)
-        with watching as progress, open_world(config.device, store=world_store, timeout_s=timeout_s) as world:
+        with watching as progress, open_world(config.device, store=store, timeout_s=timeout_s) as world:
             world.progress = progress
             if world.from_first(lambda: is_finished(config)):
                 if world.rank == 0:

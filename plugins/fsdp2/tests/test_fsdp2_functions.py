@@ -266,6 +266,44 @@ def test_a_module_without_a_stack_is_left_to_the_caller() -> None:
     assert pool(1).run(_without_stack) == [False]
 
 
+def _sharded_lists() -> dict[str, list[str]]:
+    """The names of the modules that are sharded in each kind of container; or the error."""
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+
+    def layers(count: int = 2) -> list[nn.Module]:
+        return [nn.Linear(4, 4) for _ in range(count)]
+
+    containers: dict[str, nn.Module] = {
+        "plain layers": nn.ModuleList(layers(3)),
+        "a list within a model": nn.Sequential(nn.Linear(4, 4), nn.ModuleList(layers())),
+        "lists of lists": nn.ModuleList([nn.ModuleList(layers()), nn.ModuleList([nn.ModuleList(layers(1))])]),
+        "dicts of a list": nn.ModuleList([nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.ReLU()})]),
+        "a list of a dict": nn.ModuleDict({"a": nn.ModuleList(layers()), "b": nn.Linear(4, 4)}),
+        "parameters": nn.ModuleList([nn.ParameterList([nn.Parameter(torch.ones(4))])]),
+    }
+    for kind, container in containers.items():
+        try:
+            apply_fsdp_sharding_recursively(container, mesh, None)
+        except MeshwrightError as error:
+            found[kind] = [f"{type(error).__name__}: {error}"]
+        else:
+            found[kind] = [name for name, each in container.named_modules() if isinstance(each, FSDPModule)]
+    return found
+
+
+def test_members_of_lists_are_sharded_whatever_they_are() -> None:
+    for found in pool(2).run(_sharded_lists):
+        (refused,) = found.pop("parameters")
+        assert refused.startswith("ModelError: blocks.0 is a ParameterList without a forward")
+        assert found == {
+            "plain layers": ["0", "1", "2"],
+            "a list within a model": ["1.0", "1.1"],
+            "lists of lists": ["0.0", "0.1", "1.0.0"],
+            "dicts of a list": ["0.a"],
+            "a list of a dict": ["a.0", "a.1"],
+        }
+
+
 def _recursively_offloaded() -> list[str]:
     model = tiny_model()
     apply_fsdp_sharding_recursively(

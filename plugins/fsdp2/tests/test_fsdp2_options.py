@@ -25,6 +25,7 @@ from meshwright import (
     open_world,
     resolve,
 )
+from meshwright.model.layout import layout_by_structure
 from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import Case, assert_parity, count_collectives, pool
 from meshwright.testing.case import share
@@ -248,6 +249,51 @@ def test_precision(config: dict[str, Any], expected: dict[str, torch.dtype]) -> 
         # The optimizer's are full precision throughout.
         assert seen["shard"] == seen["gradient"] == {FP32}
         assert seen["loss"] == pytest.approx(plain, rel=2e-2)
+
+
+WIDE = {"autocast_dtype": "bfloat16", "mp_policy": {"param_dtype": "bfloat16", "output_dtype": "float32"}}
+
+
+def _stream(model_type: str, config: dict[str, Any], sizes: dict[str, int]) -> Counter[tuple[torch.dtype, bool]]:
+    """How often what enters and leaves blocks has a dtype, and whether bfloat16 would hold it."""
+    case = Case(model_type=model_type, tied=None, dtype="float32", sequences=4, layers=4)
+    manager = build_manager("fsdp2", {**WIDE, **config}, sizes, case)
+    found: Counter[tuple[torch.dtype, bool]] = Counter()
+
+    def note(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        for each in (hidden, output[0] if isinstance(output, tuple) else output):
+            # What has been looked up is narrow, and enters the first block as wide.
+            if not (each is hidden and block in first):
+                found[each.dtype, torch.equal(each, each.bfloat16().to(each.dtype))] += 1
+
+    blocks = [part.get_submodule(name) for part in manager.model_parts for name in layout_by_structure(part).blocks]
+    first = blocks[:1] if manager.mesh.axis_rank("pp") == 0 else []
+    for block in blocks:
+        block.register_forward_hook(note, with_kwargs=True)
+    microbatches = share(case, 0, manager.mesh.data_rank, manager.mesh.data_size)
+    manager.forward_backward(microbatches, num_tokens=manager.announce(microbatches))
+    manager.optimizer_step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "sizes"),
+    [
+        ("llama", {}, {}),
+        ("llama", {"activation_checkpointing": True}, {}),
+        ("llama", {"sequence_parallel": True}, {"tp_size": 2}),
+        ("llama", {}, {"pp_size": 2}),
+        ("gpt2", {}, {}),
+        ("nemotron", {}, {}),
+        ("qwen3_moe", {}, {}),
+    ],
+)
+def test_autocast_with_a_wide_output_keeps_the_residual_stream_wide(
+    model_type: str, config: dict[str, Any], sizes: dict[str, int]
+) -> None:
+    for found in pool(2).run(_stream, model_type, config, sizes):
+        assert set(found) == {(FP32, False)}
 
 
 def test_inputs_are_cast_unless_told_otherwise() -> None:

@@ -146,8 +146,7 @@ def best(passes: Sequence[Rates]) -> Rates:
 
 def _rank(store: dist.Store | None, path: str, base: str, device: str, effort: Effort | None) -> None:
     """What each rank does; the first one writes."""
-    own = dist.PrefixStore("world", store) if store is not None else None
-    with open_world(device, store=own) as world:
+    with open_world(device, store=store) as world:
         found = calibrate(world, base, effort)
         world.from_first(lambda: _write(Path(path), found))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
-from meshwright.base.errors import MeshError
+from meshwright.base.errors import MeshError, ModelError
 from meshwright.files.terminal import warn
 from meshwright.manager.start import check_trainable
 from meshwright.model.drawn_weights import DeferredModel
@@ -100,23 +101,48 @@ def apply_fsdp_sharding_recursively(
     mp_policy: MixedPrecisionPolicy | None,
     offload_policy: OffloadPolicy | None = None,
 ) -> None:
-    """Shard the blocks of all stacks inside `module` in place, and leave the rest of it to the caller.
+    """Shard the members of each outermost ModuleList inside `module` in place, and leave the rest of it to the caller.
 
-    The last block of each stack keeps its parameters after forward, since its backward comes first. Parameters that
-    blocks share with what lies outside of the blocks are left, too; those that only blocks share are a unit.
+    Members are blocks of a model, or plain layers; of a list or dict within a list, its own members are sharded. The
+    last member of each list keeps its parameters after forward, since its backward comes first. Parameters that members
+    share with what lies outside of the lists are left, too; those that only members share are a unit.
 
     Args:
-        module: a model, or a stack of blocks (ModuleList) itself.
+        module: a model, or a ModuleList itself.
         mesh: one axis to shard over, or (replicate, shard).
         mp_policy: mixed precision; a block's output keeps its dtype.
         offload_policy: where shards lie.
 
     Raises:
-        ModelError: a block has trainable parameters of several dtypes.
+        ModelError: a member has trainable parameters of several dtypes, or has no forward before which its parameters
+            could be gathered.
     """
     holder = nn.ModuleDict({"blocks": module}) if isinstance(module, nn.ModuleList) else module
     options = UnitOptions(mesh, mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy())
-    shard_units(holder, layout_by_structure(holder), options, with_root=False)
+    layout = replace(layout_by_structure(holder), stacks=tuple(_lists(holder)))
+    shard_units(holder, layout, options, with_root=False)
+
+
+def _lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, ...]]:
+    """Of each outermost ModuleList with parameters, the names of the members to shard."""
+    for name, child in module.named_children():
+        if not isinstance(child, nn.ModuleList):
+            yield from _lists(child, f"{prefix}{name}.")
+        elif members := tuple(_members(child, f"{prefix}{name}.")):
+            yield members
+
+
+def _members(container: nn.Module, prefix: str) -> Iterator[str]:
+    for name, member in container.named_children():
+        if isinstance(member, nn.ModuleList | nn.ModuleDict):
+            yield from _members(member, f"{prefix}{name}.")
+        elif type(member).forward is nn.Module.forward:
+            raise ModelError(
+                f"{prefix}{name} is a {type(member).__name__} without a forward, so nothing gathers its parameters. "
+                f"Take it out of the ModuleList, and shard the module that uses it with torch's fully_shard."
+            )
+        elif any(True for _ in member.parameters()):
+            yield f"{prefix}{name}"
 
 
 @contextmanager

@@ -41,6 +41,7 @@ from .config import AXES, FSDP2Config
 from .forward import surround_forward
 from .packed import check_not_packed, without_packed_check
 from .policies import sums_dtype
+from .residual_stream import widen_norms, widen_stream
 from .sharding import Sharding, shard_units
 from .unit_options import UnitOptions
 from .units import Unit, find_units, separate_names, units_by_dtype
@@ -141,6 +142,10 @@ class FSDP2Manager(DataParallelManager):
         mode = self.config.activation_checkpointing
         self.activations = checkpoint_blocks(model, self.layout, mode, keep_choices=keep_choices)
         self._compile(model)
+        if self._options.stream is not None:
+            widen_stream(model, self.layout, self._options.stream)
+            if self.mesh.device.type == "cpu":
+                widen_norms(model)
 
     def maybe_compile(self, model: nn.Module) -> None:
         """Nothing is left to do: `parallelize` has compiled each block if `enable_compile` says so, at its place in

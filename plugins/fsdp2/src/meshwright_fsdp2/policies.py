@@ -3,7 +3,8 @@
 Checking a config's mappings needs no torch and is in `config`.
 
 The dtype of the output is the whole model's: on each block it would cast the residual stream back and forth, and hand
-the head inputs that do not fit its weights.
+the head inputs that do not fit its weights. Under autocast it is that of the residual stream, too; see [Note: wide
+stream] in `residual_stream`.
 """
 
 from __future__ import annotations
@@ -37,8 +38,27 @@ def sums_dtype(config: FSDP2Config) -> str | None:
     return "float32" if config.reduce_dtype == "bfloat16" else config.reduce_dtype
 
 
-def of_blocks(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """The policy of units below the root, of that of the root: outputs keep their dtype."""
+def stream_dtype(config: FSDP2Config) -> torch.dtype | None:
+    """The dtype of the residual stream, where it is to be wider than what autocast computes in; None: as it comes.
+
+    Raises:
+        ConfigError: as `mixed_precision`.
+    """
+    output = mixed_precision(config).output_dtype
+    if config.autocast_dtype is None or output is None:
+        return None
+    return output if output.itemsize > getattr(torch, config.autocast_dtype).itemsize else None
+
+
+def of_blocks(policy: MixedPrecisionPolicy, stream: torch.dtype | None = None) -> MixedPrecisionPolicy:
+    """The policy of units below the root, of that of the root: outputs keep their dtype.
+
+    Args:
+        policy: of the root.
+        stream: of `stream_dtype`; inputs then keep their dtype, too, and autocast casts what products take.
+    """
+    if stream is not None:
+        return replace(policy, output_dtype=None, cast_forward_inputs=False)
     return replace(policy, output_dtype=None)
 
 

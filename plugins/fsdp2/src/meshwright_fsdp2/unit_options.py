@@ -8,9 +8,10 @@ Source: torch.distributed.fsdp.fully_shard.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -21,7 +22,7 @@ from meshwright.mesh.mesh import Mesh
 from meshwright.parallel.tensor import TensorParallel, packed_dim
 
 from .config import FSDP2Config
-from .policies import mixed_precision, of_blocks, of_dtype, of_experts, offload
+from .policies import mixed_precision, of_blocks, of_dtype, of_experts, offload, stream_dtype
 from .units import Unit
 
 _Placement: TypeAlias = "Callable[[nn.Parameter], Shard | None]"
@@ -38,6 +39,7 @@ class UnitOptions:
         reshard_after_forward: as in FSDP2Config.
         expert_mesh: where experts are sharded, one axis of the expert mesh or (replicate, shard); None: there are none.
         sends_halves: whether gradients travel in bfloat16.
+        stream: dtype of the residual stream; see `policies.stream_dtype`.
     """
 
     mesh: DeviceMesh
@@ -46,6 +48,7 @@ class UnitOptions:
     reshard_after_forward: bool | int | None = None
     expert_mesh: DeviceMesh | None = None
     sends_halves: bool = False
+    stream: torch.dtype | None = None
 
     @classmethod
     def of_config(cls, config: FSDP2Config, mesh: Mesh) -> UnitOptions:
@@ -71,6 +74,7 @@ class UnitOptions:
             config.reshard_after_forward,
             experts,
             config.reduce_dtype == "bfloat16",
+            stream_dtype(config),
         )
 
     @property
@@ -114,7 +118,10 @@ class UnitOptions:
             return of_dtype(self.mp_policy, unit.dtype)
         if unit.is_experts:
             return of_experts(self.mp_policy)
-        return self.mp_policy if unit.is_root else of_blocks(self.mp_policy)
+        if unit.is_root:
+            return self.mp_policy
+        policy = of_blocks(self.mp_policy, self.stream)
+        return replace(policy, output_dtype=self.stream) if unit.is_block else policy
 
 
 def _place_packed(shards: int, tensor_parallel: TensorParallel) -> _Placement:

@@ -185,6 +185,7 @@ class MegatronFSDPManager(DataParallelManager):
     def _before_step(self, *_: Any) -> None:
         if self._reduction.is_pending:
             self._reduction.end().tell(self.mesh.world)
+            self.drop_frozen()
 
     def _after_step(self, *_: Any) -> None:
         self._fsdp.zero_grad_buffer()

@@ -30,6 +30,7 @@ from meshwright.model.weights import Weights
 from meshwright.step.agreement import agree, announce
 from meshwright.step.batch import Terms
 from meshwright.step.forward_options import forward_takes
+from meshwright.step.message import frozen_share
 from meshwright.step.objective import OF_MODEL, Given, Tally, split_whole, without_columns
 from meshwright.step.recorder import Recorder
 from meshwright.strategy.contract import Batch, Objective, StrategyManager, TokenStatistic
@@ -155,7 +156,10 @@ class PipelineManager(StatefulStages):
             losses = self._run(pieces, given, train=True)
         found = {index: self._finished(manager) for index, manager in self._managers.items()}
         self._gradients_are_checked = True
-        ending = self._steps.trained(list(found.values()), self._copies.sum_gradients(found), tally)
+        shared = self._copies.sum_gradients(found)
+        for manager in managers:
+            manager.drop_frozen()
+        ending = self._steps.trained(list(found.values()), shared, tally)
         return self._summed(losses, tally, ending)
 
     def _trainable(self) -> Iterator[nn.Parameter]:
@@ -240,8 +244,7 @@ class PipelineManager(StatefulStages):
     def _around(self, microbatches: Sequence[Batch]) -> Iterator[None]:
         with ExitStack() as contexts:
             for manager in self._managers.values():
-                contexts.enter_context(manager.forward.around_step(self._longest))
-                contexts.enter_context(manager.around_step(microbatches))
+                contexts.enter_context(manager.in_step(microbatches, self._longest))
             yield
 
     def _tally(self, piece: Batch, given: Given | None) -> Tally | None:
@@ -262,7 +265,10 @@ class PipelineManager(StatefulStages):
     def _terms(self, given: Given | None) -> Terms:
         size = self.config.pp_microbatch_size
         multiple = max(manager.forward.sequence_multiple for manager in self._managers.values())
-        return Terms(self._vocab_size, multiple, self._check_batches, self._count, objective=given, rows=size)
+        frozen = frozen_share(self.mesh, self._copies.frozen())
+        return Terms(
+            self._vocab_size, multiple, self._check_batches, self._count, objective=given, rows=size, frozen=frozen
+        )
 
     def _count(self, microbatches: Sequence[Batch]) -> int:
         return number_of_pieces(microbatches, self.config.pp_microbatch_size)
@@ -273,7 +279,7 @@ class PipelineManager(StatefulStages):
     def _check_batches(self, microbatches: Sequence[Batch]) -> None:
         check_sizes(microbatches, self.config)
         for manager in self._managers.values():
-            manager.check_batches(microbatches)
+            manager.check_step(microbatches)
 
     def _summed(self, losses: Sequence[Tensor], tally: Tally | None, ending: Ending) -> Tensor:
         mesh, alike = self.mesh, self.mesh.group("tp") if self.mesh.degrees.tp > 1 else None

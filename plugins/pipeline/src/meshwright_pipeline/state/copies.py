@@ -10,7 +10,7 @@ Source: Huang et al. 2019, arXiv:1811.06965.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -48,15 +48,25 @@ class Copies:
             Which of the parameters that have copies this rank has used; all ranks have as many.
         """
         unused = {parameter for findings in found.values() for parameter in findings.unused()}
+        trainable = {index: set(manager.trainable()) for index, manager in self._managers.items()}
         trained, used = [], []
         for name, holders in self._names.shared.items():
             mine = self._here(name, holders)
-            copies = [copy for copy in mine.values() if copy.requires_grad]
+            copies = [copy for index, copy in mine.items() if copy in trainable[index]]
             used.append(any(copy.grad is not None and copy not in unused for copy in copies))
             trained.append(copies)
             if copies:
                 self._sum(mine, sorted({self._placement[index] for index in holders}))
         return Findings(trained, used)
+
+    def frozen(self) -> Iterator[tuple[str, int, int]]:
+        """What this rank's stages freeze now: by its name in the whole model, which of its copies, and how many there
+        are."""
+        for index, manager in self._managers.items():
+            for name in manager.may_train.frozen():
+                canonical = self._names.canonical[name]
+                holders = self._names.shared.get(canonical, (index,))
+                yield canonical, holders.index(index), len(holders)
 
     def repeated(self, stage: int) -> list[nn.Parameter]:
         """Of a stage of this rank: what the optimizer trains of parameters that an earlier stage counts already."""
