@@ -5,18 +5,18 @@ PLUGINS := -e plugins/fsdp2 -e plugins/ddp -e plugins/megatron_fsdp -e plugins/p
 # Over frameworks of others, which training does not need.
 BRIDGES := -e plugins/fabric -e plugins/trainer -e plugins/trackers
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-DISTRIBUTIONS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
+DISTRIBUTIONS := pyproject.toml setup.py constraints.txt $(wildcard plugins/*/pyproject.toml)
 
 .PHONY: train sft gpu test test-full test-zoo test-versions lint types docs check clean
 
 # What training needs, and what tests, lint and types need beside it.
 .venv/trains: $(DISTRIBUTIONS)
 	$(PYTHON) -m venv .venv
-	$(INSTALL) -e '.[all]' $(PLUGINS)
+	$(INSTALL) -e . $(PLUGINS)
 	touch $@
 
 .venv/installed: .venv/trains
-	$(INSTALL) -e '.[all,dev]' $(PLUGINS) $(BRIDGES)
+	$(INSTALL) -e '.[dev]' $(PLUGINS) $(BRIDGES)
 	touch $@
 
 train: .venv/trains

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import modeling_flash_attention_utils as flash
 import meshwright as mw
 import meshwright_fsdp2.packed
 import meshwright_megatron_fsdp
-from meshwright import Degrees, Mesh, MeshError, ModelError, open_world, optimizer_factory
+from meshwright import Degrees, Mesh, MeshError, MeshSizes, ModelError, StrategyError, open_world, optimizer_factory
 from meshwright.base.errors import MeshwrightError
 from meshwright.testing import Case, pool
 from meshwright.testing.case import TOLERANCE, Outcome
@@ -167,6 +168,216 @@ def _unclaimed_axis() -> str:
 
 def test_a_manager_refuses_a_mesh_with_an_axis_that_it_does_not_shard() -> None:
     assert pool(2).run(_unclaimed_axis)[0].startswith("the mesh is pp=2, but this strategy does not shard pp")
+
+
+@pytest.mark.parametrize(
+    ("by_position", "by_name"),
+    [
+        (
+            FSDP2Config(True, None, True, None, None, "bfloat16", "full", False, "gloo", False, True, True, 3, 2),
+            FSDP2Config(
+                sequence_parallel=True,
+                patch_is_packed_sequence=True,
+                autocast_dtype="bfloat16",
+                activation_checkpointing="full",
+                defer_fsdp_grad_sync=False,
+                backend="gloo",
+                enable_compile=True,
+                enable_fsdp2_prefetch=True,
+                fsdp2_backward_prefetch_depth=3,
+                fsdp2_forward_prefetch_depth=2,
+            ),
+        ),
+        (
+            MegatronFSDPConfig(True, None, ["Block"], 2, True, True, True, True, False, False, True, True, True),
+            MegatronFSDPConfig(
+                sequence_parallel=True,
+                megatron_fsdp_unit_modules=["Block"],
+                zero_dp_strategy=2,
+                init_fsdp_with_meta_device=True,
+                grad_reduce_in_fp32=True,
+                preserve_fp32_weights=True,
+                overlap_param_gather=False,
+                check_for_nan_in_grad=False,
+                average_in_collective=True,
+                disable_bucketing=True,
+                calculate_per_token_loss=True,
+            ),
+        ),
+        (DDPConfig(True, "gloo"), DDPConfig(activation_checkpointing=True, backend="gloo")),
+        (
+            DistributedDataParallelConfig(True, True, True, True, True, 2, True, True, 9, True, False, True),
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=True,
+                overlap_param_gather=True,
+                align_param_gather=True,
+                use_distributed_optimizer=True,
+                num_distributed_optimizer_instances=2,
+                check_for_nan_in_grad=True,
+                check_for_large_grads=True,
+                bucket_size=9,
+                pad_buckets_for_high_nccl_busbw=True,
+                average_in_collective=True,
+            ),
+        ),
+        (
+            PipelineConfig("gpipe", None, 2, 4, 3, "up", None, False, False, True, "bfloat16", False, None, 64),
+            PipelineConfig(
+                pp_schedule="gpipe",
+                pp_microbatch_size=2,
+                pp_batch_size=4,
+                layers_per_stage=3,
+                round_virtual_stages_to_pp_multiple="up",
+                patch_inner_model=False,
+                patch_causal_lm_model=False,
+                patch_stage_backward_maybe_with_nosync=True,
+                dtype="bfloat16",
+                pp_seq_len=64,
+            ),
+        ),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_configs_take_their_options_by_position_in_the_references_order(by_position: Any, by_name: Any) -> None:
+    assert by_position == by_name
+    with pytest.raises(TypeError, match="several values for"):
+        type(by_position)(True, **by_name.to_dict())
+    with pytest.raises(TypeError, match=r"takes \d+ arguments by position: .*; 50 were given"):
+        type(by_position)(*[None] * 50)
+
+
+def test_fields_that_the_reference_lacks_are_not_taken_by_position() -> None:
+    for cls in (FSDP2Config, MegatronFSDPConfig, DDPConfig, DistributedDataParallelConfig):
+        assert {*cls.positional} <= {*cls.model_fields}
+        assert not {*cls.positional} & {"reduce_dtype", "loss_chunk_rows", "cp_attention", "engine"}
+
+
+DOORS: dict[str, Any] = {
+    "ddp": lambda: DDPConfig(gradient_as_bucket_view=True),
+    "fsdp2": lambda: FSDP2Config(reshard_after_forward=False),
+    "megatron_fsdp": lambda: MegatronFSDPConfig(zero_dp_strategy=2),
+    "ddp (bucketed)": lambda: DistributedDataParallelConfig(use_distributed_optimizer=True),
+}
+
+
+def _from_doors(path: str, name: str) -> list[str]:
+    config, hf_config = DOORS[name](), tiny_model().config
+    options: dict[str, Any] = {"config": config, "dtype": "float64"}
+    device_mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    managers: list[Any] = [
+        mw.from_config(hf_config, **options, device="cpu"),
+        mw.from_config(hf_config, **options, device_mesh=device_mesh),
+        mw.from_pretrained(path, **options, device="cpu"),
+        mw.from_pretrained(path, **options, device_mesh=device_mesh, dp_size=2),
+    ]
+    batch = {"input_ids": torch.arange(12).view(2, 6), "labels": torch.arange(12).view(2, 6)}
+    losses = [float(each.eval_loss([batch], num_tokens=mw.count_tokens([batch], each.mesh))) for each in managers]
+    assert losses[0] == losses[1]
+    assert losses[2] == losses[3]
+    return [f"{type(each.config).__name__} on {each.mesh.degrees}" for each in managers]
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_the_strategy_follows_from_the_config_and_the_sizes_from_a_device_mesh(name: str, tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    expected = {"fsdp2": "FSDP2Config", "megatron_fsdp": "MegatronFSDPConfig"}.get(name, "DDPConfig")
+    axis = "dp_replicate" if expected == "DDPConfig" else "dp_shard"
+    assert pool(2).run(_from_doors, str(tmp_path), name) == [[f"{expected} on {axis}=2"] * 4] * 2
+
+
+def _device_mesh_in_a_pipeline() -> list[float]:
+    device_mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp_shard"))
+    hf_config = tiny_model(layers=2).config
+    manager: Any = mw.from_config(
+        hf_config, config=FSDP2Config(), wrapper_config={"pipeline": PipelineConfig("gpipe")}, device_mesh=device_mesh
+    )
+    assert manager.config == PipelineConfig(pp_schedule="gpipe")
+    manager.build_optimizer(optimizer_factory(CASE.optimizer))
+    return train_steps(manager, CASE, range(2))[0]
+
+
+def test_a_device_mesh_with_pipeline_ranks_makes_a_pipeline() -> None:
+    first, second = pool(2).run(_device_mesh_in_a_pipeline)
+    assert first == second
+
+
+def _mixed_up(case: str) -> str:
+    device_mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard", "tp"))
+    forms: dict[str, dict[str, Any]] = {
+        "size": {"device_mesh": device_mesh, "tp_size": 2},
+        "device": {"device_mesh": device_mesh, "device": "cpu"},
+        "world": {"device_mesh": device_mesh, "world": open_world("cpu")},
+        "experts alone": {"moe_mesh": device_mesh, "device": "cpu"},
+        "no mesh": {"device_mesh": "dp"},
+        "no config": {"config": PipelineConfig, "device": "cpu"},
+        "replicated": {"config": DDPConfig(), "dp_replicate_size": 1, "device": "cpu"},
+    }
+    with pytest.raises(MeshwrightError) as caught:
+        mw.from_config(tiny_model().config, **forms[case])
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("size", "MeshError: tp_size=2, but device_mesh has 1. Leave tp_size out."),
+        ("device", "MeshError: device_mesh and device both say where"),
+        ("world", "MeshError: device_mesh and world both say where"),
+        ("experts alone", "MeshError: moe_mesh is the mesh for experts beside device_mesh"),
+        ("no mesh", "MeshError: a manager takes a meshwright.Mesh or a DeviceMesh of torch, not a str"),
+        ("no config", "ConfigError: strategy_config of 'fsdp2' takes a FSDP2Config, not a "),
+        ("replicated", "ReplicateSizeError: dp_shard=2, but ddp shards dp_replicate"),
+    ],
+    ids=lambda each: each.partition(":")[0],
+)
+def test_arguments_that_contradict_a_device_mesh_are_refused_on_all_ranks(case: str, told: str) -> None:
+    assert all(text.startswith(told) for text in pool(2).run(_mixed_up, case))
+
+
+MANAGERS: dict[str, Any] = {
+    "fsdp2": FSDP2Manager,
+    "megatron_fsdp": MegatronFSDPManager,
+    "ddp": DDPManager,
+    "pipeline": PipelineManager,
+}
+
+
+def _managers_on(given: Any) -> list[str]:
+    device_mesh, found = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), []
+    for cls in MANAGERS.values():
+        try:
+            found.append(type(cls(given, device_mesh).config).__name__)
+        except MeshwrightError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, ["FSDP2Config", "MegatronFSDPConfig", "DDPConfig", "PipelineConfig"]),
+        ({"bogus": 1}, [f"ConfigError: {cls.__name__} is not valid" for cls in MANAGERS.values()]),
+        (MeshSizes(), [f"ConfigError: {cls.__name__} takes a " for cls in MANAGERS.values()]),
+        ("full", [f"ConfigError: {cls.__name__} takes a " for cls in MANAGERS.values()]),
+    ],
+    ids=str,
+)
+def test_managers_take_a_mapping_for_their_config_and_refuse_what_is_none(given: Any, told: list[str]) -> None:
+    (found,) = pool(1).run(_managers_on, given)
+    assert all(text.startswith(start) for text, start in zip(found, told, strict=True)), found
+
+
+@pytest.mark.parametrize(("strategy", "config"), [("megatron_fsdp", {}), ("ddp", {"use_megatron_fsdp": True})])
+def test_what_cannot_train_a_stage_is_refused_before_ranks_start(strategy: str, config: dict[str, Any]) -> None:
+    with pytest.raises(StrategyError, match="cannot train one stage of a pipeline, but pp_size=2"):
+        mw.resolve(strategy, MeshSizes(pp_size=2), 2, config=config)
+
+
+def test_ddp_says_that_it_does_not_divide_experts() -> None:
+    with pytest.raises(MeshError, match="ddp does not divide experts: every rank holds all of them") as caught:
+        mw.resolve("ddp", MeshSizes(ep_size=2), 2)
+    assert "Installed strategies that shard ep: fsdp2" in str(caught.value)
 
 
 def test_what_is_no_mesh_is_refused() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from meshwright import MeshSizes, RunConfig, get_strategy, list_strategies
+from meshwright import ConfigError, MeshSizes, RunConfig, get_strategy, list_strategies
 from meshwright.data.config import DataConfig
 from meshwright.step.token_loss import target_loss_sum
 from meshwright.train.run_file import CheckpointConfig, EvalConfig, OptimizerConfig, SampleConfig, ScheduleConfig
@@ -123,6 +123,25 @@ def test_configs_that_differ_in_an_option_are_not_equal() -> None:
     assert DDPConfig() != DistributedDataParallelConfig()
 
 
+@pytest.mark.parametrize(
+    ("name", "as_object", "as_mapping"),
+    [
+        ("mp_policy", MixedPrecisionPolicy(torch.bfloat16), {"param_dtype": "bfloat16"}),
+        ("mp_policy", MixedPrecisionPolicy(), {}),
+        ("mp_policy", MixedPrecisionPolicy(cast_forward_inputs=False), {"cast_forward_inputs": False}),
+        ("mp_policy", MixedPrecisionPolicy(reduce_dtype=torch.float32), {"reduce_dtype": torch.float32}),
+        ("offload_policy", CPUOffloadPolicy(), {}),
+        ("offload_policy", CPUOffloadPolicy(pin_memory=False), {"pin_memory": False}),
+    ],
+    ids=str,
+)
+def test_a_policy_is_the_same_as_object_and_as_mapping(name: str, as_object: Any, as_mapping: dict[str, Any]) -> None:
+    target = {"_target_": f"torch.distributed.fsdp.{type(as_object).__name__}"}
+    given = [FSDP2Config(**{name: each}) for each in (as_object, as_mapping, {**target, **as_mapping})]
+    assert given[0] == given[1] == given[2]
+    assert len({hash(each) for each in given}) == len({each.model_dump_json() for each in given}) == 1
+
+
 def _local() -> Callable[..., Any]:
     return lambda logits, labels: logits.sum()
 
@@ -146,5 +165,8 @@ def test_objects_are_kept_in_dicts_and_named_in_json() -> None:
     own: Any = config_cls(loss_fn=unnamed)
     assert config_cls(**own.to_dict()) == own
     assert own != config_cls(loss_fn=_local())
-    with pytest.raises(ValueError, match="serialize"):
-        own.model_dump_json()
+    for write in (own.model_dump_json, lambda: own.model_dump(mode="json")):
+        with pytest.raises(
+            ConfigError, match=r"loss_fn=<function _local.* without an import path. Define it at the top level"
+        ):
+            write()

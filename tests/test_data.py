@@ -203,6 +203,25 @@ def test_recursive_globs_are_read_in_order_and_a_file_only_once(tmp_path: Path) 
     assert texts_in(globs) == ["a.txt", "b/a/y.txt", "b/x.txt"]
 
 
+@pytest.mark.parametrize(
+    "pattern", ["run[1]/a[2].txt", "run[1]/*.txt", "run[1]/../run[1]/?[[]2].txt"], ids=["file", "glob", "brackets"]
+)
+def test_what_exists_by_its_name_is_no_pattern(pattern: str, tmp_path: Path) -> None:
+    for name in ("run[1]/a[2].txt", "run1/a2.txt", "run[1]/b/c.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert texts_in([str(tmp_path / pattern)]) == ["run[1]/a[2].txt"]
+
+
+def test_brackets_that_name_nothing_are_a_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("run1/a.txt", "run2/a.txt", "run3/a.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    monkeypatch.chdir(tmp_path)
+    for pattern in ("run[12]/a.txt", "./run[12]/*.txt"):
+        assert texts_in([pattern]) == ["run1/a.txt", "run2/a.txt"]
+
+
 def test_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("home")
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -41,7 +41,7 @@ def test_no_modules_import_each_other_in_a_circle(package):
 
 
 def test_the_small_core_is_small():
-    assert sum(module.lines for module in CORE.values() if module.room in SMALL_CORE) < 2000
+    assert sum(module.lines for module in CORE.values() if module.room in SMALL_CORE) < 2300
 
 
 def test_the_small_core_lists_strategies_without_torch():

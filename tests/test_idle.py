@@ -17,7 +17,11 @@ def _losses_and_warnings(strategy: str, config: dict[str, Any], sizes: dict[str,
         warnings.simplefilter("always")
         manager = build_manager(strategy, config, sizes, Case())
     losses, _, _ = train_steps(manager, Case(), range(2))
-    return losses, [str(each.message) for each in caught if "on nothing here" in str(each.message)]
+    return losses, [
+        str(each.message)
+        for each in caught
+        if "on nothing here" in str(each.message) or "double_buffer" in str(each.message)
+    ]
 
 
 PLAN = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
@@ -50,3 +54,52 @@ def test_async_tensor_parallelism_acts_on_nothing_at_one_rank() -> None:
     ((name, told),) = pool(1).run(_async, config)
     assert name == "FSDP2Manager"
     assert told == ["sequence_parallel=True and enable_async_tensor_parallel=True act on nothing here: tp_size is 1."]
+
+
+LAYERS = ["LlamaAttention", "LlamaMLP"]
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"calculate_per_token_loss": True}, ["calculate_per_token_loss=True acts on nothing here: the loss is per"]),
+        ({"gradient_reduce_div_fusion": False}, ["gradient_reduce_div_fusion=False acts on nothing here: gradients"]),
+        ({"fsdp_double_buffer": True}, []),
+        (
+            {"fsdp_double_buffer": True, "megatron_fsdp_unit_modules": LAYERS},
+            ["fsdp_double_buffer=True serves 3 of 6 units, which are equal."],
+        ),
+        (
+            {"fsdp_double_buffer": True, "megatron_fsdp_unit_modules": ["LlamaForCausalLM"]},
+            ["fsdp_double_buffer=True acts on nothing here: the whole model is one unit."],
+        ),
+    ],
+    ids=str,
+)
+def test_options_of_megatron_fsdp_without_effect_say_so_once_and_change_nothing(
+    config: dict[str, Any], told: list[str]
+) -> None:
+    units = {"megatron_fsdp_unit_modules": config.get("megatron_fsdp_unit_modules")}
+    (losses, first), (_, second) = pool(2).run(_losses_and_warnings, "megatron_fsdp", config, {})
+    assert losses == pool(2).run(_losses_and_warnings, "megatron_fsdp", units, {})[0][0]
+    assert [text[: len(start)] for text, start in zip(first, told, strict=True)] == told
+    assert second == []
+
+
+def test_what_ddp_hands_over_says_the_same() -> None:
+    config = {"use_megatron_fsdp": True, "gradient_reduce_div_fusion": False}
+    assert [len(told) for _, told in pool(2).run(_losses_and_warnings, "ddp", config, {})] == [1, 0]
+
+
+def test_options_of_a_pipeline_of_one_rank_act_on_nothing() -> None:
+    options = {"wrapper_config": {"pipeline": {"pp_schedule": "gpipe", "pp_microbatch_size": 2}}}
+    assert pool(2).run(_wrapped, options) == [["PipelineConfig acts on nothing here: pp_size is 1."], []]
+
+
+def _wrapped(options: dict[str, Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        world = open_world("cpu")
+        stack, degrees = resolve("fsdp2", MeshSizes(), world.size, **options)
+        stack.build(Mesh(degrees, world))
+    return [str(each.message) for each in caught]

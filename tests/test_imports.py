@@ -168,3 +168,21 @@ def test_a_policy_is_made_with_dtypes_from_their_names():
 def test_instantiate_refuses(mapping, text):
     with pytest.raises(ConfigError, match=text):
         instantiate(mapping, expected=MixedPrecisionPolicy)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "told"),
+    [
+        (
+            "torch.nn.functional.cross_entropy",
+            ("function", "class"),
+            "is a function of 'torch.nn.functional', but each",
+        ),
+        ("torch.nn.functional.cross_entropy", "class", "is not a class, but a function. Name a class."),
+        ("torch.nn.Linear", "function", "is not a function, but a class. Name a function."),
+        ("torch.nn.modules", "class", "is not a class, but a module"),
+    ],
+    ids=str,
+)
+def test_what_a_name_stands_for_is_said_and_what_is_wanted(name, kind, told):
+    assert refusal(name, kind=kind).startswith(f"{name!r} {told}")

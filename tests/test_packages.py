@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -64,7 +65,7 @@ def test_a_strategy_has_an_install_line_and_an_entry_point_of_its_name(directory
     name = directory.name
     assert list(plugin["entry-points"]["meshwright"]) == [name]
     assert INSTALLABLE[name] == extra_of(directory)
-    assert f"plugins/{name}" in install_line(name)
+    assert f"'.[{extra_of(directory)}]'" in install_line(name)
 
 
 def test_there_is_an_extra_for_each_strategy_of_the_project_and_all_holds_those_that_exist():
@@ -78,6 +79,62 @@ def test_there_is_an_extra_for_each_strategy_of_the_project_and_all_holds_those_
 
 def test_every_strategy_that_is_offered_for_installation_is_a_package_here():
     assert set(INSTALLABLE) == {directory.name for directory in STRATEGIES}
+
+
+# -- from a clone
+
+
+def would_install(clone: Path, *requirements: str) -> dict[str, tuple[str, bool]]:
+    """Where pip takes each distribution of ours from, and whether it stays editable there. Nothing is installed."""
+    options = "--quiet --dry-run --no-index --no-build-isolation --disable-pip-version-check --report -"
+    command = [sys.executable, "-m", "pip", "install", *options.split(), *requirements]
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "does not provide the extra" not in done.stderr
+    return {
+        each["metadata"]["name"]: (
+            Path(each["download_info"]["url"].removeprefix("file://")).name,
+            each["download_info"].get("dir_info", {}).get("editable", False),
+        )
+        for each in json.loads(done.stdout)["install"]
+    }
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("clones") / "with a space"
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        directory.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, directory)
+    for name in ("core", "plugins"):
+        shutil.copytree(ROOT / name, directory / name, ignore=BUILT)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("extras", "expected"),
+    [
+        ("fsdp2", ["fsdp2"]),
+        ("megatron_fsdp", ["megatron_fsdp"]),
+        ("megatron-fsdp", ["megatron_fsdp"]),
+        ("all,fabric,trainer,trackers", [directory.name for directory in PLUGINS]),
+    ],
+)
+def test_extras_of_a_clone_install_the_plugins_that_lie_in_it(extras: str, expected: list[str], clone: Path) -> None:
+    found = would_install(clone, "-e", f".[{extras}]")
+    assert found.pop("meshwright") == ("with%20a%20space", True)
+    assert found == {project(ROOT / "plugins" / name)["name"]: (name, False) for name in expected}
+
+
+def test_plugins_of_a_clone_that_are_named_stay_editable(clone: Path) -> None:
+    found = would_install(clone, "-e", ".", "-e", "plugins/ddp")
+    assert found == {"meshwright": ("with%20a%20space", True), "meshwright-ddp": ("ddp", True)}
+
+
+@pytest.mark.parametrize("directory", PLUGINS, ids=lambda path: path.name)
+def test_a_plugin_has_the_licence_of_the_project(directory: Path) -> None:
+    assert (directory / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert project(directory)["license-files"] == ["LICENSE"]
 
 
 # -- each alone
@@ -148,6 +205,7 @@ def test_core_alone_lists_single_and_offers_the_others(core, dependencies):
 def test_a_plugin_works_alone_beside_core(directory, core, dependencies, tmp_path):
     name = directory.name
     paths = [installed(directory, tmp_path / name), core, dependencies]
+    assert list(paths[0].glob("*.dist-info/licenses/LICENSE"))
     names, installable = told(run_with(paths, LIST))
     assert names == sorted([name, "single"])
     assert installable == [other for other in sorted(INSTALLABLE) if other != name]

@@ -383,6 +383,17 @@ def test_what_a_saved_dataset_has_not_is_named(changes: dict[str, str], message:
         list(read_records(SourceConfig(**{"dataset": str(tmp_path / "many"), **changes})))  # type: ignore[arg-type]
 
 
+def test_a_dataset_in_a_directory_with_brackets_is_read(tmp_path: Path) -> None:
+    for kind in ("files", "saved"):
+        place = tmp_path / f"{kind}[1]"
+        if kind == "saved":
+            saved(place, splits=False)
+        else:
+            place.mkdir()
+            (place / "train.jsonl").write_text('{"text": "one"}\n')
+        assert list(read_records(SourceConfig(dataset=str(place))))
+
+
 def test_a_dataset_of_the_hub_without_a_network_says_what_to_do(tmp_path: Path) -> None:
     code = (
         "from meshwright.data import SourceConfig, read_records\n"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from meshwright.base.errors import ConfigError, MeshError, StrategyError, UnknownStrategyError
+from meshwright.base.errors import ConfigError, MeshError, ReplicateSizeError, StrategyError, UnknownStrategyError
 from meshwright.mesh.sizes import Degrees, MeshSizes
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import INSTALLABLE, Registry, install_line
@@ -22,6 +23,10 @@ class DataConfig(StrategyConfig):
 
 class StagesConfig(StrategyConfig):
     schedule: str = "1f1b"
+
+
+class BothConfig(StrategyConfig):
+    pass
 
 
 class Manager:
@@ -154,6 +159,9 @@ def test_two_wrappers_for_one_axis_are_an_error_that_names_both():
         ),
         ("single", {"dp_replicate_size": 4}, 4, ["dp_replicate=4", "copies, shards", "Or start one rank"]),
         ("dense", {"tp_size": 2}, 4, ["dp_shard=2", "dense shards tp", "copies, shards"]),
+        # Whether or not ep_size divides the ranks along axes that the strategy does not shard either.
+        ("copies", {"ep_size": 2}, 4, ["ep=2", "copies does not divide experts: every rank holds all of them."]),
+        ("shards", {"ep_size": 3}, 4, ["ep=3", "shards does not divide experts", "Or set ep_size=1."]),
     ],
 )
 def test_an_axis_that_nobody_claims_is_an_error_with_who_could_and_what_to_change(strategy, sizes, world_size, texts):
@@ -162,6 +170,25 @@ def test_an_axis_that_nobody_claims_is_an_error_with_who_could_and_what_to_chang
         resolve(strategy, MeshSizes(**sizes), world_size, registry=registry)
     for text in [*texts, install_line("fsdp2"), install_line("ddp")]:
         assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes"),
+    [
+        ("copies", {"dp_replicate_size": 1}),
+        ("copies", {"dp_replicate_size": 3}),
+        ("single", {"dp_replicate_size": 2}),
+        ("stages", {"dp_replicate_size": 2, "pp_size": 2}),
+    ],
+    ids=str,
+)
+def test_dp_replicate_size_for_a_strategy_that_does_not_take_it_is_an_assertion_error_too(strategy, sizes):
+    with pytest.raises(AssertionError) as caught:
+        resolve(strategy, MeshSizes(**sizes), 4, registry=registry_of(SHARDS, COPIES, stages()))
+    assert isinstance(caught.value, ReplicateSizeError)
+    with pytest.raises(MeshError) as plain:
+        resolve("shards", MeshSizes(dp_replicate_size=3), 4, registry=registry_of(SHARDS))
+    assert not isinstance(plain.value, AssertionError)
 
 
 def test_nothing_is_offered_for_installation_when_all_is_installed():
@@ -209,14 +236,48 @@ def test_a_config_object_is_taken_as_it_is():
     assert stack.inner.config is config
 
 
+def test_the_strategy_follows_from_the_class_of_its_config():
+    registry = registry_of(spec("other", config_cls=BothConfig), SHARDS, stages())
+    for config, text in ((BothConfig(), "other"), (StagesConfig(), "stages over single")):
+        stack, _ = resolve(None, MeshSizes(), 1, config=config, registry=registry)
+        assert str(stack) == text
+
+
+def test_options_of_a_wrapper_whose_axis_has_one_rank_act_on_nothing_and_say_so():
+    registry = registry_of(SHARDS, stages())
+    for config in ({"schedule": "gpipe"}, StagesConfig()):
+        stack, degrees = resolve("shards", MeshSizes(), 4, wrapper_config={"stages": config}, registry=registry)
+        assert str(stack) == "shards"
+        with pytest.warns(UserWarning, match=r"StagesConfig acts on nothing here: pp_size is 1\."):
+            stack.build(SimpleNamespace(degrees=degrees, rank=0))
+        # The other ranks say nothing.
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            stack.build(SimpleNamespace(degrees=degrees, rank=1))
+
+
+@pytest.mark.parametrize("at", ["inner", "wrapper"])
+def test_a_spec_may_refuse_a_config_on_a_mesh(at):
+    def check(config, degrees):
+        raise StrategyError(f"{type(config).__name__} on {degrees}")
+
+    inner = spec("inner", "dp_shard", check=check if at == "inner" else None)
+    wrapper = spec("outer", "pp", config_cls=StagesConfig, wraps=True, check=check if at == "wrapper" else None)
+    with pytest.raises(StrategyError, match=r"Config on pp=2 x dp_shard=2"):
+        resolve("inner", MeshSizes(pp_size=2), 4, registry=registry_of(inner, wrapper))
+
+
 @pytest.mark.parametrize(
     ("strategy", "sizes", "options", "texts"),
     [
         ("shards", {}, {"config": StagesConfig()}, ["takes a DataConfig, not a StagesConfig"]),
         ("shards", {}, {"config": {"levle": 2}}, ["strategy_config of 'shards'", "levle: unknown key", "mean 'level'"]),
         ("shards", {}, {"config": {"level": "high"}}, ["strategy_config of 'shards'", "level", "'high'"]),
-        ("shards", {}, {"wrapper_config": {"stages": {}}}, ["'stages'", "of the run (shards)", "Remove them"]),
-        ("shards", {}, {"wrapper_config": {"stagse": {}}}, ["'stagse'", "Did you mean 'stages'"]),
+        ("shards", {}, {"config": "level"}, ["strategy_config of 'shards'", "takes a DataConfig, not a str"]),
+        ("shards", {}, {"wrapper_config": {"stages": {"schedul": "x"}}}, ["wrapper_config of 'stages'", "schedul"]),
+        ("shards", {}, {"wrapper_config": {"stagse": {}}}, ["'stagse'", "(shards)", "mean 'stages'", "Remove them"]),
+        ("both", {"pp_size": 2}, {"wrapper_config": {"stages": {}}}, ["'stages'", "of the run (both)"]),
+        (None, {}, {"config": MeshSizes()}, ["config is a MeshSizes", "DataConfig (shards)", "StagesConfig (stages)"]),
         (
             "shards",
             {"pp_size": 2},
@@ -232,7 +293,7 @@ def test_a_config_object_is_taken_as_it_is():
     ],
 )
 def test_options_that_fit_no_strategy_of_the_run_are_an_error(strategy, sizes, options, texts):
-    registry = registry_of(SHARDS, stages())
+    registry = registry_of(SHARDS, stages(), spec("both", "dp_shard", "pp", config_cls=BothConfig))
     with pytest.raises(ConfigError) as caught:
         resolve(strategy, MeshSizes(**sizes), 2, registry=registry, **options)
     for text in texts:

@@ -114,7 +114,7 @@ def test_an_import_path_outside_of_the_allow_list_is_not_imported() -> None:
 def test_a_path_of_what_is_no_plan_is_refused(allowed: str) -> None:
     with pytest.raises(ConfigError, match="is a list, not a dict or a function returning one"):
         found(f"{allowed}.no_plan")
-    with pytest.raises(ConfigError, match="is not a dict or a function, but type"):
+    with pytest.raises(ConfigError, match="is not a dict or a function, but a class"):
         found(f"{allowed}._Hook")
 
 
@@ -330,6 +330,9 @@ def test_every_style_has_an_equal_in_torch_or_is_refused_by_name(style: str) -> 
 def test_a_style_that_is_none_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"unknown tensor-parallel style 'row_wise'\. Did you mean 'rowwise'\?"):
         translate_to_torch_parallel_style("row_wise")
+    for none in (None, 3, [7]):
+        with pytest.raises(ConfigError, match=f"unknown tensor-parallel style {re.escape(repr(none))}. Known: colwise"):
+            translate_to_torch_parallel_style(none)  # type: ignore[arg-type]
 
 
 def test_the_model_s_plan_in_styles_of_torch() -> None:

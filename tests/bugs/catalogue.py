@@ -5266,6 +5266,46 @@ _security(
     "values of a file are used before anyone asks for their types",
 )
 _bug(
+    "options_by_position_are_dropped",
+    "meshwright.base.validation",
+    "    return {**given, **values}\n",
+    "    return {**values}\n",
+    "tests/test_call_forms.py::test_configs_take_their_options_by_position_in_the_references_order[DDPConfig-DDPConfig]",
+    kind="arguments of another form are taken, and not used",
+)
+_bug(
+    "a_size_beside_a_device_mesh_is_not_compared",
+    "meshwright.train.from_pretrained",
+    "            if size not in (None, known[name]):\n",
+    "            if size is not None and size < 0:\n",
+    "tests/test_call_forms.py::test_arguments_that_contradict_a_device_mesh_are_refused_on_all_ranks[size-MeshError]",
+    kind="of two values that contradict each other one is dropped",
+)
+_bug(
+    "the_install_line_installs_core_alone",
+    "meshwright.strategy.registry",
+    "-e '.[{INSTALLABLE[name]}]'\"\n",
+    '-e ."\n',
+    "tests/test_packages.py::test_a_strategy_has_an_install_line_and_an_entry_point_of_its_name[fsdp2]",
+    kind="a remedy that changes nothing",
+)
+_bug(
+    "brackets_of_a_directory_are_a_pattern",
+    "meshwright.data.reading.sources",
+    "    return os.path.join(glob.escape(place), *parts)\n",
+    "    return os.path.join(place, *parts)\n",
+    "tests/test_data.py::test_what_exists_by_its_name_is_no_pattern[file]",
+    kind="a name is taken for a pattern",
+)
+_bug(
+    "a_parameter_without_elements_is_trained",
+    "meshwright.model.size",
+    "        if parameter.requires_grad and parameter.numel() == 0:\n",
+    "        if parameter.requires_grad and parameter.numel() < 0:\n",
+    "tests/test_empty_parameters.py::test_a_run_file_is_refused_before_ranks_start",
+    kind="an input that nobody has is refused by a library, in its own words",
+)
+_bug(
     "a_panic_of_the_tokenizer_is_a_traceback",
     "meshwright.data.tokenizer",
     'if not isinstance(error, Exception) and type(error).__name__ != "PanicException":',

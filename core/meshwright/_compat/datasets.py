@@ -6,6 +6,7 @@ there: any URL, chains of URLs, files anywhere. Here only files of the dataset i
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -39,7 +40,9 @@ def own_files(data_files: Any, place: str, directory: Path | None) -> Iterator[N
                 f"the README of the dataset {place} names {pattern!r} in {str(base_path)!r}, which is not of the "
                 "dataset. Only its own files are read: download the others, and name them under files."
             )
-        found: list[str] = resolve(pattern, base_path, *arguments, **options)
+        # A directory's own brackets are no pattern, though the library takes them for one.
+        base = base_path if directory is None else glob.escape(str(base_path))
+        found: list[str] = resolve(pattern, base, *arguments, **options)
         return found
 
     data_files.resolve_pattern = resolve_own

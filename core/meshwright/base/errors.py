@@ -3,6 +3,7 @@
     MeshwrightError
       ConfigError             a run file, an option or a strategy config holds a bad value
       MeshError               sizes, axes and world do not fit together
+        ReplicateSizeError    dp_replicate_size is given to a strategy that does not take it
       StrategyError           a strategy cannot be used
         UnknownStrategyError  no strategy of that name is installed
       ModelError              the model cannot be built, loaded or parallelized
@@ -44,6 +45,10 @@ class ConfigError(MeshwrightError):
 
 class MeshError(MeshwrightError):
     """Sizes, axes and world do not fit together."""
+
+
+class ReplicateSizeError(MeshError, AssertionError):
+    """dp_replicate_size is given to a strategy that does not take it; also an AssertionError, as in the reference."""
 
 
 class StrategyError(MeshwrightError):

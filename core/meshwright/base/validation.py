@@ -13,11 +13,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    TypeAdapter,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -35,7 +36,12 @@ NO_FLOAT16 = "float16 would need a loss that is scaled, or its small gradients a
 class FrozenModel(BaseModel):
     """A frozen pydantic model that refuses unknown fields and values of another type: nothing a user writes is dropped,
     and neither `true` nor "1" is a number. See [Note: equal configs].
+
+    Attributes:
+        positional: names of the fields that the constructor takes by position, in order.
     """
+
+    positional: ClassVar[tuple[str, ...]] = ()
 
     model_config = ConfigDict(
         frozen=True,
@@ -45,6 +51,11 @@ class FrozenModel(BaseModel):
         protected_namespaces=(),
         ser_json_inf_nan="constants",
     )
+
+    if not TYPE_CHECKING:  # Type checkers know the fields by name.
+
+        def __init__(self, *arguments: Any, **values: Any) -> None:
+            super().__init__(**_by_name(type(self), arguments, values))
 
     @field_validator("*", mode="before")
     @classmethod
@@ -59,6 +70,31 @@ class FrozenModel(BaseModel):
     def to_dict(self) -> dict[str, Any]:
         """The values by name, objects kept as they are; not copied in depth."""
         return dict(self)
+
+    def model_dump_json(self, **options: Any) -> str:
+        """See pydantic.
+
+        Raises:
+            ConfigError: an option holds an object that a file cannot name, such as a lambda.
+        """
+        self._check_is_data()
+        return super().model_dump_json(**options)
+
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        """See pydantic; in the mode "json" it raises as `model_dump_json` does."""
+        if options.get("mode") == "json":
+            self._check_is_data()
+        return super().model_dump(**options)
+
+    def _check_is_data(self) -> None:
+        for name, value in self._data().items():
+            try:
+                TypeAdapter(Any).dump_json(value)
+            except ValueError:
+                raise ConfigError(
+                    f"{name}={value!r:.200} cannot be written to a file: it is, or holds, an object without an import "
+                    f"path. Define it at the top level of a module, or keep the config as an object (to_dict)."
+                ) from None
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and isinstance(other, FrozenModel) and self._data() == other._data()
@@ -99,6 +135,43 @@ def validated(model_cls: type[ModelT], values: Mapping[str, Any], *, where: str)
             findings.setdefault(path, []).append(message)
         lines = [f"  {path}: {'; or '.join(dict.fromkeys(messages))}" for path, messages in findings.items()]
         raise ConfigError("\n".join([f"{where} is not valid:", *lines])) from None
+
+
+def as_config(config_cls: type[ModelT], given: Any, *, where: str) -> ModelT:
+    """A config as a user gives it, as an object of its class.
+
+    Args:
+        config_cls: the class.
+        given: an object of it, or of another class whose values it takes; a mapping of options; None: the defaults.
+        where: how to name it in errors.
+
+    Raises:
+        ConfigError: it is none of these, or an option is not valid.
+    """
+    if given is None or isinstance(given, Mapping):
+        return validated(config_cls, given or {}, where=where)
+    if isinstance(given, BaseModel):
+        try:
+            # Some classes take another's values, such as those of a reference's class.
+            return config_cls.model_validate(given)
+        except ValidationError:
+            pass
+    raise ConfigError(
+        f"{where} takes a {config_cls.__name__}, not a {type(given).__name__}. Give one, or a mapping of its options."
+    )
+
+
+def _by_name(cls: type[FrozenModel], arguments: Sequence[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a constructor by the names of fields; a TypeError as Python has it for functions."""
+    names = cls.positional
+    if len(arguments) > len(names):
+        listed = f": {', '.join(names)}" if names else ""
+        raise TypeError(f"{cls.__name__} takes {len(names)} arguments by position{listed}; {len(arguments)} were given")
+    given = dict(zip(names, arguments, strict=False))
+    twice = [name for name in given if name in values]
+    if twice:
+        raise TypeError(f"{cls.__name__} got several values for {twice[0]!r}")
+    return {**given, **values}
 
 
 def as_data(value: Any) -> Any:

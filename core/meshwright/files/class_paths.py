@@ -20,7 +20,7 @@ import importlib
 import inspect
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
@@ -45,6 +45,9 @@ _users: set[str] = set()
 
 Kind = Literal["class", "function", "dict"]
 _NAMES: Mapping[Kind, str] = MappingProxyType({"class": "a class", "function": "a function", "dict": "a dict"})
+_KINDS: Mapping[Kind, Callable[[Any], bool]] = MappingProxyType(
+    {"class": inspect.isclass, "function": inspect.isfunction, "dict": lambda found: isinstance(found, dict)}
+)
 
 
 def allow_imports(*modules: str) -> None:
@@ -120,8 +123,14 @@ def import_class_from_path(name: str, *, kind: Kind | Sequence[Kind] = "class", 
     }
     if not any(fits[each] for each in kinds):
         wanted = " or ".join(_NAMES[each] for each in kinds)
-        place = "" if is_users(name) or kinds == ("class",) else f" Functions and dicts of {module!r} are not taken."
-        raise ConfigError(f"{name!r} is not {wanted}, but {type(found).__name__}. Name {wanted}.{place}")
+        told = next((each for each, is_one in _KINDS.items() if is_one(found)), None)
+        if told in kinds and told is not None:
+            raise ConfigError(
+                f"{name!r} is {_NAMES[told]} of {module!r}, but each {told} must be of a module of your own. Define it "
+                f"in one, call meshwright.allow_imports with that module's name, and name it there."
+            )
+        kind_found = _NAMES[told] if told else f"a {type(found).__name__}"
+        raise ConfigError(f"{name!r} is not {wanted}, but {kind_found}. Name {wanted}.")
     if isinstance(found, dict):
         return found
     # A module may hold what it has imported itself from anywhere.

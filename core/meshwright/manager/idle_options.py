@@ -1,6 +1,7 @@
-"""Options that have nothing to act on, since the axis that they are about has one rank.
+"""Options that have nothing to act on, since the axis that they are about has one rank, or in the whole strategy.
 
-They are no error: the same run file is debugged on one rank. By definition nothing of them is dropped.
+They are no error: the same run file is debugged on one rank, and a config of another framework is taken as it is. By
+definition nothing of them is dropped.
 """
 
 from __future__ import annotations
@@ -19,9 +20,18 @@ _OPTIONS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-def tell_idle_options(config: BaseModel, mesh: Mesh) -> None:
-    """Warn on the first rank of options along `tp` and `cp` that are set while the axis has one rank."""
+def tell_idle_options(config: BaseModel, mesh: Mesh, never: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Warn on the first rank of options that act on nothing.
+
+    Args:
+        config: options; those along `tp` and `cp` act on nothing while the axis has one rank.
+        mesh: with the ranks along each axis.
+        never: options that act on nothing on any mesh, and why.
+    """
     fields = type(config).model_fields
+    for name, reason in never.items():
+        if getattr(config, name) != fields[name].default and dist.get_rank() == 0:
+            warn(f"{name}={getattr(config, name)} acts on nothing here: {reason}.", stacklevel=2)
     for axis, options in _OPTIONS_OF.items():
         if getattr(mesh.degrees, axis) > 1:
             continue

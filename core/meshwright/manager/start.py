@@ -10,6 +10,7 @@ from .._compat.peft_tying import tie_adapters
 from ..base.errors import ModelError
 from ..base.validation import NO_FLOAT16
 from ..mesh.mesh import Mesh
+from ..model.size import check_elements
 from ..model.weights import Weights, deferred_weights, is_meta
 
 
@@ -51,6 +52,7 @@ def check_trainable(model: nn.Module, *, may_be_frozen: bool = False, router_los
     tie_adapters(model)
     if not may_be_frozen and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("no parameter of the model requires a gradient. Unfreeze what is to be trained.")
+    check_elements(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype is torch.float16:
             raise ModelError(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..base.errors import ModelError
+
 
 @dataclass(frozen=True)
 class ModelSize:
@@ -25,3 +27,17 @@ def model_size(model: nn.Module) -> ModelSize:
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
         bytes_per_element=parameters[0].element_size() if parameters else 0,
     )
+
+
+def check_elements(model: nn.Module) -> None:
+    """Refuse parameters without elements that are to be trained: their gradients cannot be sharded.
+
+    Raises:
+        ModelError: names the first.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.numel() == 0:
+            raise ModelError(
+                f"{name} is to be trained, but its shape {tuple(parameter.shape)} has no elements. Change the size of "
+                f"the model's configuration that is 0, or freeze the parameter."
+            )

@@ -87,6 +87,7 @@ def spec_defects(spec: Any) -> list[str]:
             f"config_cls {spec.config_cls!r} is not a pydantic model class",
         ),
         (lambda: callable(spec.build), f"build {spec.build!r} is not callable"),
+        (lambda: spec.check is None or callable(spec.check), f"check {spec.check!r} is not callable"),
         (
             lambda: not isinstance(spec.aliases, str) and all(alias.strip() for alias in spec.aliases),
             f"aliases {spec.aliases!r} are not a tuple of strings",

@@ -55,8 +55,7 @@ class Failure:
 
 def install_line(name: str) -> str:
     """The pip line that installs one of the project's own strategies, run in a clone of the project."""
-    extra = INSTALLABLE[name]
-    return f"pip install -e '.[{extra}]' -e plugins/{name}"
+    return f"pip install -c constraints.txt -e '.[{INSTALLABLE[name]}]'"
 
 
 class Registry:

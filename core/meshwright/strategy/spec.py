@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field
 
 from ..base.validation import FrozenModel
 
 if TYPE_CHECKING:
+    from ..mesh.sizes import Degrees
     from .contract import StrategyManager
 
 ROUNDS_ANEW = "rounds anew"
@@ -57,6 +58,8 @@ class StrategySpec:
             `inner: Callable[[Mesh], StrategyManager]`, called once for each model part with the mesh it trains on.
         aliases: other names for it.
         wraps: it claims its axes around another strategy, which does the rest.
+        check: `check(config, degrees)` raises a MeshwrightError where the config cannot act on a mesh of these degrees;
+            without torch, since it is called before ranks start.
     """
 
     name: str
@@ -66,3 +69,4 @@ class StrategySpec:
     build: Callable[..., StrategyManager]
     aliases: tuple[str, ...] = ()
     wraps: bool = False
+    check: Callable[[Any, Degrees], None] | None = None

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from ..base.errors import ConfigError, MeshError, nearest
-from ..base.validation import validated
+from ..base.errors import ConfigError, MeshError, ReplicateSizeError, nearest
+from ..base.validation import as_config
+from ..files.terminal import warn
 from ..mesh.sizes import Degrees, MeshSizes
 from .contract import StrategyManager
 from .plugins import normalized
@@ -38,6 +39,8 @@ class Stack:
 
     inner: Layer
     wrappers: tuple[Layer, ...] = ()
+    idle: tuple[Layer, ...] = ()
+    """Wrapping strategies that were given options, but whose axes have one rank."""
 
     @property
     def claims(self) -> frozenset[str]:
@@ -53,6 +56,11 @@ class Stack:
         unclaimed = [axis for axis in mesh.degrees.above_one() if axis not in self.claims]
         if unclaimed:
             raise MeshError(f"{self} does not shard {', '.join(unclaimed)}, but the mesh is {mesh.degrees}.")
+
+        for layer in self.idle:
+            if mesh.rank == 0:
+                sizes = " and ".join(f"{axis}_size" for axis in sorted(layer.spec.axes))
+                warn(f"{type(layer.config).__name__} acts on nothing here: {sizes} is 1.", stacklevel=2)
 
         def make(mesh: Mesh) -> StrategyManager:
             return self.inner.spec.build(self.inner.config, mesh)
@@ -71,8 +79,30 @@ def _wrapped(layer: Layer, inner: Any) -> Any:
     return lambda mesh: layer.spec.build(layer.config, mesh, inner)
 
 
+def strategy_of(config: Any, registry: Registry | None = None) -> str:
+    """The strategy that takes a config, by the config's class.
+
+    Args:
+        config: an object of a strategy's config class, or of a class whose values that takes.
+        registry: where strategies are looked up; None: the installed plugins.
+
+    Raises:
+        ConfigError: no installed strategy takes it, or several do.
+    """
+    specs = (registry or get_registry()).strategies.values()
+    found = [spec.name for spec in specs if isinstance(config, spec.config_cls)]
+    found = found or [spec.name for spec in specs if issubclass(spec.config_cls, type(config))]
+    if len(found) != 1:
+        known = ", ".join(f"{spec.config_cls.__name__} ({spec.name})" for spec in specs)
+        raise ConfigError(
+            f"config is a {type(config).__name__}, from which no strategy follows. Name the strategy, or give one of "
+            f"{known}."
+        )
+    return found[0]
+
+
 def resolve(
-    strategy: str,
+    strategy: str | None,
     sizes: MeshSizes,
     world_size: int,
     *,
@@ -83,7 +113,8 @@ def resolve(
     """Find the stack for a strategy and give every axis its degree.
 
     Args:
-        strategy: name or alias. A wrapping strategy named here wraps `single`.
+        strategy: name or alias; None: the one that takes `config`, see `strategy_of`. A wrapping strategy named here
+            wraps `single`.
         sizes: what the user asks for.
         world_size: number of ranks.
         config: options of the named strategy, as a mapping or as its config class.
@@ -94,9 +125,10 @@ def resolve(
         StrategyError: the strategy is not installed or broken.
         ConfigError: a config does not fit its strategy.
         MeshError: the sizes do not fill the world, or an axis is claimed by nobody; says who could shard it.
+        ReplicateSizeError: the same, of `dp_replicate_size` for a strategy that does not take it.
     """
     registry = registry or get_registry()
-    named = registry.get(strategy)
+    named = registry.get(strategy_of(config, registry) if strategy is None else strategy)
     wrapper_values = {normalized(name): values for name, values in (wrapper_config or {}).items()}
     if named.wraps:
         if named.name in wrapper_values:
@@ -109,32 +141,59 @@ def resolve(
         stack = Stack(_layer(named, config))
     # Claims decide where data parallelism goes, and only data-parallel axes depend on them, so a first resolution
     # with the claims of the stack so far tells which axes still need a wrapper.
-    degrees = sizes.resolve(world_size, stack.claims)
-    for axis in degrees.above_one():
-        if axis not in stack.claims:
-            stack = _wrap_for(axis, stack, wrapper_values, degrees, registry)
-    used = {layer.spec.name for layer in stack.wrappers}
-    for name in wrapper_values:
-        if name not in used:
-            wrapping = [spec.name for spec in registry.strategies.values() if spec.wraps]
+    try:
+        degrees = _degrees(sizes, world_size, stack, registry)
+        for axis in degrees.above_one():
+            if axis not in stack.claims:
+                stack = _wrap_for(axis, stack, wrapper_values, degrees, registry)
+    except MeshError as error:
+        if sizes.dp_replicate_size is None or named.axes >= _DATA_PARALLEL:
+            raise
+        raise ReplicateSizeError(str(error)) from None
+    for layer in (stack.inner, *stack.wrappers):
+        if layer.spec.check is not None:
+            layer.spec.check(layer.config, degrees)
+    return replace(stack, idle=_idle(stack, wrapper_values, degrees, registry)), degrees
+
+
+def _idle(
+    stack: Stack, values: Mapping[str, Mapping[str, Any]], degrees: Degrees, registry: Registry
+) -> tuple[Layer, ...]:
+    """Wrapping strategies that have options, but whose axes have one rank.
+
+    Raises:
+        ConfigError: options are of no wrapping strategy, or of one that another stands in for.
+    """
+    wrapping = {spec.name: spec for spec in registry.strategies.values() if spec.wraps}
+    names = [name for name in values if name not in {layer.spec.name for layer in stack.wrappers}]
+    for name in names:
+        if name not in wrapping or wrapping[name].axes & {*degrees.above_one()}:
             raise ConfigError(
                 f"wrapper_config holds options for {name!r}, which is no wrapping strategy of the run ({stack})."
                 f"{nearest(name, wrapping)} Remove them, or set the size that calls for it."
             )
-    return stack, degrees
+    return tuple(_layer(wrapping[name], values[name], "wrapper_config") for name in names)
+
+
+_DATA_PARALLEL = {"dp_replicate", "dp_shard"}
+
+
+def _degrees(sizes: MeshSizes, world_size: int, stack: Stack, registry: Registry) -> Degrees:
+    """The degree of every axis, as the claims of a stack have it.
+
+    Raises:
+        MeshError: as `resolve`.
+    """
+    takes_experts = any("ep" in spec.axes for spec in registry.strategies.values() if spec.wraps)
+    if sizes.ep_size > 1 and "ep" not in stack.claims and not takes_experts:
+        # Before it is asked whether ep_size divides an axis that the stack does not shard either.
+        degrees = sizes.model_copy(update={"ep_size": 1}).resolve(world_size, stack.claims)
+        raise MeshError(_nobody_claims("ep", stack, replace(degrees, ep=sizes.ep_size), registry))
+    return sizes.resolve(world_size, stack.claims)
 
 
 def _layer(spec: StrategySpec, config: Mapping[str, Any] | BaseModel | None, where: str = "strategy_config") -> Layer:
-    if isinstance(config, spec.config_cls):
-        return Layer(spec, config)
-    if isinstance(config, BaseModel):
-        try:
-            # Some classes take another's values, such as those of a reference's class.
-            return Layer(spec, spec.config_cls.model_validate(config))
-        except ValidationError:
-            pass
-        raise ConfigError(f"strategy {spec.name!r} takes a {spec.config_cls.__name__}, not a {type(config).__name__}.")
-    return Layer(spec, validated(spec.config_cls, config or {}, where=f"{where} of {spec.name!r}"))
+    return Layer(spec, as_config(spec.config_cls, config, where=f"{where} of {spec.name!r}"))
 
 
 def _wrap_for(
@@ -157,9 +216,10 @@ def _wrap_for(
 def _nobody_claims(axis: str, stack: Stack, degrees: Degrees, registry: Registry) -> str:
     claims = ", ".join(axis for axis in degrees.__dataclass_fields__ if axis in stack.claims) or "no axis"
     lines = [f"{axis}={getattr(degrees, axis)}, but {stack} shards {claims}, and no wrapping strategy takes {axis}."]
-    data_parallel = {"dp_replicate", "dp_shard"}
+    if axis == "ep":
+        lines.append(f"{stack} does not divide experts: every rank holds all of them.")
     # Which of the two axes the ranks lie on follows from the strategy, unless this one takes the other of them.
-    wanted = data_parallel if axis in data_parallel and not data_parallel & stack.claims else {axis}
+    wanted = _DATA_PARALLEL if axis in _DATA_PARALLEL and not _DATA_PARALLEL & stack.claims else {axis}
     names = " or ".join(sorted(wanted))
     able = [spec.name for spec in registry.strategies.values() if wanted & spec.axes]
     if able:

@@ -8,7 +8,7 @@ there; one that these functions have started ends with `manager.mesh.world.close
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from ..base.errors import ModelError
+from ..base.errors import MeshError, ModelError
 from ..base.validation import validated
 from ..files.terminal import warn
+from ..mesh.given_mesh import as_mesh, degrees_of
 from ..mesh.mesh import Mesh
 from ..mesh.sizes import MeshSizes
 from ..mesh.world import World, open_world
@@ -32,7 +34,8 @@ from ..model.pretrained import PretrainedWeights, commit_of, find_on_all, open_p
 from ..model.remote_code import is_commit, trust_code
 from ..model.weights import Weights
 from ..strategy.contract import StrategyManager
-from ..strategy.stack import Stack, resolve
+from ..strategy.registry import get_strategy
+from ..strategy.stack import Stack, resolve, strategy_of
 from .run_model import base_at
 
 
@@ -49,7 +52,7 @@ class Sizes(TypedDict, total=False):
 
 def from_pretrained(
     path: str | Path,
-    strategy: str = "fsdp2",
+    strategy: str | None = None,
     *,
     config: Mapping[str, Any] | BaseModel | None = None,
     wrapper_config: Mapping[str, Mapping[str, Any]] | None = None,
@@ -57,6 +60,8 @@ def from_pretrained(
     dtype: torch.dtype | str | None = None,
     device: str | torch.device | None = None,
     world: World | None = None,
+    device_mesh: Mesh | DeviceMesh | None = None,
+    moe_mesh: DeviceMesh | None = None,
     seed: int = 0,
     revision: str | None = None,
     allow_pickle: bool = False,
@@ -70,13 +75,15 @@ def from_pretrained(
 
     Args:
         path: a directory that `save_pretrained` wrote, or a hub id. All ranks must find the same.
-        strategy: a name, as of `resolve`.
+        strategy: a name, as of `resolve`; None: the one whose config class `config` is of, else fsdp2.
         config: options of the strategy, as of `resolve`.
         wrapper_config: options of strategies around it by name, as of `resolve`.
         hf_config: the Hugging Face configuration to use instead of the directory's, or a mapping of fields to change.
         dtype: of the parameters, for instance "bfloat16"; None: as transformers has it, that of the configuration.
         device: as of `open_world`; not used where `world` is given.
         world: where to run.
+        device_mesh: in the place of `device`, `world` and `sizes`; as of `as_mesh`.
+        moe_mesh: with `device_mesh`: the mesh for experts.
         seed: of weights that the directory lacks.
         revision: branch, tag or commit on the hub.
         allow_pickle: read `.bin` files where there are no safetensors.
@@ -97,8 +104,8 @@ def from_pretrained(
         MeshwrightError: on all ranks: sizes, config, directory or files are not valid, or the strategy cannot train the
             model.
     """
-
-    stack, mesh = _placed(strategy, sizes, config, wrapper_config, world, device)
+    place = Place(device, world, device_mesh, moe_mesh)
+    stack, mesh = _placed(strategy, sizes, config, wrapper_config, place)
     wanted = Wanted(path, hf_config, dtype, seed, revision, allow_pickle, trust_remote_code, peft)
     manager = stack.build(mesh)
     manager.parallelize(*opened(mesh.world, wanted))
@@ -107,13 +114,15 @@ def from_pretrained(
 
 def from_config(
     hf_config: Any,
-    strategy: str = "fsdp2",
+    strategy: str | None = None,
     *,
     config: Mapping[str, Any] | BaseModel | None = None,
     wrapper_config: Mapping[str, Mapping[str, Any]] | None = None,
     dtype: torch.dtype | str | None = None,
     device: str | torch.device | None = None,
     world: World | None = None,
+    device_mesh: Mesh | DeviceMesh | None = None,
+    moe_mesh: DeviceMesh | None = None,
     seed: int = 0,
     init: str = PARALLEL,
     peft: Any = None,
@@ -142,7 +151,8 @@ def from_config(
         model, weights = new_model_on_meta(given, wanted, seed, init=init)
         return (model, weights) if adapters is None else adapt(model, weights, adapters, None, seed=seed, where="peft")
 
-    stack, mesh = _placed(strategy, sizes, config, wrapper_config, world, device)
+    place = Place(device, world, device_mesh, moe_mesh)
+    stack, mesh = _placed(strategy, sizes, config, wrapper_config, place)
     manager = stack.build(mesh)
     adapters = mesh.world.together(lambda: _adapters(peft))
     model, weights = mesh.world.together(build)
@@ -232,22 +242,70 @@ def _adapters(peft: Any, where: str = "peft") -> AdapterOptions | None:
     return None if peft is None else adapter_options(peft, where=where)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Arguments of `from_pretrained` that say where the model is to be."""
+
+    device: str | torch.device | None = None
+    world: World | None = None
+    device_mesh: Mesh | DeviceMesh | None = None
+    moe_mesh: DeviceMesh | None = None
+
+    def open(self) -> World:
+        """The world, joined or started. Collective.
+
+        Raises:
+            MeshError: two arguments say where.
+        """
+        given = self.device_mesh
+        if given is None:
+            if self.moe_mesh is not None:
+                raise MeshError("moe_mesh is the mesh for experts beside device_mesh, which is missing. Give both.")
+            return self.world or open_world(self.device)
+        if self.world is not None or self.device is not None:
+            name = "device" if self.world is None else "world"
+            raise MeshError(f"device_mesh and {name} both say where the model is to be. Leave {name} out.")
+        degrees_of(given, self.moe_mesh)
+        return given.world if isinstance(given, Mesh) else open_world(given.device_type)
+
+    def sizes(self, sizes: Sizes, claims: Collection[str]) -> MeshSizes:
+        """The sizes of the mesh, as they are asked for.
+
+        Raises:
+            ConfigError: one of them is none.
+            MeshError: `device_mesh` has another.
+        """
+        wanted = validated(MeshSizes, sizes, where="the call")
+        if self.device_mesh is None:
+            return wanted
+        degrees = degrees_of(self.device_mesh, self.moe_mesh)
+        axes = ("dp", "dp_replicate", "tp", "pp", "cp", "ep")
+        known = {f"{axis}_size": getattr(degrees, axis) for axis in axes}
+        for name, size in sizes.items():
+            if size not in (None, known[name]):
+                raise MeshError(f"{name}={size}, but device_mesh has {known[name]}. Leave {name} out.")
+        if "dp_shard" not in claims or (sizes.get("dp_replicate_size") is None and degrees.dp_replicate == 1):
+            del known["dp_replicate_size"]
+        return MeshSizes(**known)
+
+
 def _placed(
-    strategy: str,
+    strategy: str | None,
     sizes: Sizes,
     config: Mapping[str, Any] | BaseModel | None,
     wrapper_config: Mapping[str, Mapping[str, Any]] | None,
-    world: World | None,
-    device: str | torch.device | None,
+    place: Place,
 ) -> tuple[Stack, Mesh]:
-    joined = world or open_world(device)
+    joined = place.open()
 
     def resolved() -> Any:
-        wanted = validated(MeshSizes, sizes, where="the call")
-        return resolve(strategy, wanted, joined.size, config=config, wrapper_config=wrapper_config)
+        name = strategy or (strategy_of(config) if isinstance(config, BaseModel) else "fsdp2")
+        wanted = place.sizes(sizes, get_strategy(name).axes)
+        return resolve(name, wanted, joined.size, config=config, wrapper_config=wrapper_config)
 
     stack, degrees = joined.together(resolved)
-    return stack, Mesh(degrees, joined)
+    given = place.device_mesh
+    return stack, Mesh(degrees, joined) if given is None else as_mesh(given, stack.claims, place.moe_mesh)
 
 
 def check_same_weights(weights: PretrainedWeights, world: World, base: Base | None = None) -> None:

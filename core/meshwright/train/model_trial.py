@@ -26,7 +26,7 @@ from ..data.config import Packing
 from ..mesh.sizes import Degrees
 from ..model.adapter_options import AdapterOptions, check_names
 from ..model.build import new_model
-from ..model.size import ModelSize, model_size
+from ..model.size import ModelSize, check_elements, model_size
 from ..step.forward_options import forward_options
 from ..step.token_loss import split_targets
 from ..strategy.ask import model_layout
@@ -76,6 +76,7 @@ def try_model(
         if adapters is not None:
             check_names(adapters.config, model, where="model.peft")
             model = adapted_on_meta(model, {"default": copy.deepcopy(adapters.config)})
+        check_elements(model)
         layout = model_layout(model)
         size = model_size(model)
         if adapters is None and optimizer is not None:

@@ -34,6 +34,7 @@ LAYOUTS = {
     "ddp": (2, "ddp", {}, {}),
     "ddp, distributed optimizer": (2, "ddp", {"engine": "bucketed", "use_distributed_optimizer": True}, {}),
     "fsdp2": (2, "fsdp2", {}, {}),
+    "strategy of the config": (2, None, mw.get_strategy("ddp").config_cls(gradient_as_bucket_view=True), {}),
     "hsdp": (4, "fsdp2", {}, {"dp_replicate_size": 2}),
     "tp": (2, "fsdp2", {}, {"tp_size": 2}),
     "cp": (2, "fsdp2", {}, {"cp_size": 2}),

@@ -53,7 +53,11 @@ def _loop(options: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"data_parallel_sharding_strategy": "optim", "nvfsdp_unit_modules": ["LlamaMLP"]}],
+    [
+        {},
+        {"data_parallel_sharding_strategy": "optim", "nvfsdp_unit_modules": ["LlamaMLP"]},
+        {"data_parallel_sharding_strategy": "params"},
+    ],
     ids=str,
 )
 def test_a_loop_by_hand_equals_one_process_and_keeps_the_groups(options: dict[str, Any]) -> None:
@@ -101,7 +105,7 @@ def _acts(options: dict[str, Any], shape: tuple[int, ...], axes: tuple[str, ...]
 
 PLAIN = {
     "ranks": 2,
-    "units": 3,
+    "units": 0,
     "width": 52,
     "shards": "optim_grads_params",
     "sums": {"torch.bfloat16"},
@@ -121,6 +125,10 @@ OPTIM = {"data_parallel_sharding_strategy": "optim"}
     [
         ({}, {}),
         ({"nvfsdp_unit_modules": ["LlamaAttention", "LlamaMLP"]}, {"units": 6}),
+        ({"nvfsdp_unit_modules": ["LlamaDecoderLayer"]}, {"units": 3}),
+        ({"nvfsdp_unit_modules": None}, {"units": 0}),
+        ({"data_parallel_sharding_strategy": "params"}, {}),
+        ({"data_parallel_sharding_strategy": "grads_params"}, {}),
         (OPTIM, {"shards": "optim"}),
         ({"grad_reduce_in_fp32": True}, {"sums": {"torch.float32"}}),
         ({"preserve_fp32_weights": True}, {"trains": {"torch.float32"}}),
@@ -129,7 +137,10 @@ OPTIM = {"data_parallel_sharding_strategy": "optim"}
         ({"check_for_nan_in_grad": False}, {"told": False}),
         ({"average_in_collective": True}, {"averages": True}),
         ({"disable_bucketing": True}, {"bucket": None}),
-        ({"fsdp_double_buffer": True}, {"allocator": "FixedPoolAllocator"}),
+        (
+            {"fsdp_double_buffer": True, "nvfsdp_unit_modules": ["LlamaDecoderLayer"]},
+            {"allocator": "FixedPoolAllocator", "units": 3},
+        ),
     ],
     ids=str,
 )

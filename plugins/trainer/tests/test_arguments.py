@@ -280,6 +280,20 @@ def test_precision_and_recomputation_are_options_of_the_strategy(tmp_path):
         laid_out("ddp", tmp_path, bf16=True)
 
 
+def test_a_layout_follows_from_a_config_object(tmp_path):
+    config = get_registry().get("ddp").config_cls(bucket_cap_mb=5)
+    options = mesh_options({"strategy_config": config, "dp_size": 2})
+    assert (options.strategy, options.strategy_config) == ("ddp", config)
+    # What has its default is as if left out.
+    given = {"strategy_config": config}
+    assert laid_out("ddp", tmp_path, given, gradient_checkpointing=True) == {
+        "bucket_cap_mb": 5,
+        "activation_checkpointing": True,
+    }
+    with pytest.raises(ConfigError, match="strategy_config of 'fsdp2' takes a FSDP2Config, not a DDPConfig"):
+        laid_out("fsdp2", tmp_path, given)
+
+
 # -- on a command line
 
 FLAGS = [

@@ -131,7 +131,7 @@ def _stdlib_paths() -> list[Path]:
 
 
 def _glob_paths(pattern: str) -> list[Path]:
-    matches = [Path(os.path.abspath(match)) for match in glob.glob(os.path.expanduser(pattern), recursive=True)]
+    matches = [Path(os.path.abspath(match)) for match in glob.glob(_literal_first(pattern), recursive=True)]
     paths = sorted(path for path in matches if not path.is_dir())
     if not paths:
         hint = (
@@ -149,6 +149,15 @@ def _glob_paths(pattern: str) -> list[Path]:
                 "convert the file."
             )
     return paths
+
+
+def _literal_first(pattern: str) -> str:
+    """A glob in which as many leading parts as exist by these very names stand for themselves, such as `run[1]`."""
+    path = Path(os.path.expanduser(pattern))
+    place, parts = path.anchor or ".", list(path.parts[1:] if path.anchor else path.parts)
+    while parts and os.path.lexists(os.path.join(place, parts[0])):
+        place = os.path.join(place, parts.pop(0))
+    return os.path.join(glob.escape(place), *parts)
 
 
 def _found(path: Path) -> SourceFile:

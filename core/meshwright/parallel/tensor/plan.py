@@ -175,8 +175,7 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     """The style of torch that a name in a plan stands for.
 
     Raises:
-        ConfigError: no such style, or one that torch has no equal of, such as those of experts; meshwright's own
-            `tp_plan` takes these by name.
+        ConfigError: no such style, or one that torch has no equal of, which our own `tp_plan` takes by name.
     """
     equals: dict[str, Callable[[], ParallelStyle]] = {
         "colwise": ColwiseParallel,
@@ -189,14 +188,15 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
         "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
         "sequence_parallel": SequenceParallel,
     }
-    if style in equals:
+    if str(style) in equals:
         return equals[style]()
-    if style in STYLES:
+    if str(style) in STYLES:
         raise ConfigError(
             f"style {style!r} has no equal in torch.distributed.tensor.parallel. Use it by its name in a tp_plan; "
             f"torch has: {', '.join(equals)}."
         )
-    raise ConfigError(f"unknown tensor-parallel style {style!r}.{nearest(style, STYLES)} Known: {', '.join(STYLES)}.")
+    hint = nearest(str(style), STYLES)
+    raise ConfigError(f"unknown tensor-parallel style {style!r}.{hint} Known: {', '.join(STYLES)}.")
 
 
 def _expanded(model: nn.Module, values: Mapping[str, StyleName], source: str, *, strict: bool) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -60,8 +60,36 @@ _EXCLUDE = {
 
 
 class DistributedDataParallelConfig(StrategyConfig):
-    """Options of the bucketed engine: the fields and defaults of Megatron-Core's class of this name."""
+    """Options of the bucketed engine: fields, order and defaults are those of Megatron-Core's class of this name."""
 
+    positional: ClassVar[tuple[str, ...]] = (
+        "grad_reduce_in_fp32",
+        "overlap_grad_reduce",
+        "overlap_param_gather",
+        "align_param_gather",
+        "use_distributed_optimizer",
+        "num_distributed_optimizer_instances",
+        "check_for_nan_in_grad",
+        "check_for_large_grads",
+        "bucket_size",
+        "pad_buckets_for_high_nccl_busbw",
+        "reduce_scatter_with_fp32_accumulation",
+        "average_in_collective",
+        "fp8_param_gather",
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        "use_megatron_fsdp",
+        "use_custom_fsdp",
+        "data_parallel_sharding_strategy",
+        "gradient_reduce_div_fusion",
+        "suggested_communication_unit_size",
+        "preserve_fp32_weights",
+        "keep_fp8_transpose_cache",
+        "nccl_ub",
+        "fsdp_double_buffer",
+        "outer_dp_sharding_strategy",
+        "disable_symmetric_registration",
+        "delay_wgrad_compute",
+    )
     grad_reduce_in_fp32: bool = Field(default=False, description="Accumulate and reduce gradients in float32.")
     overlap_grad_reduce: bool = Field(
         default=False, description="Reduce a bucket of gradients as soon as backward has yielded them."
@@ -220,6 +248,7 @@ _BUCKETED_ONLY = tuple(
 class DDPConfig(DistributedDataParallelConfig):
     """Options of `ddp`: which engine, its own options, and what holds for both."""
 
+    positional: ClassVar[tuple[str, ...]] = ("activation_checkpointing", "backend")
     engine: Literal["torch", "bucketed"] = Field(
         default="torch",
         description="torch: DistributedDataParallel of PyTorch. bucketed: our own, after Megatron-Core's, with the "

@@ -14,10 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from meshwright.base.validation import as_config
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.manager.ending import Findings
-from meshwright.manager.given_mesh import as_mesh
 from meshwright.manager.gradients import Gradients
+from meshwright.mesh.given_mesh import as_mesh
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.recompute import checkpoint_blocks
 from meshwright.strategy.contract import Batch, OptimizerFactory
@@ -39,8 +40,8 @@ class DDPManager(DataParallelManager):
     whole parameters.
 
     Args:
-        config: options; those of the reference's class alone are of the bucketed engine.
-        device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.manager.given_mesh.as_mesh`.
+        config: options, or a mapping of them; those of the reference's class alone are of the bucketed engine.
+        device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.given_mesh.as_mesh`.
 
     Raises:
         MeshError: a DeviceMesh that is not understood, or another backend than the config says.
@@ -52,8 +53,10 @@ class DDPManager(DataParallelManager):
     _torch: TorchEngine | StageEngine | None = None
     _bucketed: BucketedDataParallel | None = None
 
-    def __init__(self, config: DDPConfig | DistributedDataParallelConfig, device_mesh: Mesh | DeviceMesh) -> None:
-        own = DDPConfig.model_validate(config)
+    def __init__(
+        self, config: DDPConfig | DistributedDataParallelConfig | Mapping[str, Any], device_mesh: Mesh | DeviceMesh
+    ) -> None:
+        own = as_config(DDPConfig, config, where="DDPManager")
         own.check_not_handed_over()
         mesh = as_mesh(device_mesh, AXES)
         super().__init__(own, mesh)

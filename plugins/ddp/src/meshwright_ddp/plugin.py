@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from meshwright.base.errors import StrategyError
 from meshwright.strategy.contract import StrategyManager
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.spec import StrategySpec
@@ -15,6 +16,7 @@ from .config import AXES, DDPConfig
 
 if TYPE_CHECKING:
     from meshwright.mesh.mesh import Mesh
+    from meshwright.mesh.sizes import Degrees
 
 
 def build(config: DDPConfig, mesh: Mesh) -> StrategyManager:
@@ -32,6 +34,19 @@ def build(config: DDPConfig, mesh: Mesh) -> StrategyManager:
     return DDPManager(config, mesh)
 
 
+def check(config: DDPConfig, degrees: Degrees) -> None:
+    """Refuse `use_megatron_fsdp` in a pipeline, before ranks start.
+
+    Raises:
+        StrategyError: the strategy that is handed over to cannot train a stage.
+    """
+    if config.hands_over and degrees.pp > 1:
+        raise StrategyError(
+            f"use_megatron_fsdp=true hands over to megatron_fsdp, which cannot train one stage of a pipeline, but "
+            f"pp_size={degrees.pp}. Set pp_size=1, or leave use_megatron_fsdp out."
+        )
+
+
 @hookimpl
 def register_strategies() -> list[StrategySpec]:
     """See `meshwright.strategy.hooks`."""
@@ -43,5 +58,6 @@ def register_strategies() -> list[StrategySpec]:
             axes=AXES,
             config_cls=DDPConfig,
             build=build,
+            check=check,
         )
     ]

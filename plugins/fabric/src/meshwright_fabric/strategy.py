@@ -11,12 +11,14 @@ from typing import Any, Unpack
 
 import torch
 from lightning.fabric.strategies import DDPStrategy
+from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright import Mesh, MeshSizes, StrategyManager, load_checkpoint, open_world, resolve, save_checkpoint
 from meshwright.base.errors import CheckpointError, ConfigError, StrategyError, TrainingError
+from meshwright.base.validation import validated
 from meshwright.checkpoint import read_manifest
 from meshwright.checkpoint.schedule import load_schedule, note_rates
 from meshwright.checkpoint.values import decoded
@@ -31,7 +33,7 @@ class MeshStrategy(DDPStrategy):
     checkpoints those of a meshwright strategy.
 
     Args:
-        strategy: a name, as of `meshwright.resolve`.
+        strategy: a name, as of `meshwright.resolve`; None: the one whose config class `config` is of, else fsdp2.
         config: options of the strategy, as of `meshwright.resolve`.
         wrapper_config: options of strategies around it by name, as of `meshwright.resolve`.
         timeout_s: how long a collective waits for peers, in seconds.
@@ -40,9 +42,9 @@ class MeshStrategy(DDPStrategy):
 
     def __init__(
         self,
-        strategy: str = "fsdp2",
+        strategy: str | None = None,
         *,
-        config: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | BaseModel | None = None,
         wrapper_config: Mapping[str, Mapping[str, Any]] | None = None,
         timeout_s: float = 600.0,
         **sizes: Unpack[Sizes],
@@ -51,7 +53,8 @@ class MeshStrategy(DDPStrategy):
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else None
         super().__init__(process_group_backend=backend, timeout=timedelta(seconds=timeout_s))
         refuse_accumulation(self)
-        self._wanted = (strategy, MeshSizes(**sizes))
+        name = strategy if strategy is not None or isinstance(config, BaseModel) else "fsdp2"
+        self._wanted = (name, validated(MeshSizes, sizes, where="MeshStrategy"))
         self._config, self._wrapper_config = config, wrapper_config
         self._module: StepModule | None = None
         self._names: dict[nn.Parameter, str] = {}

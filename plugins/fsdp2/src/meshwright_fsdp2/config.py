@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
@@ -30,6 +30,13 @@ _POLICIES: Mapping[str, Mapping[str, str]] = {
 }
 
 
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "MixedPrecisionPolicy": {"_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "cast_forward_inputs": True},
+    "CPUOffloadPolicy": {"_target_": "torch.distributed.fsdp.CPUOffloadPolicy", "pin_memory": True},
+}
+"""Arguments of torch's policies that are not None where they are left out."""
+
+
 def _policy_schema(name: str) -> dict[str, Any]:
     kinds: dict[str, dict[str, Any]] = {
         "dtype": {"anyOf": [{"enum": [*DTYPES, *(f"torch.{each}" for each in DTYPES)]}, {"type": "null"}]},
@@ -44,8 +51,24 @@ def _policy_schema(name: str) -> dict[str, Any]:
 
 
 class FSDP2Config(StrategyConfig):
-    """Options of `fsdp2`; the sizes of the mesh are not among them."""
+    """Options of `fsdp2`; the sizes of the mesh are not among them. By position they are in the reference's order."""
 
+    positional: ClassVar[tuple[str, ...]] = (
+        "sequence_parallel",
+        "tp_plan",
+        "patch_is_packed_sequence",
+        "mp_policy",
+        "offload_policy",
+        "autocast_dtype",
+        "activation_checkpointing",
+        "defer_fsdp_grad_sync",
+        "backend",
+        "enable_async_tensor_parallel",
+        "enable_compile",
+        "enable_fsdp2_prefetch",
+        "fsdp2_backward_prefetch_depth",
+        "fsdp2_forward_prefetch_depth",
+    )
     sequence_parallel: bool = Field(
         default=False,
         description="With tensor parallelism: split norms and the residual stream along the sequence, too.",
@@ -249,8 +272,10 @@ def _checked_policy(value: Any, name: str) -> Any:
             raise ValueError(f"{key}={each!r} must be true or false")
         if known[key] == "dtype" and each is not None and dtype_name(each) not in DTYPES:
             raise ValueError(f"{key}={each!r} is not one of {', '.join(DTYPES)}; {NO_FLOAT16}")
-    given = {key: each for key, each in value.items() if each is not None}
-    return {key: dtype_name(each) if known.get(key) == "dtype" else each for key, each in given.items()}
+    # As the data of torch's object are, which has the same meaning.
+    given = {**_DEFAULTS[name], **{key: each for key, each in value.items() if each is not None}}
+    ordered = {key: given[key] for key in ("_target_", *known) if key in given}
+    return {key: dtype_name(each) if known.get(key) == "dtype" else each for key, each in ordered.items()}
 
 
 def _is_policy(value: Any, name: str) -> bool:

@@ -12,9 +12,9 @@ Source: Zhao et al. 2023, arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,10 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.base.errors import MeshError, StrategyError
+from meshwright.base.validation import as_config
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.manager.ending import Findings
-from meshwright.manager.given_mesh import as_mesh
 from meshwright.manager.idle_options import tell_idle_options
+from meshwright.mesh.given_mesh import as_mesh
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.activation_options import ActivationOptions, needs_equal_operators, told
 from meshwright.model.compile import compile_blocks
@@ -52,8 +53,8 @@ class FSDP2Manager(DataParallelManager):
     """Fully sharded data parallelism, and HSDP where dp_replicate is above 1; see `DataParallelManager`.
 
     Args:
-        config: options.
-        device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.manager.given_mesh.as_mesh`.
+        config: options, or a mapping of them.
+        device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.given_mesh.as_mesh`.
         moe_mesh: the expert mesh, to be checked against the one that follows from the degrees; None: that one.
 
     Raises:
@@ -71,7 +72,13 @@ class FSDP2Manager(DataParallelManager):
     expert_parallel: ExpertParallel | None = None
     """What divides experts along `ep`, where it has more than one rank."""
 
-    def __init__(self, config: FSDP2Config, device_mesh: Mesh | DeviceMesh, moe_mesh: DeviceMesh | None = None) -> None:
+    def __init__(
+        self,
+        config: FSDP2Config | Mapping[str, Any],
+        device_mesh: Mesh | DeviceMesh,
+        moe_mesh: DeviceMesh | None = None,
+    ) -> None:
+        config = as_config(FSDP2Config, config, where="FSDP2Manager")
         mesh = as_mesh(device_mesh, AXES, moe_mesh)
         if moe_mesh is not None:
             mesh.check_expert_mesh(moe_mesh)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from meshwright.base.errors import ConfigError, MeshError, StrategyError
 from meshwright.base.validation import validated
+from meshwright.files.terminal import warn
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import MeshSizes
 from meshwright.mesh.world import open_world
@@ -31,6 +32,9 @@ _OLD_NAMES = {
     "init_nvfsdp_with_meta_device": "init_fsdp_with_meta_device",
     "keep_fp8_transpose_cache_when_using_custom_fsdp": "keep_fp8_transpose_cache",
 }
+_UNITS = "megatron_fsdp_unit_modules"
+# The reference's names of strategies that shard parameters. Gradients and optimizer state lie where those are.
+_STRATEGIES = ("params", "grads_params")
 
 
 def megatron_fsdp_strategy_parallelize(
@@ -52,8 +56,10 @@ def megatron_fsdp_strategy_parallelize(
         optimizer: made from the model's parameters, and not stepped yet. It keeps its groups and settings.
         arguments: options in the order of `nvfsdp_strategy_parallelize`.
         options: fields of MegatronFSDPConfig, also by their older names, and the names of the axes, whose defaults are
-            those of `nvfsdp_strategy_parallelize`. Gradients are summed over `cp_mesh_name` as over data; how sequences
-            are divided over it is the loop's affair.
+            those of `nvfsdp_strategy_parallelize`. As the reference says of the functions, the whole model is one unit
+            unless `megatron_fsdp_unit_modules` names others, and `data_parallel_sharding_strategy` may also be "params"
+            or "grads_params", both of which act as "optim_grads_params". Gradients are summed over `cp_mesh_name` as
+            over data; how sequences are divided over it is the loop's affair.
 
     Returns:
         The module to call, and the same optimizer.
@@ -65,6 +71,9 @@ def megatron_fsdp_strategy_parallelize(
     options = _by_name(arguments) | options
     axes = [options.pop(name, default) for name, default in _AXES.items()]
     renamed = {_OLD_NAMES.get(name, name): value for name, value in options.items()}
+    if renamed.get(_UNITS) is None:
+        renamed[_UNITS] = [f"{type(model).__module__}.{type(model).__qualname__}"]
+    renamed |= _named_strategy(renamed.get("data_parallel_sharding_strategy"))
     config = validated(MegatronFSDPConfig, renamed, where="options of 'megatron_fsdp'")
     world = open_world(device_mesh.device_type)
     tp_size = _check_mesh(device_mesh, *axes)
@@ -123,6 +132,18 @@ def _by_name(arguments: Sequence[Any]) -> dict[str, Any]:
     if len(arguments) > len(_ORDER):
         raise ConfigError(f"{len(arguments)} options by position, but there are {len(_ORDER)}: {', '.join(_ORDER)}.")
     return dict(zip(_ORDER, arguments, strict=False))
+
+
+def _named_strategy(given: Any) -> dict[str, str]:
+    if given not in _STRATEGIES:
+        return {}
+    if dist.get_rank() == 0:
+        warn(
+            f"data_parallel_sharding_strategy={given!r} shards the optimizer state, too, which lies where the "
+            f"parameters are: it acts as 'optim_grads_params'.",
+            stacklevel=3,
+        )
+    return {"data_parallel_sharding_strategy": "optim_grads_params"}
 
 
 def _check_mesh(mesh: DeviceMesh, dp_mesh_name: str, cp_mesh_name: str, tp_mesh_name: str) -> int:

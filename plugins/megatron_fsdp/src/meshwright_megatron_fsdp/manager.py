@@ -11,9 +11,10 @@ Source: megatron-fsdp 0.6.1, github.com/NVIDIA/Megatron-LM; Rajbhandari et al. 2
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import nn
@@ -21,11 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.base.errors import MeshError, ModelError, StrategyError
+from meshwright.base.validation import as_config
+from meshwright.files.terminal import warn
 from meshwright.launch.allocator import uses_expandable_segments
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.manager.ending import Findings
-from meshwright.manager.given_mesh import as_mesh
 from meshwright.manager.idle_options import tell_idle_options
+from meshwright.mesh.given_mesh import as_mesh
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.recompute import checkpoint_blocks
 from meshwright.model.weights import is_meta
@@ -36,7 +39,7 @@ from meshwright.tensors.pieces import Sharded
 
 from ._compat.cpu_torch import hold_cpu_torch
 from ._compat.package import has_nccl_allocator, package
-from ._compat.wrapped import gathered, slots, use_sharded, wait_for_gathers
+from ._compat.wrapped import gathered, slots, units_without_buffer, use_sharded, wait_for_gathers
 from ._compat.wrapping import wrap
 from .config import AXES, MegatronFSDPConfig
 from .precision import find_dtypes
@@ -44,6 +47,13 @@ from .reduction import Reduction
 from .shards import Shards
 from .standins import stand_in
 from .units import find_units
+
+_WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
+    {
+        "calculate_per_token_loss": "the loss is per token of the global batch under every strategy",
+        "gradient_reduce_div_fusion": "gradients are summed, and nothing divides them",
+    }
+)
 
 
 class MegatronFSDPManager(DataParallelManager):
@@ -54,8 +64,8 @@ class MegatronFSDPManager(DataParallelManager):
     are your own, as everywhere: it is not stepped to make its state.
 
     Args:
-        config: options.
-        device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.manager.given_mesh.as_mesh`.
+        config: options, or a mapping of them.
+        device_mesh: a `meshwright.Mesh`, or a DeviceMesh of torch; see `meshwright.mesh.given_mesh.as_mesh`.
         moe_mesh: must be None: experts are not sharded along a mesh of their own yet.
 
     Raises:
@@ -69,8 +79,12 @@ class MegatronFSDPManager(DataParallelManager):
     """What divides the model along `tp`, where it has more than one rank."""
 
     def __init__(
-        self, config: MegatronFSDPConfig, device_mesh: Mesh | DeviceMesh, moe_mesh: DeviceMesh | None = None
+        self,
+        config: MegatronFSDPConfig | Mapping[str, Any],
+        device_mesh: Mesh | DeviceMesh,
+        moe_mesh: DeviceMesh | None = None,
     ) -> None:
+        config = as_config(MegatronFSDPConfig, config, where="MegatronFSDPManager")
         if moe_mesh is not None:
             raise MeshError("moe_mesh is not supported yet: experts are not sharded over ep. Leave it out.")
         mesh = as_mesh(device_mesh, AXES)
@@ -78,7 +92,7 @@ class MegatronFSDPManager(DataParallelManager):
         package()
         mesh.check_backend(config.backend)
         check_options(config, mesh)
-        tell_idle_options(config, mesh)
+        tell_idle_options(config, mesh, never=_WITHOUT_EFFECT)
 
     def shard(self, model: nn.Module) -> nn.Module:
         config, mesh = self.config, self.mesh
@@ -105,10 +119,25 @@ class MegatronFSDPManager(DataParallelManager):
         if mesh.device.type == "cpu":
             hold_cpu_torch(self)
         self._fsdp = wrap(model, mesh, config, units=units, dtypes=dtypes)
+        self._warn_of_unequal_units()
         self.parts = self._shards = Shards(slots(self._fsdp), self._divisions())
         self._reduction = Reduction(self._fsdp, units, config, mesh)
         self._reduction.set_last(True)
         return self._fsdp
+
+    def _warn_of_unequal_units(self) -> None:
+        unlike, total = units_without_buffer(self._fsdp)
+        if self.mesh.rank != 0 or not self.config.fsdp_double_buffer:
+            return
+        remedy = "Name equal classes in megatron_fsdp_unit_modules, or set fsdp_double_buffer=False."
+        if total == 0:
+            warn(f"fsdp_double_buffer=True acts on nothing here: the whole model is one unit. {remedy}", stacklevel=2)
+        elif unlike:
+            warn(
+                f"fsdp_double_buffer=True serves {total - unlike} of {total} units, which are equal. The others have "
+                f"other shapes or dtypes, and memory of their own. {remedy}",
+                stacklevel=2,
+            )
 
     def _divide(self, model: nn.Module, units: Sequence[nn.Module]) -> TensorParallel:
         config = self.config

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from meshwright.base.errors import StrategyError
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.spec import StrategySpec
 
@@ -14,6 +15,7 @@ from .config import AXES, MegatronFSDPConfig
 
 if TYPE_CHECKING:
     from meshwright.mesh.mesh import Mesh
+    from meshwright.mesh.sizes import Degrees
 
     from .manager import MegatronFSDPManager
 
@@ -29,6 +31,19 @@ def build(config: MegatronFSDPConfig, mesh: Mesh) -> MegatronFSDPManager:
     return MegatronFSDPManager(config, mesh)
 
 
+def check(config: MegatronFSDPConfig, degrees: Degrees) -> None:
+    """Refuse a pipeline, before ranks start.
+
+    Raises:
+        StrategyError: the mesh has pipeline ranks.
+    """
+    if degrees.pp > 1:
+        raise StrategyError(
+            f"megatron_fsdp cannot train one stage of a pipeline, but pp_size={degrees.pp}: the package reduces the "
+            f"gradients of a whole backward. Set pp_size=1, or use another strategy, such as fsdp2."
+        )
+
+
 @hookimpl
 def register_strategies() -> list[StrategySpec]:
     """See `meshwright.strategy.hooks`."""
@@ -40,5 +55,6 @@ def register_strategies() -> list[StrategySpec]:
             axes=AXES,
             config_cls=MegatronFSDPConfig,
             build=build,
+            check=check,
         )
     ]

@@ -16,7 +16,8 @@ def find_units(model: nn.Module, layout: ModelLayout, classes: Sequence[str] | N
     Args:
         model: before it is wrapped.
         layout: of the model.
-        classes: names or full paths, matched against the classes of the model's modules; nothing is imported.
+        classes: names or full paths, matched against the classes of the model's modules; nothing is imported. The
+            model's own class means the whole model: nothing in it is a unit of its own.
 
     Raises:
         ModelError: a class has no module in the model.
@@ -25,6 +26,8 @@ def find_units(model: nn.Module, layout: ModelLayout, classes: Sequence[str] | N
         return list(dict.fromkeys(model.get_submodule(name) for name in layout.blocks))
     found = []
     for name in classes:
+        if name in _names(type(model)):
+            return []
         modules = [module for module in model.modules() if name in _names(type(module))]
         if not modules:
             known = sorted({type(module).__name__ for module in model.modules()})

@@ -26,7 +26,7 @@ _FROM_FILE = ("pipelineschedulesingle", "pipelineschedulemulti")
 
 
 class PipelineConfig(FrozenModel):
-    """Options of `pipeline`; the sizes of the mesh are not among them, nor are the inner strategy's options."""
+    """Options of `pipeline`, in the reference's order; neither sizes of the mesh nor options of the inner strategy."""
 
     pp_schedule: str | None = Field(
         default="1f1b",
@@ -190,6 +190,9 @@ class PipelineConfig(FrozenModel):
                 f"pp_microbatch_size={self.pp_microbatch_size}. Use one of {_divisors(self.pp_batch_size)}"
             )
         return self
+
+
+PipelineConfig.positional = tuple(PipelineConfig.model_fields)
 
 
 class CountedBlocks(PipelineConfig):

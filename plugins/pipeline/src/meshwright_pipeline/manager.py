@@ -10,18 +10,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.base.errors import ConfigError
+from meshwright.base.validation import as_config
 from meshwright.manager.call_order import check_new, check_nothing_pending, require_model
 from meshwright.manager.data_parallel import DataParallelManager
 from meshwright.manager.ending import Ending, Findings
-from meshwright.manager.given_mesh import as_mesh
 from meshwright.manager.start import check_trainable
 from meshwright.manager.steps import Steps
+from meshwright.mesh.given_mesh import as_mesh
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.sizes import CLAIMABLE_AXES
 from meshwright.model.merge import merging_of
@@ -57,9 +59,9 @@ class PipelineManager(StatefulStages):
     """Pipeline parallelism around another strategy; see `StrategyManager`.
 
     Args:
-        config: options.
+        config: options, or a mapping of them.
         device_mesh: of all ranks; a `meshwright.Mesh`, or a DeviceMesh of torch with an axis `pp`, see
-            `meshwright.manager.given_mesh.as_mesh`.
+            `meshwright.mesh.given_mesh.as_mesh`.
         inner: makes a manager of the inner strategy on the mesh of a stage; or a strategy's name, with its defaults.
 
     Raises:
@@ -72,10 +74,11 @@ class PipelineManager(StatefulStages):
 
     def __init__(
         self,
-        config: PipelineConfig,
+        config: PipelineConfig | Mapping[str, Any],
         device_mesh: Mesh | DeviceMesh,
         inner: Callable[[Mesh], StrategyManager] | str = "single",
     ) -> None:
+        config = as_config(PipelineConfig, config, where="PipelineManager")
         if isinstance(inner, str):
             spec = get_strategy(inner)
             inner, axes = (lambda mesh: spec.build(spec.config_cls(), mesh)), spec.axes | {"pp"}

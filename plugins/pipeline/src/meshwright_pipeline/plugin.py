@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.spec import StrategySpec
 
-from .config import PipelineConfig
+from .config import PipelineConfig, check_options
 
 if TYPE_CHECKING:
     import typer
@@ -45,6 +45,7 @@ def register_strategies() -> list[StrategySpec]:
             axes=frozenset({"pp"}),
             config_cls=PipelineConfig,
             build=build,
+            check=check_options,
             wraps=True,
         )
     ]

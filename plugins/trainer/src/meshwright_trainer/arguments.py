@@ -12,10 +12,12 @@ from importlib.resources import files
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 from transformers import TrainingArguments
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from meshwright.base.errors import ConfigError
+from meshwright.base.validation import as_config
 from meshwright.strategy.spec import StrategySpec
 
 from .mesh_options import MeshOptions
@@ -147,7 +149,17 @@ def layout_options(args: Any, options: MeshOptions, spec: StrategySpec) -> MeshO
     Raises:
         ConfigError: the strategy has no such option.
     """
-    config = dict(options.strategy_config)
+    config = options.strategy_config
+    if isinstance(config, BaseModel):
+        # What has its default is as if left out.
+        own = as_config(spec.config_cls, config, where=f"strategy_config of {spec.name!r}")
+        fields = type(own).model_fields.items()
+        config = {
+            name: getattr(own, name)
+            for name, field in fields
+            if getattr(own, name) != field.get_default(call_default_factory=True)
+        }
+    config = dict(config)
     wanted: dict[str, Any] = {}
     if args.bf16:
         wanted["autocast_dtype"] = ("bfloat16", "bf16=True")

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import BaseModel, Field, InstanceOf
 
 from meshwright.base.errors import ConfigError
 from meshwright.base.validation import FrozenModel, validated
 from meshwright.mesh.sizes import MeshSizes
+from meshwright.strategy.stack import strategy_of
 from meshwright.train.run_file import load_run
 
 
@@ -20,7 +21,7 @@ class MeshOptions(FrozenModel):
     """The keys of a run file that say how a model is laid out."""
 
     strategy: str = Field(default="fsdp2", description="Name of a strategy.")
-    strategy_config: dict[str, Any] = Field(default={}, description="Its options.")
+    strategy_config: dict[str, Any] | InstanceOf[BaseModel] = Field(default={}, description="Its options.")
     wrapper_config: dict[str, dict[str, Any]] = Field(
         default={}, description="Options of wrapping strategies, by name."
     )
@@ -47,7 +48,8 @@ def mesh_options(given: Mapping[str, Any] | MeshArguments | MeshOptions | str | 
 
     Args:
         given: keys of a run file (`strategy`, `strategy_config`, `wrapper_config`, `tp_size`, ...), the path of a run
-            file of which only these are read, `MeshArguments`, or None: `fsdp2` over all ranks.
+            file of which only these are read, `MeshArguments`, or None: `fsdp2` over all ranks. Where `strategy_config`
+            is an object, such as a DDPConfig, the strategy follows from its class.
 
     Raises:
         ConfigError: a key or value is not valid.
@@ -68,6 +70,8 @@ def mesh_options(given: Mapping[str, Any] | MeshArguments | MeshOptions | str | 
             f"and no MeshArguments."
         )
     keys = dict(given or {})
+    if "strategy" not in keys and isinstance(keys.get("strategy_config"), BaseModel):
+        keys["strategy"] = strategy_of(keys["strategy_config"])
     sizes = {name: keys.pop(name) for name in MeshSizes.model_fields if name in keys}
     return validated(MeshOptions, {**keys, "sizes": validated(MeshSizes, sizes, where="mesh")}, where="mesh")
 

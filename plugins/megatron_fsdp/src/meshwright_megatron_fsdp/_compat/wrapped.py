@@ -91,6 +91,18 @@ def _unlimited_buffers(fsdp: Any) -> Iterator[None]:
             buffer.temporary_bucket_allocator = allocator
 
 
+def units_without_buffer(fsdp: Any) -> tuple[int, int]:
+    """How many units use no double buffer though `fsdp_double_buffer` is on, and how many units there are.
+
+    The buffers have the shapes and dtypes of the largest set of equal units.
+    """
+    buffer = fsdp.param_and_grad_buffer
+    units = {group.fsdp_unit_id for group in buffer.parameter_groups} - {None}
+    pools = (buffer.weight_alloc, buffer.main_grad_alloc)
+    served = [set(pool.fsdp_double_buffer_units) for pool in pools if hasattr(pool, "fsdp_double_buffer_units")]
+    return max((len(units - each) for each in served), default=0), len(units)
+
+
 # -- shards
 
 

@@ -81,7 +81,8 @@ def wrap(
             _index(mesh, shards_outer=config.shards_outer),
             theirs,
             policy,
-            fsdp_unit_modules=[_Chosen("Unit", (), {"modules": tuple(units)})],
+            # Without units, it has no buffers for them.
+            fsdp_unit_modules=[_Chosen("Unit", (), {"modules": tuple(units)})] if units else [],
             disable_bucketing=config.disable_bucketing,
             device=mesh.device,
             # No factor on gradients but for averages, where its value is not used.

@@ -7,14 +7,15 @@ outermost first, and all ranks of the world in order.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.errors import MeshError
-from ..mesh.mesh import Mesh
-from ..mesh.sizes import CLAIMABLE_AXES, ROOT_AXES, Degrees
-from ..mesh.world import open_world
+from .mesh import Mesh
+from .sizes import CLAIMABLE_AXES, ROOT_AXES, Degrees
+from .world import open_world
 
 _AXIS_OF: Mapping[str, str] = MappingProxyType(
     {
@@ -40,18 +41,12 @@ def as_mesh(given: Mesh | DeviceMesh, claims: Collection[str], moe_mesh: DeviceM
         MeshError: it is neither, an axis is not known or not claimed, or ranks lie in another order; the same on all
             ranks.
     """
+    degrees = degrees_of(given, moe_mesh)
     if isinstance(given, Mesh):
-        _check_claims(given.degrees, claims)
+        _check_claims(degrees, claims)
         return given
-    if not isinstance(given, DeviceMesh):
-        raise MeshError(
-            f"a manager takes a meshwright.Mesh or a DeviceMesh of torch, not a {type(given).__name__}. Make one with "
-            f"Mesh(MeshSizes(...).resolve(world.size), world)."
-        )
-    sizes = _sizes(given)
     if "dp_shard" not in claims and "dp_replicate" in claims:
-        sizes["dp_replicate"] = sizes.get("dp_replicate", 1) * sizes.pop("dp_shard", 1)
-    degrees = Degrees(**sizes, ep=_expert_degree(moe_mesh))
+        degrees = replace(degrees, dp_replicate=degrees.dp, dp_shard=1)
     _check_claims(degrees, claims)
     sharing = degrees.dp_shard * degrees.cp * degrees.tp
     if sharing % degrees.ep:
@@ -66,6 +61,25 @@ def as_mesh(given: Mesh | DeviceMesh, claims: Collection[str], moe_mesh: DeviceM
             f"order. Make it with init_device_mesh, and give the whole mesh rather than a slice of it."
         )
     return Mesh(degrees, world)
+
+
+def degrees_of(given: Mesh | DeviceMesh, moe_mesh: DeviceMesh | None = None) -> Degrees:
+    """The degrees that a mesh has, whoever shards its axes.
+
+    Args:
+        given, moe_mesh: as of `as_mesh`.
+
+    Raises:
+        MeshError: it is neither a Mesh nor a DeviceMesh, or an axis is not known.
+    """
+    if isinstance(given, Mesh):
+        return given.degrees
+    if not isinstance(given, DeviceMesh):
+        raise MeshError(
+            f"a manager takes a meshwright.Mesh or a DeviceMesh of torch, not a {type(given).__name__}. Make one with "
+            f"Mesh(MeshSizes(...).resolve(world.size), world)."
+        )
+    return Degrees(**_sizes(given), ep=_expert_degree(moe_mesh))
 
 
 def _check_claims(degrees: Degrees, claims: Collection[str]) -> None:
