@@ -47,6 +47,7 @@ from meshwright._compat.planning import Fakes, handed_on, in_backward, is_asking
 from meshwright._compat.torch import (
     GLOO_THREAD,
     TorchDispatchMode,
+    after_backward,
     all_gather,
     all_reduce,
     all_to_all,
@@ -299,6 +300,20 @@ def test_placements_that_divide_are_known_also_where_fully_shard_divides_further
     for weight, bias in pool(4).run(_placements_after_fully_shard):
         assert weight == [True, True]
         assert bias == [True, False]
+
+
+def test_the_end_of_a_backward_comes_behind_all_gradients_and_may_raise() -> None:
+    leaf, ended = torch.ones(2, requires_grad=True), []
+
+    def end() -> None:
+        ended.append(leaf.grad is not None)
+        raise StrategyError("told")
+
+    output = leaf * 2
+    output.register_hook(lambda grad: after_backward(end))
+    with pytest.raises(StrategyError, match="told"):
+        output.sum().backward()
+    assert ended == [True]
 
 
 def test_views_share_the_key_of_their_storage() -> None:

@@ -6,6 +6,7 @@ Shapes of messages: B sequences, S positions, D features, V entries of the vocab
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,10 +15,10 @@ import torch
 from tensor_only import assert_equal_to_single, prepare
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from meshwright import StrategyError, count_tokens, open_world
+from meshwright import ModelError, StrategyError, count_tokens, open_world
 from meshwright.manager.row_loss import RowLoss
 from meshwright.parallel.tensor import parallelize_tensors
 from meshwright.step.row_head import RowHead
@@ -146,6 +147,16 @@ PLANS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "packed-phi3": ("phi3", {"model.layers.*.mlp.gate_up_proj": "packed_colwise", DOWN: "rowwise"}),
     "conv1d-gpt2": ("gpt2", {"transformer.h.*.mlp.c_fc": "colwise", "transformer.h.*.mlp.c_proj": "rowwise"}),
     "one-layer": ("llama", {"model.layers.1.mlp.gate_proj": "colwise_gather_output"}),
+    "head-in-parts": ("llama", ATTENTION | {"lm_head": "colwise"}),
+    "torch-positions": (
+        "llama",
+        ATTENTION
+        | {
+            "model.layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
+            "model.norm": SequenceParallel(),
+        }
+        | {"lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)},
+    ),
     "torch-styles": ("llama", ATTENTION | {GATE: ColwiseParallel(), UP: ColwiseParallel(), DOWN: RowwiseParallel()}),
 }
 
@@ -350,3 +361,16 @@ def test_a_plan_that_leaves_out_a_norm_of_heads_is_refused_with_nothing_trained(
 
 def test_the_whole_plan_is_not_refused() -> None:
     assert [text for text, _ in pool(2).run(_first_step, ATTENTION | HEAD_NORMS)] == ["", ""]
+
+
+def _unfitting(plan: Mapping[str, Any]) -> str:
+    prepare()
+    with pytest.raises(ModelError) as caught:
+        train_steps(build_manager("tensor_only", {"tp_plan": plan}, TP2, Case()), Case(), range(1))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("plan", [{GATE: "colwise"}, {"lm_head": "rowwise"}, {DOWN: RowwiseParallel()}], ids=str)
+def test_a_plan_that_names_half_of_a_pair_of_layers_is_refused(plan: Mapping[str, Any]) -> None:
+    for text in pool(2).run(_unfitting, plan):
+        assert re.search(r"cannot run with its tensor-parallel plan \(tp_plan\): .*give styles to both", text)

@@ -15,9 +15,15 @@ import transformers
 from tensor_only import expected, prepare, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-from transformers import CONFIG_MAPPING
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers import CONFIG_MAPPING, AutoModelForSequenceClassification, LlamaConfig
 
 from meshwright import ConfigError, MeshwrightError, ModelError, hookimpl
 from meshwright.files import class_paths as imports
@@ -29,12 +35,13 @@ from meshwright.parallel.tensor import (
     translate_to_torch_parallel_style,
 )
 from meshwright.parallel.tensor import plan as plan_module
-from meshwright.parallel.tensor.plan import Plan, find_plan
+from meshwright.parallel.tensor.module_styles import Plan
+from meshwright.parallel.tensor.plan import find_plan
 from meshwright.strategy.ask import model_layout
 from meshwright.strategy.registry import Registry
 from meshwright.testing import Case, pool
 from meshwright.testing.collectives import measure_collectives
-from meshwright.testing.models import case_model, tiny_model
+from meshwright.testing.models import TINY, case_model, tiny_model
 from meshwright.testing.parity import difference
 
 GATE = "model.layers.*.mlp.gate_proj"
@@ -58,6 +65,15 @@ def found(given: Any = None, *, model: nn.Module | None = None, registry: Regist
 def plan_for_a_model(model: nn.Module) -> dict[str, str]:
     """A plan that a user's module offers."""
     return {f"model.layers.{index}.mlp.up_proj": "colwise_gather_output" for index in range(len(model.model.layers))}
+
+
+def plan_for_all_models() -> dict[str, str]:
+    """A plan that does not look at the model."""
+    return ONE
+
+
+def plan_of_two_things(model: nn.Module, ranks: int) -> dict[str, str]:
+    return ONE
 
 
 def no_plan(model: nn.Module) -> list[str]:
@@ -103,6 +119,7 @@ def test_an_import_path_of_a_dict_or_of_a_function(allowed: str) -> None:
     assert by_dict.modules == found(ONE).modules
     by_function = found(f"{allowed}.plan_for_a_model", registry=_registry_with(hook))
     assert set(by_function.modules) == {f"model.layers.{index}.mlp.up_proj" for index in range(3)}
+    assert found(f"{allowed}.plan_for_all_models").modules == by_dict.modules
     assert hook.asked == []
 
 
@@ -114,6 +131,8 @@ def test_an_import_path_outside_of_the_allow_list_is_not_imported() -> None:
 def test_a_path_of_what_is_no_plan_is_refused(allowed: str) -> None:
     with pytest.raises(ConfigError, match="is a list, not a dict or a function returning one"):
         found(f"{allowed}.no_plan")
+    with pytest.raises(ConfigError, match="needs model, ranks, but it is called with the model, or with nothing"):
+        found(f"{allowed}.plan_of_two_things")
     with pytest.raises(ConfigError, match="is not a dict or a function, but a class"):
         found(f"{allowed}._Hook")
 
@@ -161,17 +180,32 @@ def test_a_number_goes_before_the_star() -> None:
 
 
 def test_entries_for_parameters_go_before_their_module_s() -> None:
-    plan = found({GATE: "colwise", f"{GATE}.weight": "replicate", "lm_head.weight": "colwise"})
+    plan = found({GATE: "colwise", f"{GATE}.weight": "replicate", "lm_head.weight": "replicate"})
     assert plan.parameters["model.layers.1.mlp.gate_proj.weight"] == "replicate"
-    assert plan.parameters["lm_head.weight"] == "colwise"
+    assert plan.parameters["lm_head.weight"] == "replicate"
     assert "lm_head" not in plan.modules
 
 
 def test_styles_of_torch_stand_beside_names() -> None:
-    style = ColwiseParallel()
-    plan = found({GATE: style, "lm_head": "colwise_gather_output"})
-    assert plan.modules["model.layers.0.mlp.gate_proj"] is style
-    assert set(plan.parameters) == {"lm_head.weight"}
+    plan = found({GATE: ColwiseParallel(), "lm_head": "colwise_gather_output"})
+    assert plan.modules["model.layers.0.mlp.gate_proj"] == "colwise"
+    assert set(plan.parameters) == {f"model.layers.{index}.mlp.gate_proj.weight" for index in range(3)} | {
+        "lm_head.weight"
+    }
+
+
+def test_layouts_that_shard_positions_turn_sequence_parallelism_on() -> None:
+    assert not found({GATE: ColwiseParallel()}).shards_positions
+    assert found({GATE: ColwiseParallel(input_layouts=Shard(1))}).shards_positions
+    assert found({"model.norm": SequenceParallel()}).shards_positions
+
+
+@pytest.mark.parametrize("head", ["colwise", ColwiseParallel(), ColwiseParallel(output_layouts=Shard(-1))], ids=str)
+def test_a_head_gives_whole_logits(head: Any) -> None:
+    """Parts of them would give another loss on each rank."""
+    assert found({"lm_head": head}).modules == {"lm_head": "colwise_gather_output"}
+    model = AutoModelForSequenceClassification.from_config(LlamaConfig(**TINY["llama"], num_labels=4))
+    assert found({"score": head}, model=model).modules == {"score": "colwise_gather_output"}
 
 
 @pytest.mark.parametrize(
@@ -194,6 +228,10 @@ def test_styles_of_torch_stand_beside_names() -> None:
         ({"model.norm": "rowwise"}, ModelError, "model.norm"),
         ({"model.embed_tokens": "colwise"}, ModelError, "model.embed_tokens"),
         ({"model.layers.*.mlp": "packed_colwise"}, ModelError, "model.layers.0.mlp"),
+        ({"lm_head.weight": "colwise"}, ConfigError, "but the layer 'lm_head' none.*Give the style to 'lm_head'"),
+        ({GATE: RowwiseParallel(output_layouts=Shard(-1))}, ConfigError, "which no style of meshwright is equal to"),
+        ({"model.norm": SequenceParallel(sequence_dim=0)}, ConfigError, "which no style of meshwright is equal to"),
+        ({"model.embed_tokens": ColwiseParallel()}, ConfigError, "which no style of meshwright is equal to"),
     ],
     ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
 )
@@ -345,8 +383,33 @@ def test_the_model_s_plan_in_styles_of_torch() -> None:
 def test_models_that_torch_s_styles_cannot_shard_are_refused() -> None:
     with pytest.raises(ModelError, match="GPT2LMHeadModel has no tensor-parallel plan of its own"):
         get_hf_tp_shard_plan(tiny_model("gpt2"))
-    with pytest.raises(ConfigError, match="has no equal in torch"):
-        get_hf_tp_shard_plan(case_model("mixtral", tied=None, seed=0, dtype=torch.float64))
+    plan = get_hf_tp_shard_plan(case_model("mixtral", tied=None, seed=0, dtype=torch.float64))
+    experts = plan["model.layers.*.mlp.experts"]
+    with pytest.raises(ConfigError, match=r"'moe_tp_experts' of meshwright.*or leave this entry out"):
+        experts._apply(llama(), None)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "mixtral", "qwen3", "apertus", "deepseek_v2", "doge", "gemma3n_text", "llama4_text"]
+)
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_the_model_s_plan_in_styles_of_torch_is_the_one_that_is_used_without_any(
+    model_type: str, is_inside: bool
+) -> None:
+    model = case_model(model_type, tied=None, seed=0, dtype=torch.float64)
+    if is_inside:
+        model = nn.Sequential(model)
+    plan, own = found(get_hf_tp_shard_plan(model), model=model), found(model=model)
+    assert (plan.modules, plan.parameters) == (own.modules, own.parameters)
+    assert "colwise" in plan.modules.values()
+
+
+def test_plans_of_the_class_and_of_inner_models_are_merged() -> None:
+    model = tiny_model()
+    model.tp_plan = {"lm_head": "colwise_gather_output"}
+    model.model.tp_plan = {"layers.*.mlp.up_proj": "colwise_gather_output"}
+    plan = get_hf_tp_shard_plan(model)
+    assert plan.keys() == {"model.embed_tokens", "lm_head", "model.layers.*.mlp.up_proj"}
 
 
 def _by_torch() -> tuple[float, int]:

@@ -15,6 +15,8 @@ _CP = "tests/test_context_parallel.py::test_parity_of_architectures[llama-cp2-al
 _ULYSSES = "tests/test_context_parallel.py::test_parity_of_architectures[gpt2-cp2-ulysses]"
 _DOCUMENTS = "tests/test_context_parallel.py::test_documents_and_padding"
 _TP = "tests/test_tensor_parallel.py"
+_TP_PLAN = "tests/test_tensor_parallel_plan.py"
+_BY_HAND = "plugins/fsdp2/tests/test_fsdp2_tensor.py::test_a_loop_by_hand_refuses_a_plan_that_leaves_out_norms_of_heads"
 _STYLES = "tests/test_tensor_parallel_styles.py"
 _CHAINS = f"{_STYLES}::test_collectives_and_their_gradients_are_those_of_whole_tensors"
 _STATISTICS = "tests/test_token_statistics.py"
@@ -841,6 +843,55 @@ _bug(
     "differs = (high + low).abs() > 1e2 * high",
     f"{_TP}::test_a_plan_that_leaves_out_a_norm_of_heads_is_refused_with_nothing_trained[q_norm]",
     kind="a plan that forgets a parameter is not found",
+)
+
+_bug(
+    "layers_of_other_stages_are_unknown",
+    "meshwright.parallel.tensor.plan",
+    "        met.update(each for full in elsewhere for each in spellings(full))",
+    "        del elsewhere",
+    "plugins/pipeline/tests/test_pipeline.py::test_plans_of_layers_that_one_stage_has[named]",
+    kind="a plan for a layer of another stage of a pipeline is refused",
+)
+_bug(
+    "positions_in_torch_styles_are_ignored",
+    "meshwright.parallel.tensor.torch_styles",
+    "        or _POSITIONS in (*_layouts(style,",
+    "        or None in (*_layouts(style,",
+    f"{_TP_PLAN}::test_layouts_that_shard_positions_turn_sequence_parallelism_on",
+    kind="layouts of torch's styles are ignored",
+)
+_bug(
+    "heads_give_parts_of_logits",
+    "meshwright.parallel.tensor.plan_checks",
+    "if name == layout.head or not is_taken:",
+    "if False:",
+    f"{_TP}::test_plans_of_the_user[head-in-parts]",
+    kind="the loss of a part of the logits, another one on each rank",
+)
+_bug(
+    "loops_by_hand_take_wrong_plans",
+    "meshwright_fsdp2.functions",
+    "            tensor_parallel.check_by_hand(model)\n",
+    "            pass\n",
+    f"{_BY_HAND}[function-{{}}]",
+    kind="a plan that forgets a parameter trains in a loop by hand",
+)
+_bug(
+    "functions_of_plans_get_a_model",
+    "meshwright.parallel.tensor.plan_sources",
+    "found = found(model) if takes_model else found()",
+    "found = found(model)",
+    f"{_TP_PLAN}::test_an_import_path_of_a_dict_or_of_a_function",
+    kind="a function without arguments is called with one",
+)
+_bug(
+    "inner_plans_are_not_read",
+    "meshwright.parallel.tensor.plan_sources",
+    "reversed(list(model.named_modules()))",
+    'reversed([("", model)])',
+    f"{_TP_PLAN}::test_plans_of_the_class_and_of_inner_models_are_merged",
+    kind="the plan of the model inside is lost",
 )
 
 # -- parallel.context

@@ -233,20 +233,13 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
     return module._parameters
 
 
-@contextmanager
-def without_hooks(module: nn.Module) -> Iterator[None]:
-    """A module without its forward hooks, such as those that torch's tensor-parallel styles leave on it.
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call a function at the end of the backward that runs now, after what was queued before; it may raise.
 
-    Private because torch gives handles to those who register hooks only.
+    Private because torch's public hooks belong to tensors, of which none is known to come last. `fully_shard` queues
+    its own end of a backward by the same method.
     """
-    before, after = dict(module._forward_pre_hooks), dict(module._forward_hooks)
-    module._forward_pre_hooks.clear()
-    module._forward_hooks.clear()
-    try:
-        yield
-    finally:
-        module._forward_pre_hooks.update(before)
-        module._forward_hooks.update(after)
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def storage_of(tensor: Tensor) -> tuple[int, Any]:

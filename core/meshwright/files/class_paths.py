@@ -37,8 +37,14 @@ _BUILT_IN = (
     "transformers.models",
     "meshwright.objectives",
 )
-# What the pipeline's own loss is called where its config is written as JSON.
-_BUILT_IN_FUNCTIONS = ("meshwright.step.token_loss.target_loss_sum",)
+# What the pipeline's own loss is called where its config is written as JSON, and the plan of the reference: where it is
+# offered, and where it is defined.
+_BUILT_IN_FUNCTIONS = (
+    "meshwright.step.token_loss.target_loss_sum",
+    "meshwright_fsdp2.get_hf_tp_shard_plan",
+    "meshwright.parallel.tensor.get_hf_tp_shard_plan",
+    "meshwright.parallel.tensor.hf_plan.get_hf_tp_shard_plan",
+)
 # Beside the modelling code of transformers lie scripts that convert checkpoints.
 _MODELS = re.compile(r"transformers\.models\.(\w+\.)+modeling_\w+\.\w+")
 _users: set[str] = set()

@@ -269,11 +269,19 @@ class DataParallelManager(Duties):
             axis.add_gradients(self.trainable())
         filled = self.gradients.take_findings()
         findings = self.check_gradients() or filled
+        self.check_axes()
+        return findings
+
+    def check_axes(self) -> None:
+        """Refuse, in the first step, how an axis divides the model, if the reduced gradients show it. Collective, once.
+
+        Raises:
+            StrategyError: on all ranks.
+        """
         if self.axes and not self._gradients_are_checked:
             self._gradients_are_checked = True
             defects = [axis.gradient_defect(self.parts) for axis in self.axes]
             self.mesh.world.raise_together(next((defect for defect in defects if defect is not None), None))
-        return findings
 
     def gradient_norms(self) -> dict[str, float]:
         self._require_model()

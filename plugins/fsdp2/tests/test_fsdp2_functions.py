@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import meshwright_fsdp2
-from meshwright import MeshError, MeshwrightError
+from meshwright import MeshError, MeshwrightError, StrategyError
 from meshwright.model import drawn_weights as deferred
 from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import Case, pool
@@ -332,3 +332,30 @@ def test_blocks_are_sharded_the_last_keeps_its_parameters_and_the_rest_is_left()
         assert names == [f"model.layers.{index}" for index in range(3)]
         assert left == ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
         assert freed == [True, True, False]
+
+
+def _precise(param_dtype: torch.dtype) -> list[torch.dtype]:
+    """Dtypes in which gradients are summed, and of the output."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data_parallel",))
+    model = fsdp2_strategy_parallelize(tiny_model(), mesh, param_dtype=param_dtype)
+    dtypes = [group.mp_policy.reduce_dtype for group in _parameter_groups(model)]
+    return [*dtypes, model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False).logits.dtype]
+
+
+@pytest.mark.parametrize(
+    ("given", "wide"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)]
+)
+def test_gradients_are_summed_in_at_least_the_dtype_of_parameters(given: torch.dtype, wide: torch.dtype) -> None:
+    assert pool(2).run(_precise, given) == [[wide, wide]] * 2
+
+
+def _pinned() -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data_parallel",))
+    with pytest.raises(StrategyError) as caught:
+        fsdp2_strategy_parallelize(tiny_model(), mesh, offload_policy=CPUOffloadPolicy())
+    return str(caught.value)
+
+
+def test_an_offload_policy_that_pins_memory_is_refused_on_a_cpu() -> None:
+    for text in pool(2).run(_pinned):
+        assert "offload_policy has pin_memory=True, but the mesh is on the CPU" in text

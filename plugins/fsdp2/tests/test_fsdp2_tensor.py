@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 
-from meshwright import ModelError, OptimizerConfig, count_tokens
+from meshwright import ModelError, OptimizerConfig, StrategyError, count_tokens
 from meshwright.model import drawn_weights as deferred
 from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import Case, assert_parity, pool
@@ -22,17 +22,27 @@ from meshwright.testing.memory import Held, measure_memory
 from meshwright.testing.models import case_model, tiny_model
 from meshwright.testing.parity import (
     build_manager,
+    difference,
     full_weights,
     reference,
+    train_case,
     train_steps,
     training_step,
     unshard_between_steps,
 )
-from meshwright_fsdp2 import fsdp2_strategy_parallelize, unshard_fsdp2_model
+from meshwright_fsdp2 import FSDP2Config, FSDP2Manager, fsdp2_strategy_parallelize, unshard_fsdp2_model
 
 TP2 = {"tp_size": 2}
 SP = {"sequence_parallel": True}
+OF_THE_REFERENCE = {"tp_plan": "meshwright_fsdp2.get_hf_tp_shard_plan"}
 HARD = Case(tied=True, microbatches=2, sequences=24, eval_after=True, unshard_after=True)
+
+
+def test_a_plan_in_styles_of_torch_is_compiled_as_the_models_own_is() -> None:
+    compiled, case = {"enable_compile": True}, Case(tied=True, layers=1, steps=2)
+    own = pool(2).run(train_case, "fsdp2", compiled, TP2, case)
+    found = pool(2).run(train_case, "fsdp2", OF_THE_REFERENCE | compiled, TP2, case)
+    assert difference(found, own[0]).worst <= 1e-12
 
 
 def _placements(config: dict[str, Any]) -> dict[str, Any]:
@@ -74,6 +84,9 @@ def test_a_plan_of_ones_own_takes_the_place_of_the_models() -> None:
         ({}, Case(model_type="routed", route="ranks")),
         ({}, Case(optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, options={"fused": True}))),
         ({}, Case(optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, options={"foreach": True}))),
+        (OF_THE_REFERENCE | {"activation_checkpointing": "full"}, HARD),
+        (OF_THE_REFERENCE | SP, Case(model_type="qwen3", tied=True, steps=2)),
+        (OF_THE_REFERENCE, Case(model_type="mixtral", tied=None, steps=2)),
     ],
     ids=str,
 )
@@ -315,3 +328,43 @@ def test_a_loop_by_hand_on_two_axes(options: dict[str, Any]) -> None:
     for losses, apart in pool(4).run(_by_hand, options):
         assert losses == pytest.approx(expected, abs=1e-9)
         assert apart < 1e-12
+
+
+HEADS = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
+    "model.layers.*.self_attn.o_proj": "rowwise"
+}
+
+
+def _forgetful(door: str, options: dict[str, Any]) -> tuple[str, bool]:
+    """The refusal of a plan that leaves out the norms of heads, and whether weights are as they were."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = case_model("qwen3", tied=None, seed=0, dtype=torch.float64)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    if door == "function":
+        names = {"dp_mesh_name": "dp", "tp_mesh_name": "tp", "mp_policy": MixedPrecisionPolicy()}
+        fsdp2_strategy_parallelize(model, mesh, tp_shard_plan=HEADS, **names, **options)
+    else:
+        FSDP2Manager(FSDP2Config(tp_plan=HEADS, **options), mesh).parallelize(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.arange(24).view(2, 12)
+    try:
+        token_loss_sum(model(input_ids=ids, use_cache=False).logits, ids).backward()
+        optimizer.step()
+    except StrategyError as error:
+        return str(error), all(torch.equal(before[name], p.full_tensor()) for name, p in model.named_parameters())
+    return "trained", False
+
+
+@pytest.mark.parametrize(
+    ("door", "options"),
+    [
+        ("function", {}),
+        ("function", {"sequence_parallel": True, "activation_checkpointing": True}),
+        ("manager", {}),
+    ],
+    ids=str,
+)
+def test_a_loop_by_hand_refuses_a_plan_that_leaves_out_norms_of_heads(door: str, options: dict[str, Any]) -> None:
+    for text, unchanged in pool(4).run(_forgetful, door, options):
+        assert "replicates model.layers.0.self_attn.q_norm.weight" in text
+        assert unchanged

@@ -12,14 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from meshwright import ConfigError, MeshwrightError, model_layout
+from meshwright import ConfigError, MeshwrightError, StrategyError, model_layout
 from meshwright.base.errors import NotFiniteError
 from meshwright.parallel.tensor.plan import find_plan
-from meshwright.parallel.tensor.torch_styles import use_own_styles
 from meshwright.step.token_loss import token_loss_sum
 from meshwright.testing import pool
 from meshwright.testing.collectives import measure_collectives
-from meshwright.testing.models import tiny_model
+from meshwright.testing.models import case_model, tiny_model
 from meshwright_megatron_fsdp import HAVE_NVFSDP, megatron_fsdp_strategy_parallelize, nvfsdp_strategy_parallelize
 
 
@@ -262,8 +261,8 @@ def _own_plan(plan: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     model = tiny_model()
     layout = model_layout(model)
     found = find_plan(model, layout, plan)
-    shards = use_own_styles(found, model, layout)
-    return {name: found.modules[name] for name in found.modules if not name.startswith("model.layers.1")}, shards
+    names = [name for name in found.modules if not name.startswith("model.layers.1")]
+    return {name: found.modules[name] for name in names}, found.shards_positions
 
 
 def test_torch_styles_mean_what_ours_do() -> None:
@@ -278,7 +277,7 @@ def test_torch_styles_mean_what_ours_do() -> None:
     split = {"model.layers.*.mlp.down_proj": RowwiseParallel(input_layouts=WHOLE)}
     assert _own_plan(split)[0]["model.layers.0.mlp.down_proj"] == "rowwise_split_input"
     for wrong in (RowwiseParallel(output_layouts=Shard(-1)), ColwiseParallel(use_local_output=False)):
-        with pytest.raises(ConfigError, match="layouts that no style for plain parameters has"):
+        with pytest.raises(ConfigError, match="which no style of meshwright is equal to"):
             _own_plan({"model.layers.*.mlp.down_proj": wrong})
 
 
@@ -334,3 +333,22 @@ def test_what_is_refused(what: str, told: str) -> None:
     first, second = pool(2).run(_refused, what)
     assert first == second
     assert told in first
+
+
+HEADS = {f"{LAYER}.self_attn.{name}_proj": "colwise" for name in "qkv"} | {f"{LAYER}.self_attn.o_proj": "rowwise"}
+
+
+def _forgetful() -> str:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    model = case_model("qwen3", tied=None, seed=0, dtype=torch.float64)
+    module, optimizer = megatron_fsdp_strategy_parallelize(model, mesh, _optimizer(model), tp_shard_plan=HEADS)
+    ids = torch.arange(24).view(2, 12)
+    token_loss_sum(module(input_ids=ids).logits, ids).backward()
+    with pytest.raises(StrategyError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_a_loop_by_hand_refuses_a_plan_that_leaves_out_norms_of_heads() -> None:
+    for text in pool(2).run(_forgetful):
+        assert "replicates model.layers.0.self_attn.q_norm.weight" in text

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
@@ -114,6 +116,18 @@ def test_every_schedule_over_ddp(schedule: str, options: dict[str, Any]) -> None
 )
 def test_over_other_strategies_and_axes(strategy: str, options: dict[str, Any], sizes: dict[str, int]) -> None:
     _over(strategy, Case(layers=5, tied=True, sequences=16), 4, options, **sizes)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param({"model.layers.1.mlp.gate_proj": "colwise_gather_output"}, id="named"),
+        pytest.param({"model.layers.4.mlp.up_proj": ColwiseParallel(output_layouts=Replicate())}, id="torch"),
+        pytest.param("meshwright_fsdp2.get_hf_tp_shard_plan", id="models-own"),
+    ],
+)
+def test_plans_of_layers_that_one_stage_has(plan: Any) -> None:
+    _over("fsdp2", Case(layers=5, tied=True, sequences=16), 4, {"tp_plan": plan}, tp_size=2)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from ...strategy.hooks import StyleName
 from .division import Division, packed_dim
+from .hf_plan import get_hf_tp_shard_plan
 from .parallel import TensorParallel, parallelize_tensors
-from .plan import get_hf_tp_shard_plan, translate_to_torch_parallel_style
+from .plan import translate_to_torch_parallel_style
 from .styles import STYLES
 
 __all__ = [

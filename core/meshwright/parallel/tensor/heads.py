@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ...base.errors import ModelError
-from .plan import Plan, text_config
+from .module_styles import Plan
+from .plan import text_config
 
 _COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 

@@ -13,7 +13,7 @@ as what was made of its parameters within the block has had its backward.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from ..._compat.torch import own_parameters, without_hooks
+from ..._compat.torch import own_parameters
 from ...tensors.state import whole_tensor
 from .collectives import Copy
 from .division import Division
@@ -58,12 +58,7 @@ class LocalParameters:
         self._cuts: dict[Slot, Cut] = {}
         self._placed: dict[Cut, Tensor] = {}
         self._divisions: dict[Slot, Division] = {}
-        self._foreign: set[nn.Module] = set()
         self._taken: set[nn.Module] = set()
-
-    def leave_alone(self, module: nn.Module) -> None:
-        """A module that brings DTensors and hooks of its own, with what is in it."""
-        self._foreign.update(module.modules())
 
     def distribute(self, divisions: Mapping[str, Division], cuts: Mapping[str, Cut]) -> None:
         """Divide every parameter; this rank's part alone stays in memory.
@@ -96,8 +91,7 @@ class LocalParameters:
         return [(each, name) for each in self._within(module) for name, _ in each.named_parameters(recurse=False)]
 
     def _within(self, module: nn.Module) -> Iterator[nn.Module]:
-        if module not in self._foreign:
-            yield module
+        yield module
         for child in module.children():
             if child not in self._taken:
                 yield from self._within(child)
@@ -125,7 +119,7 @@ class LocalParameters:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Whole plain tensors in place of gathered parameters, and no foreign hooks. Collective."""
+        """Whole plain tensors in place of gathered parameters. Collective."""
         replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         made: dict[int, nn.Parameter] = {}
         for module in self._model.modules():
@@ -140,10 +134,7 @@ class LocalParameters:
         try:
             for module, name, parameter in replaced:
                 own_parameters(module)[name] = made[id(parameter)]
-            with ExitStack() as stack:
-                for module in self._foreign:
-                    stack.enter_context(without_hooks(module))
-                yield
+            yield
         finally:
             for module, name, parameter in replaced:
                 own_parameters(module)[name] = parameter

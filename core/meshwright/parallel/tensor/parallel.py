@@ -14,14 +14,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from ..._compat.peft import is_adapted
 from ..._compat.torch import all_reduce, is_sharded
-from ...base.errors import ModelError, StrategyError
+from ...base.errors import MeshwrightError, ModelError, StrategyError
 from ...model.forward_order import Layer, put_around
 from ...model.layout import ModelLayout
 from ...step.axis import Axis
@@ -32,6 +31,7 @@ from ...tensors.state import DTENSORS, Parts
 from .adapters import divide_input, divided_along_input, of_parameters, readers_of
 from .collectives import Copies
 from .division import Division
+from .first_backward import until_done
 from .heads import check_heads
 from .local_parameters import LocalParameters, Slot
 from .placements import cuts_of, placements_of
@@ -39,7 +39,6 @@ from .plan import find_plan, keep_small_layers_whole, text_config
 from .sequence_parts import find_parts
 from .sequence_stream import Stream
 from .styles import Forward
-from .torch_styles import use_own_styles
 
 
 class TensorParallel(Axis):
@@ -50,18 +49,17 @@ class TensorParallel(Axis):
         layout: of the model.
         mesh: the `tp` axis, one dim of a root mesh.
         plan: see `meshwright.parallel.tensor.plan.find_plan`.
-        sequence_parallel: shard the positions between the parallel parts of blocks.
+        sequence_parallel: shard the positions between the parallel parts of blocks; styles of torch in the plan whose
+            layouts do so turn it on, too.
         plain: make parameters plain tensors, this rank's parts, for strategies that take no DTensors. `divisions` tells
-            what they are parts of, and gradients are whole where parameters are replicated. Styles of torch in the plan
-            are replaced by ours, and turn sequence parallelism on where their layouts say so.
+            what they are parts of, and gradients are whole where parameters are replicated.
         leave: modules with parameters that are divided otherwise, as DTensors when `apply` is called.
 
     Attributes:
         divisions: how each parameter is divided, by each of its names.
 
     Raises:
-        ConfigError: the plan names what does not exist, or, where parameters are to be plain, a style of torch that
-            has no equal.
+        ConfigError: the plan names what does not exist, or a style of torch that no style of meshwright is equal to.
         ModelError: the model does not fit the plan or the number of ranks. Both before any collective and before the
             model is changed.
     """
@@ -82,6 +80,7 @@ class TensorParallel(Axis):
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
         self.active = True
+        self._has_run = False
         self.text_config = text_config(model)
         self._model = model
         self._layout = layout
@@ -91,9 +90,7 @@ class TensorParallel(Axis):
             while name.endswith(".base_layer"):
                 name = name.removesuffix(".base_layer")
             self._plan.drop(name, model)
-        # Styles of torch know no wrappers.
-        if plain or is_adapted(model):
-            sequence_parallel = use_own_styles(self._plan, model, layout) or sequence_parallel
+        sequence_parallel = sequence_parallel or self._plan.shards_positions
         keep_small_layers_whole(self._plan, model, self.size)
         self._plan.parameters.update(of_parameters(model, self._plan.parameters, leave))
         self._heads = check_heads(model, self._plan, self.size, self.rank)
@@ -118,7 +115,6 @@ class TensorParallel(Axis):
             separate: modules that a strategy will gather by themselves, beside blocks and the model; where parameters
                 are plain, all that it will gather as one.
         """
-        self._apply_torch_styles()
         self._local.distribute(self.divisions, self._cuts)
         modules = dict(self._model.named_modules())
         for name in self._plan.modules:
@@ -150,6 +146,8 @@ class TensorParallel(Axis):
         for block, slots in self._blocks.items():
             self._localize(block, slots)
         self._localize(self._model, self._local.take(self._model))
+        if self._plan.is_given:
+            self._wrap(self._model, self._explained)
 
     def localize_blocks(self) -> None:
         """Once more let blocks compute on local tensors, as `apply` has done, where forwards of blocks have been put
@@ -168,13 +166,22 @@ class TensorParallel(Axis):
 
         self._wrap(module, run, layer)
 
-    def _apply_torch_styles(self) -> None:
-        """Styles of torch bring their own parameters and hooks."""
-        for name, style in self._plan.modules.items():
-            if isinstance(style, ParallelStyle):
-                module = self._model.get_submodule(name)
-                parallelize_module(module, self.mesh, style, src_data_rank=None)
-                self._local.leave_alone(module)
+    def _explained(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A plan that does not fit the model's code fails in its first forward, on all ranks alike."""
+        try:
+            return forward(*args, **kwargs)
+        except (torch.OutOfMemoryError, dist.DistError, MeshwrightError):
+            raise
+        except RuntimeError as error:
+            if self._has_run:
+                raise
+            raise ModelError(
+                f"{type(self._model).__name__} cannot run with its tensor-parallel plan ({self._plan.source}): "
+                f"{str(error).strip().splitlines()[0]}. A colwise layer leaves each rank a part of its features, which "
+                f"a rowwise layer must take: give styles to both, or colwise_gather_output and rowwise_split_input."
+            ) from error
+        finally:
+            self._has_run = True
 
     def _wrap(self, module: nn.Module, run: Callable[..., Any], layer: Layer = Layer.TENSOR) -> None:
         """Replace `module.forward` by `run(forward, args, kwargs)` while tensor parallelism is active."""
@@ -216,6 +223,21 @@ class TensorParallel(Axis):
             grad = parameter.grad
             if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
                 parameter.grad = grad.redistribute(placements=parameter.placements)
+
+    def check_by_hand(self, module: nn.Module) -> None:
+        """Let the first backward of a loop by hand that leaves gradients end in `gradient_defect`, if there is one.
+
+        Args:
+            module: the whole model, sharded as far as it will be.
+        """
+
+        def check() -> bool:
+            is_reduced = any(self._is_replicated(name, p.grad) for name, p in self._model.named_parameters())
+            if is_reduced and (defect := self.gradient_defect(DTENSORS)) is not None:
+                raise defect
+            return is_reduced
+
+        until_done(module, check)
 
     def gradient_defect(self, parts: Parts) -> StrategyError | None:
         """Whether the plan names every parameter that it should."""

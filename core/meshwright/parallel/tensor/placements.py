@@ -12,7 +12,7 @@ from ...model.layout import ModelLayout
 from .collectives import chunk_sizes
 from .heads import SharedHeads
 from .local_parameters import Cut
-from .plan import Plan
+from .module_styles import Plan
 from .sequence_parts import SequenceParts
 from .styles import PACKED_PARTS, STYLES
 

@@ -7,10 +7,7 @@ last a plan that follows from structure alone.
 from __future__ import annotations
 
 import functools
-import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,53 +23,18 @@ from torch.distributed.tensor.parallel import (
 from transformers.pytorch_utils import Conv1D
 
 from ..._compat.peft import base_name
-from ...base.errors import ConfigError, MissingPlanError, ModelError, nearest
-from ...files.class_paths import import_class_from_path
+from ...base.errors import ConfigError, ModelError, nearest
 from ...model.layout import ModelLayout
-from ...strategy.ask import model_layout
 from ...strategy.hooks import StyleName
 from ...strategy.registry import Registry, get_registry
-from .adapters import has_other_wrappers, layer_at, parts_of_wrappers, spread
+from .adapters import has_other_wrappers, layer_at, parts_of_wrappers
 from .collectives import chunk_sizes
+from .module_styles import Plan
 from .names import spellings, wildcards
-from .styles import STYLES, Style, out_features
-
-
-@dataclass
-class Plan:
-    """Styles by the full names of modules and parameters.
-
-    Attributes:
-        source: where it comes from, for errors.
-        modules: a style's name, or a style of torch, for each module that is named.
-        parameters: a style's name for each parameter: its own, or its module's.
-    """
-
-    source: str
-    modules: dict[str, StyleName] = field(default_factory=dict)
-    parameters: dict[str, str] = field(default_factory=dict)
-
-    def style(self, module: str) -> Style | None:
-        """The style of a module, where it is one of ours."""
-        name = self.modules.get(module)
-        return STYLES[name] if isinstance(name, str) else None
-
-    def names(self, module: str, model: nn.Module) -> list[StyleName]:
-        """The styles of a module, or of the original and trained copies of one."""
-        return [self.modules[each] for each, _ in spread(model, module, "replicate") if each in self.modules]
-
-    def name(self, module: str, style: str, model: nn.Module) -> None:
-        """Give a module a style, and its parameters."""
-        for name, parameters in spread(model, module, style):
-            self.modules[name] = style
-            self.parameters.update(parameters)
-
-    def drop(self, module: str, model: nn.Module) -> None:
-        """Leave a module and its parameters whole."""
-        for name, parameters in spread(model, module, "replicate"):
-            self.modules.pop(name, None)
-            for parameter in parameters:
-                self.parameters.pop(parameter, None)
+from .plan_checks import check_layers_are_named, gather_parts, is_read
+from .plan_sources import imported_plan, plans_within
+from .styles import STYLES, out_features
+from .torch_styles import own_style, shards_positions
 
 
 def find_plan(
@@ -89,30 +51,25 @@ def find_plan(
         model: before sharding.
         layout: of the model.
         given: a dict from names to styles, in which `*` stands for a number; or an import path of such a dict, or of
-            a function that returns one for a model.
+            a function that returns one, which is called with the model if it takes an argument.
         sequence_parallel: told to the hook.
         registry: whose plugins are asked.
 
     Raises:
-        ConfigError: `given` names a style or a module that does not exist.
+        ConfigError: `given` names a style or a module that does not exist, or gives a style of torch that no style of
+            meshwright is equal to.
         ModelError: a plan names a style that its module cannot have.
     """
     if isinstance(given, str):
-        found = import_class_from_path(given, kind=("dict", "function"))
-        values = found(model) if callable(found) else found
-        if not isinstance(values, Mapping):
-            raise ConfigError(
-                f"tp_plan={given!r} is a {type(values).__name__}, not a dict or a function returning one."
-            )
-        return _expanded(model, values, f"tp_plan={given!r}", strict=True)
+        return _expanded(model, layout, imported_plan(given, model), f"tp_plan={given!r}", strict=True)
     if given is not None:
-        return _expanded(model, given, "tp_plan", strict=True)
+        return _expanded(model, layout, given, "tp_plan", strict=True)
     registry = registry or get_registry()
     answer = registry.hook.tp_plan(model=model, layout=layout, sequence_parallel=sequence_parallel)
     if answer is not None:
-        return _expanded(model, answer, "a plugin's tp_plan hook", strict=True)
-    own = getattr(model, "tp_plan", None) or {}
-    plan = _expanded(model, own, f"the tp_plan of {type(model).__name__}", strict=False)
+        return _expanded(model, layout, answer, "a plugin's tp_plan hook", strict=True)
+    own = plans_within(model)
+    plan = _expanded(model, layout, own, f"the tp_plan of {type(model).__name__}", strict=False)
     _correct(plan, model)
     ends = {base_name(each) for each in (layout.head, layout.embedding) if each}
     if all(base_name(name) in ends for name in plan.modules) or has_other_wrappers(model):
@@ -143,34 +100,6 @@ def keep_small_layers_whole(plan: Plan, model: nn.Module, size: int) -> None:
             plan.drop(name, model)
 
 
-def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """The model's own plan as styles that `torch.distributed.tensor.parallel.parallelize_module` takes.
-
-    Args:
-        model: a model of transformers, whose `tp_plan` merges the plans of its class, its instance and its parts.
-
-    Returns:
-        Style by module name; `*` stands for a number.
-
-    Raises:
-        MissingPlanError: the model has no plan.
-        ConfigError: a style of the plan has no equal in torch; see `translate_to_torch_parallel_style`.
-    """
-    layout = model_layout(model)
-    own: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
-    if not own:
-        raise MissingPlanError(
-            f"{type(model).__name__} has no tensor-parallel plan of its own (tp_plan). Give one as a dict."
-        )
-    named = {wildcards(name) for name, _ in model.named_modules()}
-    plan = {name: translate_to_torch_parallel_style(style) for name, style in own.items() if name in named}
-    if layout.embedding and isinstance(model.get_submodule(layout.embedding), nn.Embedding):
-        plan.setdefault(layout.embedding, translate_to_torch_parallel_style("embedding_rowwise"))
-    if layout.head and isinstance(model.get_submodule(layout.head), nn.Linear):
-        plan.setdefault(layout.head, translate_to_torch_parallel_style("colwise_gather_output"))
-    return plan
-
-
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     """The style of torch that a name in a plan stands for.
 
@@ -199,8 +128,10 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     raise ConfigError(f"unknown tensor-parallel style {style!r}.{hint} Known: {', '.join(STYLES)}.")
 
 
-def _expanded(model: nn.Module, values: Mapping[str, StyleName], source: str, *, strict: bool) -> Plan:
-    """Match every module and parameter of the model with the names of a plan."""
+def _expanded(
+    model: nn.Module, layout: ModelLayout, values: Mapping[str, StyleName], source: str, *, strict: bool
+) -> Plan:
+    """Match every module and parameter of the model with the names of a plan, and use styles of our own alone."""
     for name, style in values.items():
         if isinstance(style, str) and style not in STYLES:
             raise ConfigError(
@@ -211,24 +142,26 @@ def _expanded(model: nn.Module, values: Mapping[str, StyleName], source: str, *,
             raise ConfigError(
                 f"{source} gives {name!r} a {type(style).__name__}, not a style's name or a ParallelStyle of torch."
             )
-    plan, met = Plan(source), set()
+    plan, met = Plan(source, shards_positions=shards_positions(values.values()), is_given=strict), set()
     for name, module in model.named_modules():
         key = next((each for each in spellings(name) if each in values), None)
         if key is not None and name:
             met.add(key)
-            style = values[key]
-            if isinstance(style, str):
-                # What stands in for a layer on another stage of a pipeline has nothing to shard.
-                if not STYLES[style].needs or any(True for _ in module.parameters()):
-                    plan.name(name, style, model)
-            else:
-                plan.modules[name] = style
+            style = _own(values[key], name, layer_at(model, name), layout, source)
+            # What stands in for a layer on another stage of a pipeline has nothing to shard.
+            if style is not None and (not STYLES[style].needs or any(True for _ in module.parameters())):
+                plan.name(name, style, model)
         for parameter, _ in module.named_parameters(recurse=False):
             full = f"{name}.{parameter}" if name else parameter
             own = next((each for each in spellings(full) if each in values), None)
             if own is not None:
                 met.add(own)
-                plan.parameters[full] = str(values[own])
+                style = _own(values[own], full, module, layout, source)
+                if style is not None:
+                    plan.parameters[full] = style
+        # What another stage of a pipeline has.
+        elsewhere = (f"{name}.{each}" for each in getattr(module, "names_elsewhere", ()))
+        met.update(each for full in elsewhere for each in spellings(full))
     unmet = [name for name in values if name not in met]
     if strict and unmet:
         names = {wildcards(name) for name, _ in model.named_modules()}
@@ -244,7 +177,16 @@ def _expanded(model: nn.Module, values: Mapping[str, StyleName], source: str, *,
                 f"{source} gives {name} ({type(module).__name__}) the style {plan.modules[name]!r}, which needs a "
                 f"module with {' or '.join(style.needs)}. Change the plan."
             )
+    if strict:
+        check_layers_are_named(plan, model)
+    gather_parts(plan, model, layout)
     return plan
+
+
+def _own(style: StyleName, name: str, module: nn.Module, layout: ModelLayout, source: str) -> str | None:
+    if isinstance(style, str):
+        return style
+    return own_style(style, name, module, is_head=name == layout.head, source=source)
 
 
 def _linear_layers(model: nn.Module, layout: ModelLayout) -> Iterator[str]:
@@ -254,18 +196,8 @@ def _linear_layers(model: nn.Module, layout: ModelLayout) -> Iterator[str]:
         for name, _ in model.get_submodule(block).named_modules(prefix=block):
             # Subclasses may compute something else.
             is_linear = name not in within and type(layer_at(model, name)) in (nn.Linear, Conv1D)
-            if is_linear and not _is_read(model, name):
+            if is_linear and not is_read(model, name):
                 yield name
-
-
-def _is_read(model: nn.Module, name: str) -> bool:
-    """Whether the code around a layer reads its weight, which then must be whole, instead of calling it."""
-    parent, _, own = name.rpartition(".")
-    try:
-        source = inspect.getsource(type(model.get_submodule(parent)))
-    except (OSError, TypeError):
-        return True
-    return re.search(rf"\.{re.escape(own)}\.(weight|bias)\b", source) is not None
 
 
 def _correct(plan: Plan, model: nn.Module) -> None:
@@ -278,7 +210,7 @@ def _correct(plan: Plan, model: nn.Module) -> None:
                     names[name] = style
     for name, style in list(plan.modules.items()):
         # A module's parameters follow it.
-        if style in corrections.values() and isinstance(style, str) and STYLES[style].needs:
+        if style in corrections.values() and STYLES[style].needs:
             plan.name(name, style, model)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from ...base.errors import ModelError
 from ...model.layout import ModelLayout
 from .adapters import path_of_layer
-from .plan import Plan
+from .module_styles import Plan
 
 _CHAIN = ("colwise", "rowwise", "packed_colwise", "replicated_with_grad_allreduce")
 

@@ -1,70 +1,96 @@
-"""Styles of torch in a plan, said in our own, for strategies whose parameters are plain tensors.
+"""Styles of torch in a tensor-parallel plan, and the styles of meshwright that they stand for.
 
-torch's styles make DTensors. What they mean is in their layouts: which dim of weights is sharded, and whether an output
-is gathered. Layouts that shard positions (`Shard(1)`, `SequenceParallel`) are sequence parallelism, whose parts are
-found by the model's structure.
+torch's styles make DTensors of parameters and activations. A plan here names styles of its own, so that every option
+acts on every plan: each style of torch is replaced by the one that computes the same. What a style means is in its
+layouts: which dim of the weight is sharded, and whether the output is gathered. Layouts that shard positions
+(`Shard(1)`, `SequenceParallel`) turn sequence parallelism on, whose parts are found by the model's structure.
 Source: torch.distributed.tensor.parallel.style.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from ...base.errors import ConfigError
-from ...model.layout import ModelLayout
-from .adapters import layer_at
-from .plan import Plan
 
 _POSITIONS = Shard(1)
 
 
-def use_own_styles(plan: Plan, model: nn.Module, layout: ModelLayout) -> bool:
-    """Replace the styles of torch in a plan, in place.
+class NamedStyle(ParallelStyle):
+    """A style of meshwright that torch has no equal of, in a plan of torch's styles.
 
-    A head that is column-parallel gives whole logits, whatever its output layout: the loss shards them by itself.
+    Every `tp_plan` takes it as it takes the name; torch's `parallelize_module` ends in a ConfigError.
+
+    Args:
+        name: one of `STYLES`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        raise ConfigError(
+            f"{type(module).__name__} has the style {self.name!r} of meshwright, which torch's parallelize_module "
+            f"cannot apply. Give the plan to meshwright as tp_plan, or leave this entry out of it."
+        )
+
+    def __repr__(self) -> str:
+        return f"NamedStyle({self.name!r})"
+
+
+def shards_positions(styles: Iterable[object]) -> bool:
+    """Whether a style of torch among these shards positions."""
+    return any(
+        isinstance(style, SequenceParallel)
+        or _POSITIONS in (*_layouts(style, "input_layouts"), *_layouts(style, "output_layouts"))
+        for style in styles
+        if isinstance(style, ParallelStyle)
+    )
+
+
+def own_style(style: ParallelStyle, name: str, module: nn.Module, *, is_head: bool, source: str) -> str | None:
+    """The name of the style of meshwright that stands for a style of torch.
+
+    A column-parallel head gives whole logits, whatever its output layout: the loss shards them by itself.
+
+    Args:
+        style: of torch.
+        name: of the module.
+        module: what it is given to, without adapters.
+        is_head: whether it is the model's head.
+        source: of the plan, for the error.
 
     Returns:
-        Whether a layout shards positions.
+        The name; None for `SequenceParallel`, whose module stays as it is.
 
     Raises:
-        ConfigError: a style has no equal of ours.
+        ConfigError: no style of meshwright computes the same.
     """
-    shards_positions = False
-    for name, style in list(plan.modules.items()):
-        if not isinstance(style, ParallelStyle):
-            continue
-        module = layer_at(model, name)
-        shards_positions = shards_positions or _shards_positions(style)
-        if type(style) is SequenceParallel:
-            plan.drop(name, model)
-            continue
-        own = _own_style(style, module, is_head=name == layout.head)
-        if own is None:
-            raise ConfigError(
-                f"{plan.source} gives {name} the style {type(style).__name__} of torch, which makes DTensors, with "
-                f"layouts that no style for plain parameters has. Give a style's name, such as colwise or rowwise."
-            )
-        plan.name(name, own, model)
-    return shards_positions
+    if isinstance(style, NamedStyle):
+        return style.name
+    if type(style) is SequenceParallel and style.sequence_sharding == (_POSITIONS,):
+        return None
+    found = _equal(style, isinstance(module, nn.Embedding), is_head)
+    if found is None:
+        raise ConfigError(
+            f"{source} gives {name} the style {style} of torch, which no style of meshwright is equal to. "
+            f"Give the name of a style, such as colwise or rowwise."
+        )
+    return found
 
 
-def _shards_positions(style: Any) -> bool:
-    layouts = (*getattr(style, "input_layouts", ()), *getattr(style, "output_layouts", ()))
-    return type(style) is SequenceParallel or _POSITIONS in layouts
-
-
-def _own_style(style: Any, module: nn.Module, *, is_head: bool) -> str | None:
-    """The name of our style, or None."""
+def _equal(style: Any, is_embedding: bool, is_head: bool) -> str | None:
     if type(style) not in (ColwiseParallel, RowwiseParallel):
         return None
     (taken,), (given,) = style.input_layouts, style.output_layouts
-    # Whole, or as sequence parallelism has it.
+    # Replicated, or sharded along positions as sequence parallelism has it.
     whole = (Replicate(), _POSITIONS)
-    is_embedding = isinstance(module, nn.Embedding)
     if type(style) is RowwiseParallel:
         if given not in whole or not style.use_local_output:
             return None
@@ -80,3 +106,7 @@ def _own_style(style: Any, module: nn.Module, *, is_head: bool) -> str | None:
     if is_embedding:
         return "embedding_colwise" if given == Replicate() else None
     return {Shard(-1): "colwise", Replicate(): "colwise_gather_output"}.get(given)
+
+
+def _layouts(style: object, name: str) -> tuple[Any, ...]:
+    return tuple(getattr(style, name, None) or ())

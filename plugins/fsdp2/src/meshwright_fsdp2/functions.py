@@ -29,6 +29,8 @@ from meshwright.parallel.tensor import parallelize_tensors
 from meshwright.strategy.ask import model_layout
 
 from ._compat import held_after_forward
+from .config import FSDP2Config
+from .policies import offload
 from .sharding import shard_units
 from .unit_options import UnitOptions
 from .units import separate_names
@@ -56,7 +58,7 @@ def fsdp2_strategy_parallelize(
     Args:
         model: to train; preferably on the meta device.
         device_mesh: with an axis of the name `dp_mesh_name`, and perhaps the others.
-        param_dtype: to compute in, where `mp_policy` is None; gradients are reduced, and outputs given, in float32.
+        param_dtype: to compute in, where `mp_policy` is None; sums and outputs are float32, or float64 if it is.
         mp_policy: mixed precision; its `output_dtype` is that of the whole model.
         offload_policy: keep shards in CPU memory.
         sequence_parallel: see FSDP2Config; needs an axis `tp_mesh_name` of 2 or more ranks.
@@ -73,14 +75,13 @@ def fsdp2_strategy_parallelize(
     Raises:
         MeshError: the mesh has no axis of the name, or another axis of 2 or more ranks than those that are named.
         ModelError: the model cannot be trained so.
+        StrategyError: memory is pinned on a CPU; or, from the first `backward()`, the plan leaves out a parameter.
     """
     dp_mesh, tp_mesh = _meshes(device_mesh, dp_mesh_name, tp_mesh_name, dp_cp_mesh_name)
     if tp_mesh is None and (sequence_parallel or tp_shard_plan is not None) and device_mesh.get_rank() == 0:
         _warn_of_idle_options(tp_mesh_name)
-    if cpu_offload and offload_policy is None:
-        offload_policy = CPUOffloadPolicy(pin_memory=device_mesh.device_type != "cpu")
-    policy = mp_policy or MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    options = UnitOptions(dp_mesh, policy, offload_policy or OffloadPolicy())
+    policy = mp_policy or _precision(param_dtype)
+    options = UnitOptions(dp_mesh, policy, _offload(offload_policy, device_mesh, cpu_offload))
     check_trainable(model)
     with _weights_afterwards(model, device_mesh.device_type, options):
         layout = model_layout(model)
@@ -92,6 +93,8 @@ def fsdp2_strategy_parallelize(
             )
         checkpoint_blocks(model, layout, activation_checkpointing)
         shard_units(model, layout, options, tensor_parallel=tensor_parallel)
+        if tensor_parallel is not None:
+            tensor_parallel.check_by_hand(model)
     return model
 
 
@@ -171,6 +174,17 @@ def _destroy_dist_connection() -> None:
     """End the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _offload(policy: OffloadPolicy | None, mesh: DeviceMesh, cpu_offload: bool) -> OffloadPolicy:
+    if cpu_offload and policy is None:
+        policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    return offload(FSDP2Config(offload_policy=policy), torch.device(mesh.device_type))
+
+
+def _precision(param_dtype: torch.dtype) -> MixedPrecisionPolicy:
+    wide = torch.promote_types(param_dtype, torch.float32)
+    return MixedPrecisionPolicy(param_dtype, reduce_dtype=wide, output_dtype=wide)
 
 
 @contextmanager

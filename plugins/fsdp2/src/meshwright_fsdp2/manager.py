@@ -105,6 +105,8 @@ class FSDP2Manager(DataParallelManager):
             self._sharding.prefetch(
                 forward=self.config.fsdp2_forward_prefetch_depth, backward=self.config.fsdp2_backward_prefetch_depth
             )
+        if self.tensor_parallel is not None and not self.in_pipeline:
+            self.tensor_parallel.check_by_hand(model)
         self._surround_forward(model)
         self._usage = Usage(model, self._sharding.named_modules)
         return model

@@ -215,6 +215,8 @@ class MegatronFSDPManager(DataParallelManager):
         if self._reduction.is_pending:
             self._reduction.end().tell(self.mesh.world)
             self.drop_frozen()
+            # A loop by hand: `forward_backward` has done so already.
+            self.check_axes()
 
     def _after_step(self, *_: Any) -> None:
         self._fsdp.zero_grad_buffer()

@@ -77,13 +77,20 @@ class Left(Exception):
 
 
 class _StandIn(nn.Module):
-    """Holds no parameter; answers what a model reads of the module that it replaces, parameters with zeros."""
+    """Holds no parameter; answers what a model reads of the module that it replaces, parameters with zeros.
+
+    Attributes:
+        names_elsewhere: of modules and parameters within the one that it replaces, for tensor-parallel plans.
+    """
 
     def __init__(self, original: nn.Module, boundary: Boundary) -> None:
         super().__init__()
         # In a tuple, so that it is no submodule.
         self._original = (original,)
         self._boundary = boundary
+        self.names_elsewhere = frozenset(
+            name for named in (original.named_modules(), original.named_parameters()) for name, _ in named if name
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:
