@@ -16,7 +16,7 @@ from ..base.errors import ModelError, StrategyError
 
 T = TypeVar("T")
 _TAKEN: WeakSet[nn.Module] = WeakSet()
-"""Modules of models that managers have."""
+"""Modules of models that managers have, and that hold something."""
 
 
 def check_new(model: nn.Module, *, has_model: bool) -> None:
@@ -36,8 +36,8 @@ def check_new(model: nn.Module, *, has_model: bool) -> None:
 
 
 def take(modules: Iterable[nn.Module]) -> None:
-    """Note that a manager has these."""
-    _TAKEN.update(modules)
+    """Note that a manager has these. Models of one class may share modules that hold nothing, such as an activation."""
+    _TAKEN.update(each for each in modules if any(True for _ in (*each.parameters(), *each.buffers())))
 
 
 def require_model(model: T | None) -> T:
