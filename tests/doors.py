@@ -173,7 +173,7 @@ def run(model: dict[str, str], base: Path, out: Path) -> Tensor:
 
 def by_trainer(base: Path, out: Path) -> Tensor:
     from datasets import Dataset
-    from transformers import AutoTokenizer, TrainingArguments
+    from transformers import AutoTokenizer, TrainingArguments, default_data_collator
 
     from meshwright_trainer import MeshTrainer
 
@@ -193,6 +193,7 @@ def by_trainer(base: Path, out: Path) -> Tensor:
         str(base),
         args=arguments,
         train_dataset=rows,
+        data_collator=default_data_collator,
         processing_class=AutoTokenizer.from_pretrained(base),
         mesh={"strategy": "single"},
     )
