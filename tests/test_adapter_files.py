@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import doors
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import meshwright as mw
-from meshwright._compat.peft import is_transposed
+from meshwright._compat.peft import base_name, is_transposed
 from meshwright.checkpoint import export_checkpoint
 from meshwright.checkpoint import merged_model as merging_module
 from meshwright.checkpoint.manifest import MANIFEST, read_manifest
@@ -323,16 +324,29 @@ def _train_norm_too(base: str, root: str) -> None:
     mw.save_checkpoint(manager, f"{root}/checkpoint", step=1)
 
 
-def _from_config(root: str) -> int:
+def _from_config(root: str) -> tuple[int, dict[str, Tensor]]:
     config = case_model("llama", tied=False, seed=0, dtype=torch.float32).config
     manager = mw.from_config(config, "single", peft=LoraConfig(r=2, target_modules=["q_proj"]), device="cpu")
-    mw.save_checkpoint(manager, f"{root}/checkpoint", step=0)
-    return sum(p.nbytes for part in manager.model_parts for p in part.parameters())
+    base = {base_name(name): value.clone() for name, value in full_weights(manager).items() if "lora_" not in name}
+    doors.step(manager)
+    mw.save_checkpoint(manager, f"{root}/checkpoint", step=1)
+    return sum(p.nbytes for part in manager.model_parts for p in part.parameters()), base
 
 
-def test_a_model_whose_base_nobody_knows_is_saved_whole(tmp_path: Path) -> None:
-    held = pool(1).run(_from_config, str(tmp_path))[0]
+def test_a_model_whose_base_nobody_knows_is_saved_whole_and_leaves_as_adapter_or_merged(tmp_path: Path) -> None:
+    held, untrained = pool(1).run(_from_config, str(tmp_path))[0]
     assert size_of(tmp_path / "checkpoint") >= held
+    export_checkpoint(tmp_path / "checkpoint", tmp_path / "adapter")
+    merge_adapter(tmp_path / "checkpoint", tmp_path / "merged")
+    assert not (tmp_path / "adapter" / "meshwright_base.json").exists()
+    base = case_model("llama", tied=False, seed=0, dtype=torch.float32)
+    base.load_state_dict(untrained)
+    ids = torch.arange(8)[None]
+    plain = base.eval()(ids).logits
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(ids).logits
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()(ids).logits
+    torch.testing.assert_close(merged, adapted, rtol=0, atol=1e-5)
+    assert not torch.allclose(adapted, plain, atol=1e-3)
     assert read_manifest(tmp_path / "checkpoint").format == 2
     assert "base" not in json.loads((tmp_path / "checkpoint" / MANIFEST).read_text())
 

@@ -35,6 +35,14 @@ class AdapterFiles:
     def __init__(self, stored: StoredModel, dtype: torch.dtype | None, base: nn.Module) -> None:
         self._stored, self._dtype = stored, dtype
         self.configs = adapter_configs_of(stored)
+        told = stored.manifest.base
+        # peft gives a configuration the name that the model on the meta device bears.
+        self._named = {
+            name: (each.base_model_name_or_path, each.revision)
+            if told is None
+            else (told["path"], told.get("revision"))
+            for name, each in self.configs.items()
+        }
         self._model = adapted_on_meta(base, self.configs)
         check_tensors_of(self._model, stored)
         self.files = {f"{adapter_folder(name)}/{ADAPTER_WEIGHTS}": name for name in self.configs}
@@ -52,13 +60,12 @@ class AdapterFiles:
 
     def describe(self, output: Path) -> None:
         """Write the configurations, which base they are of, and the tokenizer."""
-        told = self._stored.manifest.base or {}
         for name, config in self.configs.items():
             config.inference_mode = True
-            # peft has given it the name that the model on the meta device bears.
-            config.base_model_name_or_path, config.revision = told.get("path"), told.get("revision")
+            config.base_model_name_or_path, config.revision = self._named[name]
             config.save_pretrained(output / adapter_folder(name))
-        (output / BASE_FILE).write_text(json.dumps(self._stored.manifest.base, indent=2) + "\n")
+        if self._stored.manifest.base is not None:
+            (output / BASE_FILE).write_text(json.dumps(self._stored.manifest.base, indent=2) + "\n")
         for source, name in self._stored.described:
             if not name.endswith((ADAPTER_CONFIG, "config.json")) or name == "tokenizer_config.json":
                 (output / name).parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +83,12 @@ class AdapterFiles:
         return self._dtype if self._dtype is not None and own.is_floating_point else own
 
     def _check_all_have_a_place(self) -> None:
-        """Refuse to lose what has been trained: peft's format has the parts that peft makes trainable."""
+        """Refuse to lose what has been trained: peft's format has the parts that peft makes trainable.
+
+        A checkpoint whose base is unknown holds the base, too, and not what of it was trained.
+        """
+        if self._stored.manifest.base is None:
+            return
         written = {source for adapter in self.configs for source in self._contents(adapter).values()}
         parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         lost = sorted((self._stored.kinds.keys() & parameters) - written)
@@ -87,6 +99,11 @@ class AdapterFiles:
                 f"directory of an adapter has no place for: {some}. Train it by peft's modules_to_save; or write the "
                 f"merged model: meshwright export --merge."
             )
+
+
+def has_adapters(stored: StoredModel) -> bool:
+    """Whether a checkpoint holds adapters, with their base or without."""
+    return any(name.rpartition("/")[2] == ADAPTER_CONFIG for _, name in stored.described)
 
 
 def adapter_configs_of(stored: StoredModel) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from ..base.errors import CheckpointError, ConfigError
 from ..mesh.world import World
 from ..model.base_files import GENERATION_CONFIG, generation_json
 from ..tensors.state import TensorKind
-from .adapter_files import AdapterFiles
+from .adapter_files import AdapterFiles, has_adapters
 from .loading import checked
 from .manifest import read_manifest, verify
 from .opening import place_of
@@ -94,7 +94,7 @@ def export_checkpoint(
         if rank == 0:
             check_empty(output)
         stored = StoredModel(place, manifest, average=average)
-        if manifest.base is not None:
+        if has_adapters(stored):
             return AdapterFiles(stored, dtype, model_on_meta(stored, adapted=True))
         return Export(
             model_on_meta(stored),

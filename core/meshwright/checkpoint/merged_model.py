@@ -12,7 +12,7 @@ both.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,12 @@ from ..model.merge import merged_layer
 from ..model.pretrained import PretrainedWeights, find_directory, open_pretrained
 from ..model.pretrained.files import Source
 from ..tensors.state import TensorKind
-from .adapter_files import adapter_configs_of, check_tensors_of
+from .adapter_files import adapter_configs_of, check_tensors_of, has_adapters
 from .export import Export, as_bytes, check_empty, written_whole
 from .manifest import read_manifest, verify
 from .opening import place_of
 from .places import LocalFolder, Place, Where
-from .stored_model import StoredModel
+from .stored_model import StoredModel, model_on_meta
 
 
 def merge_adapter(
@@ -84,6 +84,30 @@ Values = Mapping[str, Callable[[], Tensor]]
 """What an adapter's source has, by the names of the adapted model."""
 
 
+class StoredBase:
+    """The weights of a base that a checkpoint holds together with its adapters."""
+
+    def __init__(self, stored: StoredModel) -> None:
+        self._stored, self._names = stored, {base_name(name): name for name in stored.kinds}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the embedding, or what else comes first."""
+        return next(dtype for _, dtype in self._stored.kinds.values() if dtype.is_floating_point)
+
+    def shape(self, name: str) -> torch.Size:
+        """Of a whole weight."""
+        return torch.Size(self._stored.kinds[self._names[name]][0])
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A rectangle of a weight."""
+        whole = self._stored.read(self._names[name])
+        return whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
+
+
 class Merged:
     """The tensors of a base with its adapter; `Tensors` of an export.
 
@@ -101,7 +125,7 @@ class Merged:
     def __init__(
         self,
         model: nn.Module,
-        weights: PretrainedWeights,
+        weights: PretrainedWeights | StoredBase,
         config: Any,
         values: Callable[[nn.Module], Values],
     ) -> None:
@@ -204,18 +228,24 @@ def _opened(
         return _of_directory(source.path, base, dtype)
     manifest = read_manifest(source)
     verify(source, manifest, list(manifest.files))
-    if manifest.base is None:
-        raise CheckpointError(f"the checkpoint {source} holds a whole model: export it without --merge.")
     stored = StoredModel(source, manifest, average=average)
+    if not has_adapters(stored):
+        raise CheckpointError(f"the checkpoint {source} holds a whole model: export it without --merge.")
     configs = adapter_configs_of(stored)
     if list(configs) != ["default"]:
         raise CheckpointError(
             f"the checkpoint {source} holds the adapters {', '.join(sorted(configs))}, and which of them are to be "
             f"merged, it does not say. Export it, and merge them with peft."
         )
-    directory = _base_directory(Base(**manifest.base), base)
-    config = config_from_directory(stored.directory, {}, with_weights=False)
-    model, weights = open_pretrained(directory, config, dtype=dtype)
+    model: nn.Module
+    weights: PretrainedWeights | StoredBase
+    if manifest.base is None:
+        model, weights = model_on_meta(stored, adapted=True), StoredBase(stored)
+        model.to(dtype or weights.dtype)
+    else:
+        directory = _base_directory(Base(**manifest.base), base)
+        config = config_from_directory(stored.directory, {}, with_weights=False)
+        model, weights = open_pretrained(directory, config, dtype=dtype)
 
     def values(adapted: nn.Module) -> Values:
         check_tensors_of(adapted, stored)

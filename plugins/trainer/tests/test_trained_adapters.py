@@ -11,7 +11,7 @@ import torch
 import trainer_cases
 import trl
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -108,12 +108,28 @@ def test_tokens_of_another_tokenizer_are_added_and_trained_as_in_trl(
     check_same(tmp_path, found["plain"], found["mine"])
 
 
-def test_an_adapter_that_was_read_from_a_path_is_saved_alone(path: Path, tmp_path: Path) -> None:
-    args = trl.DPOConfig(**trainer_cases.arguments(tmp_path, 1) | {"max_steps": 1, "eval_strategy": "no"})
-    given = {"train_dataset": trainer_cases.pairs_of(40, 1), "peft_config": lora(), "mesh": {"strategy": "single"}}
-    trainer = meshwright_trainer.MeshDPOTrainer(str(path / "model"), args=args, **given)
+@pytest.mark.parametrize("given", ["path", "model", "adapted"])
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_an_adapter_is_saved_as_peft_loads_it(kind: str, given: str, path: Path, tmp_path: Path) -> None:
+    args = getattr(trl, f"{kind}Config")(
+        **trainer_cases.arguments(tmp_path, 1) | {"max_steps": 1, "eval_strategy": "no", "save_strategy": "steps"}
+    )
+    rows = trainer_cases.pairs_of(40, 1) if kind == "DPO" else trainer_cases.text_of(40, 1)
+    model: Any = str(path / "model")
+    passed: dict[str, Any] = {"peft_config": lora()}
+    if given != "path":
+        model = AutoModelForCausalLM.from_pretrained(path / "model", dtype=torch.float32)
+        passed["processing_class"] = trainer_cases.digits()
+    if given == "adapted":
+        model = get_peft_model(model, passed.pop("peft_config"))
+    cls = getattr(meshwright_trainer, f"Mesh{kind}Trainer")
+    trainer = cls(model, args=args, train_dataset=rows, mesh={"strategy": "single"}, **passed)
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     names = load_file(tmp_path / "saved" / "adapter_model.safetensors").keys()
     assert names
     assert all("lora_" in name for name in names)
+    base = AutoModelForCausalLM.from_pretrained(path / "model", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "saved").eval()
+    ids = torch.arange(2, 12)[None]
+    assert torch.equal(loaded(ids).logits, trainer.model.eval()(ids).logits)
