@@ -51,31 +51,30 @@ def main(types: list[str]) -> None:
     from meshwright.testing import pool
     from meshwright.testing.zoo import zoo_reason, zoo_types
 
-    found = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"cells": {}}
+    found = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"types": [], "others": []}
     for model_type in types or zoo_types():
-        if zoo_reason(model_type) is not None or (not types and model_type in found["cells"]):
+        if zoo_reason(model_type) is not None or (not types and model_type in found["types"]):
             continue
-        cells = found["cells"][model_type] = {
-            ties: {door: pool(1).run(tried, model_type, ties, door)[0] for door in DOORS} for ties in TIES
-        }
-        wrong = {f"{ties}, {door}": text for ties in TIES for door, text in cells[ties].items() if _is_wrong(text)}
-        print(model_type, wrong or "equal", flush=True)
+        cells = [
+            [model_type, ties, door, pool(1).run(tried, model_type, ties, door)[0]] for ties in TIES for door in DOORS
+        ]
+        print(model_type, [cell[1:] for cell in cells if _is_wrong(cell[3])] or "equal", flush=True)
+        others = [cell for cell in [*found["others"], *cells] if cell[0] != model_type or cell in cells]
+        found["others"] = sorted(cell for cell in others if cell[3] != "equal")
+        found["types"] = sorted({*found["types"], model_type})
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        found |= {"date": str(datetime.date.today()), "versions": versions}
-        RESULTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        found |= {"date": str(datetime.date.today()), "versions": versions, "heads": list(TIES), "doors": list(DOORS)}
+        lines = [f'"{name}": {json.dumps(value)}' for name, value in sorted(found.items()) if name != "others"]
+        rows = ",\n".join(json.dumps(cell) for cell in found["others"])
+        RESULTS.write_text("{\n" + ",\n".join([*lines, f'"others": [\n{rows}\n]']) + "\n}\n")
 
 
 def table(found: dict[str, Any]) -> str:
     """Counts of cells by head and door, and every cell that is not equal, or of a case that a type does not have."""
-    cells = [
-        (model_type, ties, door, text)
-        for model_type, of_type in sorted(found["cells"].items())
-        for ties, by_door in of_type.items()
-        for door, text in by_door.items()
-    ]
-    heads, doors = (list(dict.fromkeys(cell[at] for cell in cells)) for at in (1, 2))
+    cells = found["others"]
+    heads, doors = found["heads"], found["doors"]
     lines = [
-        f"{len(found['cells'])} model types, each trained for a step from a base with files beside its weights; "
+        f"{len(found['types'])} model types, each trained for a step from a base with files beside its weights; "
         f"{found['date']}, transformers {found['versions']['transformers']}, torch {found['versions']['torch']}, on "
         f"the CPU (`python benchmarks/exports.py`). A cell counts types whose exports give the logits of what was "
         f"trained, within 1e-5 of the largest (merged: 1e-4), and have all files; of the types that have such a case.",
@@ -84,10 +83,11 @@ def table(found: dict[str, Any]) -> str:
         f"|---|{'---|' * len(doors)}",
     ]
     for ties in heads:
-        texts = {door: [cell[3] for cell in cells if cell[1:3] == (ties, door)] for door in doors}
-        counts = [
-            f"{each.count('equal')} of {sum(not text.startswith('none') for text in each)}" for each in texts.values()
-        ]
+        counts = []
+        for door in doors:
+            texts = [cell[3] for cell in cells if cell[1:3] == [ties, door]]
+            known = len(found["types"]) - sum(text.startswith("none") for text in texts)
+            counts.append(f"{known - sum(map(_is_wrong, texts))} of {known}")
         lines.append(f"| {HEADS[ties]} | {' | '.join(counts)} |")
     none: dict[str, set[str]] = {}
     for model_type, _, _, text in cells:
