@@ -1206,6 +1206,22 @@ _bug(
     kind="a chat model loses its stop tokens",
 )
 _bug(
+    "adapters_without_a_known_base_are_a_whole_model",
+    "meshwright.checkpoint.adapter_files",
+    '    return any(name.rpartition("/")[2] == ADAPTER_CONFIG for _, name in stored.described)\n',
+    "    return stored.manifest.base is not None\n",
+    "tests/test_adapter_files.py::test_a_model_whose_base_nobody_knows_is_saved_whole_and_leaves_as_adapter_or_merged",
+    kind="an adapter that was trained cannot be saved",
+)
+_bug(
+    "adapters_fill_a_cache",
+    "meshwright.step.forward_options",
+    "        base = _below_adapters(model)\n",
+    "        base = model\n",
+    f"{_EXPORT}::test_an_adapter_of_a_type_that_trains_without_a_cache_alone_is_merged",
+    kind="a training step fills a key-value cache",
+)
+_bug(
     "files_beside_weights_are_not_saved",
     "meshwright.checkpoint.saving",
     "            found |= without_replaced(kept_files(self._model), found)\n",
