@@ -255,11 +255,24 @@ def test_files_that_lie_elsewhere_are_left_out_and_told(tmp_path: Path) -> None:
     os.mkfifo(base / "vocab.txt")
     for name in ("README.md", "model.safetensors.index.json", "all_results.json", "optimizer.bin"):
         (base / name).write_text("x")
+    (base / "config.json").write_text("{}")
     model = nn.Linear(1, 1)
     assert note_files(model, base) == (
         f"{base / 'LICENSE'} is a link to another directory, and is left out of checkpoints and exports.",
     )
     assert kept_files(model) == {"NOTICE.txt": b"Terms."}
+
+
+def test_files_of_a_directory_of_links_are_kept(tmp_path: Path) -> None:
+    files, base = tmp_path / "blobs", tmp_path / "snapshots" / "commit"
+    files.mkdir()
+    base.mkdir(parents=True)
+    for name in ("config.json", "LICENSE", "vocab.txt"):
+        (files / name).write_text("{}")
+        (base / name).symlink_to(files / name)
+    model = nn.Linear(1, 1)
+    assert note_files(model, base) == ()
+    assert kept_files(model) == {"LICENSE": b"{}", "vocab.txt": b"{}"}
 
 
 def _save_odd_generation_config(path: str) -> None:

@@ -87,14 +87,13 @@ def generation_json(config: Any) -> bytes:
 
 
 def _read(directory: Path, remarks: list[str]) -> Iterator[tuple[str, bytes]]:
-    # In the hub's cache, files are links to a folder beside that of commits.
-    root = directory.resolve()
-    allowed = root.parents[1] if root.parent.name == "snapshots" else root
+    # Where the configuration is a link, the others may be, to the same directory: the hub's cache, mounted volumes.
+    allowed = {directory.resolve(), (directory / "config.json").resolve().parent}
     for path in sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")]):
         name = path.relative_to(directory).as_posix()
         if not _matches(name, _COPIED) or _matches(name, _LEFT_OUT) or not path.is_file():
             continue
-        if not path.resolve().is_relative_to(allowed):
+        if not any(path.resolve().is_relative_to(each) for each in allowed):
             remarks.append(f"{path} is a link to another directory, and is left out of checkpoints and exports.")
             continue
         try:
