@@ -136,7 +136,7 @@ def _held_behind_forward(model: nn.Module, run: Callable[[], Tensor]) -> tuple[i
     return memory.after.other, losses[0].detach()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "mixtral", "falcon"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "mixtral", "falcon", "rwkv"])
 def test_what_blocks_hold_is_foreseen_to_the_byte_and_changes_no_bit(model_type: str) -> None:
     plain, blocks, run = _measured(model_type)
     blocks.take([Choice(True, frozenset(), each.whole, 0.0) for each in blocks.profiles])

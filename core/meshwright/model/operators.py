@@ -150,9 +150,13 @@ class Recorder(TorchDispatchMode):
         if key in self._makers:
             return 0
         # A live storage keeps its Python object, so the key is free again only when the storage is gone.
-        gone = weakref.ref(storage, lambda _: self._makers.pop(key, None) and None)
-        self._makers[key] = gone, maker
+        self._makers[key] = weakref.ref(storage, lambda _: self._forget(key)), maker
         return storage.nbytes()
+
+    def _forget(self, key: int) -> None:
+        """A storage that is gone is not held, whatever has saved it."""
+        self._makers.pop(key, None)
+        self._saved.pop(key, None)
 
     def _note_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """What is written into cannot be held: the second time, it would be written into again."""
