@@ -283,10 +283,11 @@ def _trained(
 ) -> tuple[int, list[float], dict[str, Tensor]]:
     """Bytes that blocks held at once in a second step with the same batch, losses, and weights after it."""
     held = _Held()
-    original = forward_order.put_around
+    original, seen = forward_order.put_around, set[nn.Module]()
 
     def put(module: nn.Module, layer: Layer, make: Callable[..., Any]) -> None:
-        if layer is Layer.RECOMPUTED:
+        if layer is Layer.RECOMPUTED and module not in seen:
+            seen.add(module)
             original(module, Layer.TENSOR, functools.partial(held.around, module))
         original(module, layer, make)
 

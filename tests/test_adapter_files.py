@@ -30,6 +30,7 @@ from meshwright.model.merge import Merging
 from meshwright.testing import Case, pool
 from meshwright.testing.models import case_model
 from meshwright.testing.parity import full_weights, train_steps
+from meshwright.train.from_pretrained import Wanted, opened
 
 LORA = {"type": "lora", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"]}
 LAYOUTS: dict[str, tuple[str, int, dict[str, int]]] = {
@@ -317,8 +318,12 @@ def test_what_is_trained_beside_adapters_is_not_lost(bases: Path, tmp_path: Path
 
 
 def _train_norm_too(base: str, root: str) -> None:
-    manager = mw.from_pretrained(base, "single", peft=LORA, device="cpu")
-    manager.model_parts[0].get_parameter(f"{PREFIX}model.norm.weight").requires_grad_(True)
+    world = mw.open_world("cpu")
+    stack, degrees = mw.resolve("single", mw.MeshSizes(), 1)
+    manager = stack.build(mw.Mesh(degrees, world))
+    model, weights = opened(world, Wanted(base, peft=LORA))
+    model.get_parameter(f"{PREFIX}model.norm.weight").requires_grad_(True)
+    manager.parallelize(model, weights)
     manager.build_optimizer(lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2))
     train_steps(manager, Case(dtype="float32"), range(1))
     mw.save_checkpoint(manager, f"{root}/checkpoint", step=1)

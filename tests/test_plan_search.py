@@ -307,7 +307,7 @@ def test_a_glance_tells_nearly_what_a_plan_does(tmp_path):
 
 
 def test_a_pipeline_is_told_by_one_stage_its_bubbles_and_what_it_holds(tmp_path):
-    kept = ["strategy=single", "pp_size=2", "micro_batch_size=2"]
+    kept = ["strategy=single", "pp_size=2", "micro_batch_size=2", HELD]
     space = _space(_file(tmp_path), kept, 2, find_device("h100-80gb"))
     (whole,) = space.candidates()
     found = {each.wrapper.pp_schedule: each for each in space.wrapped(whole)}
@@ -335,7 +335,7 @@ def test_a_pipeline_is_told_by_one_stage_its_bubbles_and_what_it_holds(tmp_path)
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 16])
 def test_few_microbatches_tell_how_long_ranks_wait_for_many(microbatches, tmp_path):
-    kept = ["strategy=single", "pp_size=2", "micro_batch_size=1"]
+    kept = ["strategy=single", "pp_size=2", "micro_batch_size=1", HELD]
     space = _space(_file(tmp_path, batch_size=microbatches), kept, 2, find_device("h100-80gb"))
     (whole,) = space.candidates()
     forecasts = []

@@ -33,7 +33,21 @@ DTYPES = ("float64", "float32", "bfloat16")
 NO_FLOAT16 = "float16 would need a loss that is scaled, or its small gradients are zero, and none scales it here"
 
 
-class FrozenModel(BaseModel):
+if TYPE_CHECKING:  # Type checkers know the fields by name.
+    _ByPosition = BaseModel
+else:
+
+    class _Constructor(type(BaseModel)):
+        """Takes some fields by position. Validation calls no constructor, and takes them by name."""
+
+        def __call__(cls, *arguments: Any, **values: Any) -> Any:
+            return super().__call__(**_by_name(cls, arguments, values))
+
+    class _ByPosition(BaseModel, metaclass=_Constructor):
+        positional: ClassVar[tuple[str, ...]] = ()
+
+
+class FrozenModel(_ByPosition):
     """A frozen pydantic model that refuses unknown fields and values of another type: nothing a user writes is dropped,
     and neither `true` nor "1" is a number. See [Note: equal configs].
 
@@ -51,11 +65,6 @@ class FrozenModel(BaseModel):
         protected_namespaces=(),
         ser_json_inf_nan="constants",
     )
-
-    if not TYPE_CHECKING:  # Type checkers know the fields by name.
-
-        def __init__(self, *arguments: Any, **values: Any) -> None:
-            super().__init__(**_by_name(type(self), arguments, values))
 
     @field_validator("*", mode="before")
     @classmethod

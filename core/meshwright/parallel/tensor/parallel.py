@@ -81,6 +81,7 @@ class TensorParallel(Axis):
         self.rank = mesh.get_local_rank()
         self.active = True
         self._has_run = False
+        self._is_in_step = False
         self.text_config = text_config(model)
         self._model = model
         self._layout = layout
@@ -224,14 +225,26 @@ class TensorParallel(Axis):
             if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
                 parameter.grad = grad.redistribute(placements=parameter.placements)
 
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        self._is_in_step = True
+        try:
+            yield
+        finally:
+            self._is_in_step = False
+
     def check_by_hand(self, module: nn.Module) -> None:
         """Let the first backward of a loop by hand that leaves gradients end in `gradient_defect`, if there is one.
+
+        A manager looks itself, at the end of its first step.
 
         Args:
             module: the whole model, sharded as far as it will be.
         """
 
         def check() -> bool:
+            if self._is_in_step:
+                return True
             is_reduced = any(self._is_replicated(name, p.grad) for name, p in self._model.named_parameters())
             if is_reduced and (defect := self.gradient_defect(DTENSORS)) is not None:
                 raise defect
