@@ -3139,8 +3139,8 @@ _bug(
 _bug(
     "adapter_names_a_scratch_directory",
     "meshwright.checkpoint.adapter_files",
-    'config.base_model_name_or_path, config.revision = told.get("path"), told.get("revision")',
-    'config.revision = told.get("revision")',
+    "config.base_model_name_or_path, config.revision = self._named[name]",
+    "config.revision = self._named[name][1]",
     f"{_ADAPTER_RUNS}::test_a_run_leaves_an_adapter_that_peft_loads_and_goes_on_on_another_mesh",
     kind="the written adapter names a base that is not there",
 )

@@ -90,10 +90,14 @@ def strategy_of(config: Any, registry: Registry | None = None) -> str:
         ConfigError: no installed strategy takes it, or several do.
     """
     specs = (registry or get_registry()).strategies.values()
+    own, *bases = type(config).__mro__
     # The nearest class, since a strategy without options may have the base of all for its own.
-    by_class = ([spec.name for spec in specs if spec.config_cls is cls] for cls in type(config).__mro__)
-    found = next(filter(None, by_class), None)
-    found = found or [spec.name for spec in specs if issubclass(spec.config_cls, type(config))]
+    by_class = ([spec.name for spec in specs if spec.config_cls is each] for each in bases)
+    found = (
+        [spec.name for spec in specs if spec.config_cls is own]
+        or [spec.name for spec in specs if issubclass(spec.config_cls, own)]
+        or next(filter(None, by_class), [])
+    )
     if len(found) != 1:
         known = ", ".join(f"{spec.config_cls.__name__} ({spec.name})" for spec in specs)
         raise ConfigError(
