@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,3 +26,15 @@ def until_done(module: nn.Module, check: Callable[[], bool]) -> None:
                 each.register_hook(lambda grad: after_backward(at_end))
 
     handles = [module.register_forward_hook(hook)]
+
+
+class Inside(AbstractContextManager[None]):
+    """A context that knows whether it has been entered."""
+
+    is_inside = False
+
+    def __enter__(self) -> None:
+        self.is_inside = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_inside = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from ...tensors.state import DTENSORS, Parts
 from .adapters import divide_input, divided_along_input, of_parameters, readers_of
 from .collectives import Copies
 from .division import Division
-from .first_backward import until_done
+from .first_backward import Inside, until_done
 from .heads import check_heads
 from .local_parameters import LocalParameters, Slot
 from .placements import cuts_of, placements_of
@@ -81,7 +81,7 @@ class TensorParallel(Axis):
         self.rank = mesh.get_local_rank()
         self.active = True
         self._has_run = False
-        self._is_in_step = False
+        self._step = Inside()
         self.text_config = text_config(model)
         self._model = model
         self._layout = layout
@@ -225,30 +225,18 @@ class TensorParallel(Axis):
             if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
                 parameter.grad = grad.redistribute(placements=parameter.placements)
 
-    @contextmanager
-    def around_step(self) -> Iterator[None]:
-        self._is_in_step = True
-        try:
-            yield
-        finally:
-            self._is_in_step = False
+    def around_step(self) -> AbstractContextManager[None]:
+        return self._step
 
     def check_by_hand(self, module: nn.Module) -> None:
-        """Let the first backward of a loop by hand that leaves gradients end in `gradient_defect`, if there is one.
-
-        A manager looks itself, at the end of its first step.
-
-        Args:
-            module: the whole model, sharded as far as it will be.
-        """
+        """Let the first backward of a loop by hand through a sharded model end in `gradient_defect`, if any."""
 
         def check() -> bool:
-            if self._is_in_step:
-                return True
+            # A manager looks itself, at the end of its first step.
             is_reduced = any(self._is_replicated(name, p.grad) for name, p in self._model.named_parameters())
-            if is_reduced and (defect := self.gradient_defect(DTENSORS)) is not None:
+            if is_reduced and not self._step.is_inside and (defect := self.gradient_defect(DTENSORS)) is not None:
                 raise defect
-            return is_reduced
+            return is_reduced or self._step.is_inside
 
         until_done(module, check)
 
