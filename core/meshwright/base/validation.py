@@ -44,7 +44,7 @@ else:
             return super().__call__(**_by_name(cls, arguments, values))
 
     class _ByPosition(BaseModel, metaclass=_Constructor):
-        positional: ClassVar[tuple[str, ...]] = ()
+        pass
 
 
 class FrozenModel(_ByPosition):

@@ -25,11 +25,12 @@ from .._compat.peft_tying import adapted_on_meta, merged_alike
 from ..base.errors import CheckpointError, ConfigError, ModelError
 from ..model.adapter import files_of, read_adapter_config
 from ..model.adapter_base import ADAPTER_CONFIG, Base, fingerprint_of, read_base
-from ..model.base_files import kept_files, without_replaced
+from ..model.base_files import is_of_tokenizer, kept_files, without_replaced
 from ..model.configuration import config_from_directory
 from ..model.merge import merged_layer
 from ..model.pretrained import PretrainedWeights, find_directory, open_pretrained
 from ..model.pretrained.files import Source
+from ..model.ties import set_tied
 from ..tensors.state import TensorKind
 from .adapter_files import adapter_configs_of, check_tensors_of, has_adapters
 from .export import Export, as_bytes, check_empty, written_whole
@@ -200,8 +201,7 @@ class Merged:
 
     def _untie(self, *names: str) -> None:
         config = copy.deepcopy(self.whole.config)
-        for each in (config, config.get_text_config()):
-            each.tie_word_embeddings = False
+        set_tied(config, False)
         dtype = next(self.whole.parameters()).dtype
         with torch.device("meta"):
             whole = type(self.whole)(config).to(dtype)
@@ -272,18 +272,12 @@ def _of_directory(source: Path, base: str | Path | None, dtype: torch.dtype | No
     def values(adapted: nn.Module) -> Values:
         return {name: partial(_whole, each) for name, each in files_of(source, adapted).items()}
 
-    described = [(path, path.name) for path in sorted(source.iterdir()) if path.name in _TOKENIZER]
+    described = [(path, path.name) for path in sorted(source.iterdir()) if is_of_tokenizer(path.name)]
     return Merged(model, weights, config, values), described
 
 
 def _whole(source: Source) -> Tensor:
     return source.read([0] * len(source.shape), list(source.shape)).clone()
-
-
-_TOKENIZER = {
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
-}
 
 
 def _base_directory(noted: Base, given: str | Path | None) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Collection
 from pathlib import PurePath
@@ -15,7 +14,6 @@ from ..base.errors import CheckpointError
 from ..files.parsing import reason
 from ..model.configuration import check_brings_no_code
 from ..model.remote_code import check_needs_no_code
-from ..model.ties import set_tied
 from ..tensors.pieces import Sharded, tensor_pieces
 from .directory import HUGGING_FACE
 from .manifest import Manifest
@@ -105,12 +103,6 @@ def model_on_meta(source: StoredModel, *, adapted: bool = False) -> nn.Module:
             model: nn.Module = build(config)
             if not adapted and not model.state_dict().keys() >= set(stored):
                 model = _with_other_head(config, stored) or model
-            if not adapted and _lacks_parameters(model, stored):
-                tied = copy.deepcopy(config)
-                set_tied(tied, True)
-                # Code may have tied what the configuration does not.
-                as_tied = type(model)(tied)
-                model = model if _lacks_parameters(as_tied, stored) else as_tied
     except Exception as error:
         # Each configuration and each model class fails in its own way.
         raise CheckpointError(
@@ -123,10 +115,6 @@ def model_on_meta(source: StoredModel, *, adapted: bool = False) -> nn.Module:
             f"no {', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}."
         )
     return model
-
-
-def _lacks_parameters(model: nn.Module, stored: Collection[str]) -> bool:
-    return any(name not in stored for name, _ in model.named_parameters())
 
 
 def _with_other_head(config: Any, stored: Collection[str]) -> nn.Module | None:

@@ -44,7 +44,6 @@ _OF_TOKENIZER = (
     *(*_FURTHER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "additional_chat_templates/*"),
 )
-"""What tokenizers of transformers write, or have written in earlier versions."""
 
 
 def note_files(model: nn.Module, directory: Path) -> tuple[str, ...]:
@@ -79,6 +78,11 @@ def without_replaced(files: Mapping[str, bytes], new: Mapping[str, bytes]) -> di
         return kept
     further = _FURTHER if _same_vocabulary(files, new) else ()
     return {name: each for name, each in kept.items() if _matches(name, further) or not _matches(name, _OF_TOKENIZER)}
+
+
+def is_of_tokenizer(name: str) -> bool:
+    """Whether a file is one of those that tokenizers of transformers write, or have written in earlier versions."""
+    return _matches(name, _OF_TOKENIZER)
 
 
 def generation_json(config: Any) -> bytes:
