@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import meshwright as mw
 from meshwright.mesh.world import open_world
 from meshwright.testing import pool
-from meshwright.testing.models import tiny_model
+from meshwright.testing.models import case_model, tiny_model
 
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, int]]] = {
     "single": (1, "single", {}, {}),
@@ -44,3 +45,14 @@ def test_a_model_of_another_manager_is_refused_on_every_rank(layout: str) -> Non
         assert text.startswith("ModelError: ")
         assert "has been parallelized by another manager already" in text
         assert "Build the model anew" in text
+
+
+def _two_models() -> None:
+    for seed in range(2):
+        # All models of this type have one module for an activation.
+        model = case_model("openai-gpt", tied=None, seed=seed, dtype=torch.float64)
+        _manager("single", {}, {}).parallelize(model)
+
+
+def test_models_that_share_modules_without_parameters_have_managers_of_their_own() -> None:
+    pool(1).run(_two_models)

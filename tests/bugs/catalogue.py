@@ -1206,6 +1206,30 @@ _bug(
     kind="a chat model loses its stop tokens",
 )
 _bug(
+    "modules_that_hold_nothing_are_taken",
+    "meshwright.manager.call_order",
+    "    _TAKEN.update(each for each in modules if any(True for _ in (*each.parameters(), *each.buffers())))\n",
+    "    _TAKEN.update(modules)\n",
+    "tests/test_taken_models.py::test_models_that_share_modules_without_parameters_have_managers_of_their_own",
+    kind="a second model of a type is refused in the same process",
+)
+_bug(
+    "files_that_are_links_are_lost",
+    "meshwright.model.base_files",
+    '    allowed = {directory.resolve(), (directory / "config.json").resolve().parent}\n',
+    "    allowed = {directory.resolve()}\n",
+    f"{_EXPORT}::test_files_of_a_directory_of_links_are_kept",
+    kind="licence, processors and code of the base are lost on export",
+)
+_bug(
+    "tensors_that_are_gone_are_held",
+    "meshwright.model.operators",
+    "        self._saved.pop(key, None)\n",
+    "",
+    "tests/test_activation_budget.py::test_what_blocks_hold_is_foreseen_to_the_byte_and_changes_no_bit[rwkv]",
+    kind="a budget of activations ends in a KeyError",
+)
+_bug(
     "adapters_without_a_known_base_are_a_whole_model",
     "meshwright.checkpoint.adapter_files",
     '    return any(name.rpartition("/")[2] == ADAPTER_CONFIG for _, name in stored.described)\n',
