@@ -870,6 +870,14 @@ _bug(
     kind="the loss of a part of the logits, another one on each rank",
 )
 _bug(
+    "steps_of_managers_are_checked_as_loops_by_hand",
+    "meshwright.parallel.tensor.parallel",
+    "            if is_reduced and not self._step.is_inside and (defect",
+    "            if is_reduced and (defect",
+    "plugins/fsdp2/tests/test_fsdp2_tensor.py::test_parity_on_two_axes[{'sequence_parallel': True, 'activation_checkpointing': 'selective', 'reshard_after_forward': False}-Case(model_type='llama', tied=True, layers=None, steps=3, sequences=24, microbatches=2, ragged=True, empty=0, shares=None, max_norm=0.5, norm_type=2.0, frozen=(), optimizer=OptimizerConfig(name='AdamW', lr=0.01, weight_decay=0.1, no_decay=None, options={}, groups=[]), rates=(), dtype='float64', in_float32=(), eval_after=True, unshard_after=True, schedule=None, route=None, adapter=None)]",
+    kind="a sound plan is refused before gradients are reduced",
+)
+_bug(
     "loops_by_hand_take_wrong_plans",
     "meshwright_fsdp2.functions",
     "            tensor_parallel.check_by_hand(model)\n",
