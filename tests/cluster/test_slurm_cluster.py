@@ -78,8 +78,12 @@ def _await_step(cluster: Cluster, number: str, run: Run, step: int) -> None:
 
 
 def _begin_again(cluster: Cluster, number: str) -> None:
-    """Wait until a job is queued again, and not for the two minutes that Slurm then leaves a machine to be tidied."""
+    """Start a requeued job two seconds after it is pending, not after the two minutes that Slurm's delay takes.
+
+    A node refuses a job whose credential is of the second in which the node was last told to end that job.
+    """
     cluster.await_state(number, "PENDING")
+    time.sleep(2)
     cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")
 
 
