@@ -200,6 +200,17 @@ def test_a_run_begins_with_a_saved_adapter(place: Path, adapter: Path, tmp_path:
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
 
 
+def test_a_merged_adapter_keeps_all_files_of_its_tokenizer(adapter: Path, tmp_path: Path) -> None:
+    shutil.copytree(adapter / "model", tmp_path / "adapter")
+    own = {"chat_template.jinja": "plain", "additional_chat_templates/tool_use.jinja": "with tools"}
+    for name, text in own.items():
+        (tmp_path / "adapter" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "adapter" / name).write_text(text)
+    done = CliRunner().invoke(cli.app, ["export", "--merge", str(tmp_path / "adapter"), str(tmp_path / "merged")])
+    assert done.exit_code == 0, done.output
+    assert {name: (tmp_path / "merged" / name).read_text() for name in own} == own
+
+
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}A: {{ message.content }}"
     "{{ eos_token }}{% endgeneration %}{% else %}Q: {{ message.content }} {% endif %}{% endfor %}"

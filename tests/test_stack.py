@@ -14,7 +14,7 @@ from meshwright.mesh.sizes import Degrees, MeshSizes
 from meshwright.strategy.hooks import hookimpl
 from meshwright.strategy.registry import INSTALLABLE, Registry, install_line
 from meshwright.strategy.spec import StrategyConfig, StrategySpec
-from meshwright.strategy.stack import resolve
+from meshwright.strategy.stack import resolve, strategy_of
 
 
 class DataConfig(StrategyConfig):
@@ -241,6 +241,27 @@ def test_the_strategy_follows_from_the_class_of_its_config():
     for config, text in ((BothConfig(), "other"), (StagesConfig(), "stages over single")):
         stack, _ = resolve(None, MeshSizes(), 1, config=config, registry=registry)
         assert str(stack) == text
+
+
+def test_the_strategy_follows_from_bases_and_subclasses_of_its_config() -> None:
+    class Reference(StrategyConfig):
+        """A class of the reference, from which a strategy's own config derives."""
+
+    class Own(Reference):
+        pass
+
+    class OfUser(DataConfig):
+        pass
+
+    # A strategy without options takes the base of all configs.
+    bare = spec("bare", config_cls=StrategyConfig)
+    registry = registry_of(bare, SHARDS, spec("own", config_cls=Own))
+    for config, name in ((Reference(), "own"), (OfUser(), "shards"), (StrategyConfig(), "bare")):
+        assert strategy_of(config, registry) == name
+    further = registry_of(spec("own", config_cls=Own), spec("further", config_cls=Reference))
+    assert strategy_of(Reference(), further) == "further"
+    with pytest.raises(ConfigError, match=r"config is a Own, from which no strategy follows\. Name the strategy"):
+        strategy_of(Own(), registry_of(spec("own", config_cls=Own), spec("again", config_cls=Own)))
 
 
 def test_options_of_a_wrapper_whose_axis_has_one_rank_act_on_nothing_and_say_so():

@@ -381,6 +381,14 @@ _bug(
     kind="the options of a run do not reach its strategy",
 )
 _bug(
+    "any_base_of_configs_is_nearer_than_a_strategy",
+    "meshwright.strategy.stack",
+    "        or [spec.name for spec in specs if issubclass(spec.config_cls, own)]\n",
+    "",
+    "tests/test_stack.py::test_the_strategy_follows_from_bases_and_subclasses_of_its_config",
+    kind="a config trains under another strategy than its own",
+)
+_bug(
     "unclaimed_axes_pass",
     "meshwright.strategy.stack",
     "        if axis not in stack.claims:",
@@ -1227,6 +1235,14 @@ _bug(
     '    allowed = {directory.resolve(), (directory / "config.json").resolve().parent}\n',
     "    allowed = {directory.resolve()}\n",
     f"{_EXPORT}::test_files_of_a_directory_of_links_are_kept",
+    kind="licence, processors and code of the base are lost on export",
+)
+_bug(
+    "files_in_folders_are_lost",
+    "meshwright.model.base_files",
+    'sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")])',
+    "sorted(directory.iterdir())",
+    "tests/test_adapter_runs.py::test_a_merged_adapter_keeps_all_files_of_its_tokenizer",
     kind="licence, processors and code of the base are lost on export",
 )
 _bug(

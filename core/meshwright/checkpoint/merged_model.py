@@ -25,7 +25,7 @@ from .._compat.peft_tying import adapted_on_meta, merged_alike
 from ..base.errors import CheckpointError, ConfigError, ModelError
 from ..model.adapter import files_of, read_adapter_config
 from ..model.adapter_base import ADAPTER_CONFIG, Base, fingerprint_of, read_base
-from ..model.base_files import is_of_tokenizer, kept_files, without_replaced
+from ..model.base_files import kept_files, tokenizer_files, without_replaced
 from ..model.configuration import config_from_directory
 from ..model.merge import merged_layer
 from ..model.pretrained import PretrainedWeights, find_directory, open_pretrained
@@ -272,8 +272,7 @@ def _of_directory(source: Path, base: str | Path | None, dtype: torch.dtype | No
     def values(adapted: nn.Module) -> Values:
         return {name: partial(_whole, each) for name, each in files_of(source, adapted).items()}
 
-    described = [(path, path.name) for path in sorted(source.iterdir()) if is_of_tokenizer(path.name)]
-    return Merged(model, weights, config, values), described
+    return Merged(model, weights, config, values), tokenizer_files(source)
 
 
 def _whole(source: Source) -> Tensor:

@@ -250,6 +250,7 @@ def _is_elementwise(
     try:
         parts = _stepped(cls, settings, values, cut)
     except Exception:
+        # An optimizer that steps whole parameters and fails on their parts needs whole ones, whatever it raises.
         return False
     return _agree([torch.cat(parts).view(whole[0].shape)], whole, values, _EXACT)
 

@@ -80,9 +80,15 @@ def without_replaced(files: Mapping[str, bytes], new: Mapping[str, bytes]) -> di
     return {name: each for name, each in kept.items() if _matches(name, further) or not _matches(name, _OF_TOKENIZER)}
 
 
-def is_of_tokenizer(name: str) -> bool:
-    """Whether a file is one of those that tokenizers of transformers write, or have written in earlier versions."""
-    return _matches(name, _OF_TOKENIZER)
+def _files_beside_weights(directory: Path) -> list[tuple[Path, str]]:
+    """List the files of a model's directory and their names in it, those of further chat templates included."""
+    paths = sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")])
+    return [(path, path.relative_to(directory).as_posix()) for path in paths if path.is_file()]
+
+
+def tokenizer_files(directory: Path) -> list[tuple[Path, str]]:
+    """List those files that tokenizers of transformers write, or have written in earlier versions."""
+    return [(path, name) for path, name in _files_beside_weights(directory) if _matches(name, _OF_TOKENIZER)]
 
 
 def generation_json(config: Any) -> bytes:
@@ -93,9 +99,8 @@ def generation_json(config: Any) -> bytes:
 def _read(directory: Path, remarks: list[str]) -> Iterator[tuple[str, bytes]]:
     # Where the configuration is a link, the others may be, to the same directory: the hub's cache, mounted volumes.
     allowed = {directory.resolve(), (directory / "config.json").resolve().parent}
-    for path in sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")]):
-        name = path.relative_to(directory).as_posix()
-        if not _matches(name, _COPIED) or _matches(name, _LEFT_OUT) or not path.is_file():
+    for path, name in _files_beside_weights(directory):
+        if not _matches(name, _COPIED) or _matches(name, _LEFT_OUT):
             continue
         if not any(path.resolve().is_relative_to(each) for each in allowed):
             remarks.append(f"{path} is a link to another directory, and is left out of checkpoints and exports.")

@@ -91,7 +91,7 @@ def strategy_of(config: Any, registry: Registry | None = None) -> str:
     """
     specs = (registry or get_registry()).strategies.values()
     own, *bases = type(config).__mro__
-    # The nearest class, since a strategy without options may have the base of all for its own.
+    # The nearest base comes last, since a strategy without options may take the base of all configs.
     by_class = ([spec.name for spec in specs if spec.config_cls is each] for each in bases)
     found = (
         [spec.name for spec in specs if spec.config_cls is own]
